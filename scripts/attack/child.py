@@ -6,6 +6,7 @@ A fork saves a second of imports per case. The parent imports the verbs and neve
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import pkgutil
@@ -66,6 +67,7 @@ class Ended:
         return self.output[-_TAIL:]
 
 
+@functools.cache
 def import_verbs(workstation: bool = False) -> None:
     """Import a device's verbs, or a workstation's with torch, and what they import when they are called."""
     for name in DEVICE_VERBS:

@@ -1,4 +1,4 @@
-"""Damaged, missing, linked and hostile files, each read by the verb that reads it.
+"""Damaged, missing, linked and hostile files, each read by the verb that reads it; tables.yaml has which.
 
 A case passes if the verb refuses in its own words, or if its result is that of the undamaged file. Where
 nothing says what a file must be (rows that are scored, a bundle whose every hash was made to fit), another
@@ -10,21 +10,26 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import damage
 from child import Limits, prge_ends
-from outcome import Case, Verdict, judged
+from outcome import Case, Found, Verdict, judged
+from tables import TABLES
 from workshop import Bench
 
 LIMITS = Limits(seconds=300, processor_seconds=30, memory=1 << 30)
+WORKSTATION_LIMITS = Limits(seconds=600, processor_seconds=200, memory=4 << 30)
 _KINDS = ["decoder", "decoder", "encoder", "upper", "quantized"]
 _RUN_KINDS = ["decoder", "decoder", "encoder", "upper"]
+_RUNS = ("finished", "unfinished", "adapter")
 _FOREIGN = ["step-000004 (copy)", "step-000010-mine", "step-10", "notes"]
 
 
@@ -37,7 +42,7 @@ class Scene:
     folder: Path
 
     def copy(self, name: str) -> Path:
-        """A copy of the bench's `bundle`, `finished`, `unfinished`, `adapter`, `dev.jsonl` or `task.yaml`."""
+        """A copy of the bench's `bundle`, `finished`, `unfinished`, `adapter`, `model`, rows or task."""
         source, target = self.bench.original(self.kind, name), self.folder / name
         if not target.exists():
             (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
@@ -47,33 +52,24 @@ class Scene:
         """The case's copy if there is one, else the original."""
         return self.folder / name if (self.folder / name).exists() else self.bench.original(self.kind, name)
 
-
-Result = Callable[[Scene], object]
-
-
-def _evaluation(scene: Scene) -> object:
-    found = json.loads((scene.folder / "eval.json").read_text())
-    return {name: found[name] for name in ("loss", "accuracy", "examples") if name in found}
-
-
-def _final(name: str) -> Result:
-    def weights(scene: Scene) -> object:
-        return {path.name: path.read_bytes() for path in (scene.folder / name).glob("*.safetensors")}
-
-    return weights
+    def prepare(self, top: str, use: Use) -> Path:
+        """Copy what is damaged, and the run or adapter beside it that a use changes; the first of them."""
+        for name in use.runs:
+            self.copy(name)
+        return self.copy(top)
 
 
 @dataclass(frozen=True)
 class Use:
-    """How a verb reads what was damaged, and what its result is; None where it has none to compare.
-
-    Of `command`, `@name` is a file of the case, `?name` the case's copy or else the original, `!name` the
-    case's copy, left out with its flag where there is none. `needs` is copied beside what is damaged.
-    """
+    """How a verb reads what was damaged, and where its result lies; see `uses` of the tables."""
 
     command: str
-    result: Result | None = None
-    needs: str = ""
+    result: str = ""
+
+    @property
+    def runs(self) -> list[str]:
+        """Runs and adapters of the case that it names."""
+        return [name for name in _RUNS if f"@{name}" in self.command.split()]
 
     def words(self, scene: Scene) -> list[object]:
         """The command line."""
@@ -88,44 +84,42 @@ class Use:
             words += ["--adapter", scene.bench.original(scene.kind, "finished")]
         return words
 
+    def found(self, scene: Scene) -> dict[str, object]:
+        """The result: hashes of a bundle's files, figures, or bytes of weights."""
+        path = scene.folder / self.result
+        if path.name == "manifest.json":
+            return {
+                name: entry["sha256"].encode()
+                for name, entry in json.loads(path.read_text())["files"].items()
+            }
+        if path.suffix == ".json":
+            told = json.loads(path.read_text())
+            return {name: told[name] for name in ("loss", "accuracy", "examples") if name in told}
+        return {path.name: path.read_bytes() for path in path.glob("*.safetensors")}
 
-_EVAL = "eval --bundle ?bundle --data ?dev.jsonl --threads 1 --task ?task.yaml --json @eval.json"
-_BEGIN = (
-    "run --bundle ?bundle --train ?train.jsonl --quiet --task ?task.yaml --steps 2 --threads 1 --out @new"
-)
-_RESUME = "run --quiet --resume @unfinished --bundle !bundle --train !train.jsonl --task !task.yaml"
-_PROBE = "probe --bundle ?bundle --data ?dev.jsonl --threads 1 --task ?task.yaml --batches 1 --epsilons 0.01"
-EVAL = Use(_EVAL, _evaluation)
-EVAL_RUN = Use(f"{_EVAL} --adapter @finished", _evaluation, "finished")
-EVAL_ADAPTER = Use(f"{_EVAL} --adapter @adapter", _evaluation, "adapter")
-BEGIN = Use(f"{_BEGIN} --adapter !adapter", _final("new/final"))
-RESUME = Use(_RESUME, _final("unfinished/final"), "unfinished")
-RESUME_FINISHED = Use("run --quiet --resume @finished", _final("finished/final"), "finished")
-REPLAY = Use("replay @finished --out @replayed", _final("replayed"), "finished")
-INSPECT = Use("inspect @bundle")
-REPORT = Use("report @finished --out @report.html", None, "finished")
-PROBE = Use(_PROBE)
+
+USES = {name: Use(**use) for name, use in TABLES["uses"].items()}
+_OF_WORKSTATION = ("export", "export", "export", "publish", "baseline")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A file, how it is damaged, and who reads it.
+    """A file, how it is damaged, and who reads it; see `of_device` and `of_model` of the tables."""
 
-    `crafted`: ways that leave every checksum right. `is_judged`: something says what the file must be.
-    """
-
-    top: str
-    pattern: str
-    uses: tuple[Use, ...]
-    crafted: tuple[damage.Way, ...] = ()
+    often: int
+    top: str = "model"
+    files: str = ""
+    uses: Sequence[str] = _OF_WORKSTATION
+    crafted: str = ""
+    ways: str = ""
     is_judged: bool = True
 
-    def files(self, top: Path) -> list[Path]:
+    def paths(self, top: Path) -> list[Path]:
         """The files of a case that the target means."""
-        return sorted(path for path in (top.glob(self.pattern) if self.pattern else [top]) if path.is_file())
+        return sorted(path for path in (top.glob(self.files) if self.files else [top]) if path.is_file())
 
 
-def _then(rehash: Callable[[Path], object], ways: Sequence[damage.Way]) -> tuple[damage.Way, ...]:
+def _then(rehash: Callable[[Path], object], *ways: damage.Way) -> tuple[damage.Way, ...]:
     """Ways after which every hash is made to fit."""
 
     def both(way: damage.Way) -> damage.Way:
@@ -148,68 +142,74 @@ def _rehash_folder(path: Path) -> None:
     damage.rehash_folder(path.parent)
 
 
-def _bytes_of(*names: str) -> tuple[damage.Way, ...]:
-    return tuple(damage.WAYS[name] for name in names)
+def _index(path: Path, random: Random) -> None:
+    """An index of weights that names what isn't there, or isn't ours."""
+    path.with_name("model.safetensors.index.json").write_text(json.dumps(random.choice(TABLES["indices"])))
+    if random.random() < 0.5:
+        path.with_name("model.safetensors").unlink()
 
 
-_BYTES = _bytes_of("one bit", "eight bits", "noise", "zeros", "cut", "cut out", "empty", "grown")
-_JSON = (damage.mutate_json, damage.mutate_json, *_bytes_of("cut", "empty", "one bit"))
-_WEIGHTS = (damage.mutate_safetensors, damage.mutate_safetensors, *_bytes_of("cut", "empty"))
-_BUNDLE_BYTES, _BUNDLE_JSON, _BUNDLE_WEIGHTS = (
-    _then(_rehash_bundle, ways) for ways in (_BYTES, _JSON, _WEIGHTS)
-)
-_FOLDER_JSON, _FOLDER_WEIGHTS = (_then(_rehash_folder, ways) for ways in (_JSON, _WEIGHTS))
-_OF_BUNDLE = (EVAL, EVAL, EVAL, BEGIN, INSPECT)
-_OF_ADAPTER = (EVAL_ADAPTER, BEGIN)
-
-TARGETS: list[tuple[int, Target]] = [
-    (6, Target("bundle", "manifest.json", (*_OF_BUNDLE, RESUME), (damage.mutate_manifest,))),
-    (6, Target("bundle", "programs/*", (*_OF_BUNDLE, PROBE), _BUNDLE_BYTES)),
-    (6, Target("bundle", "weights/*", (*_OF_BUNDLE, PROBE), _BUNDLE_BYTES)),
-    (3, Target("bundle", "tables.safetensors", _OF_BUNDLE, _BUNDLE_WEIGHTS)),
-    (2, Target("bundle", "adapter/adapter_config.json", _OF_BUNDLE, _BUNDLE_JSON)),
-    (3, Target("bundle", "adapter/*.safetensors", _OF_BUNDLE, _BUNDLE_WEIGHTS)),
-    (4, Target("bundle", "tokenizer/tokenizer.json", _OF_BUNDLE, _BUNDLE_JSON)),
-    (1, Target("bundle", "tokenizer/*.jinja", _OF_BUNDLE, _BUNDLE_BYTES)),
-    (3, Target("adapter", "adapter_config.json", _OF_ADAPTER, _FOLDER_JSON)),
-    (3, Target("adapter", "*.safetensors", _OF_ADAPTER, _FOLDER_WEIGHTS)),
-    (2, Target("adapter", "hashes.json", _OF_ADAPTER, (damage.mutate_json,))),
-    (10, Target("unfinished", "journal.jsonl", (RESUME,), (damage.mutate_journal,))),
-    (4, Target("finished", "journal.jsonl", (REPLAY, RESUME_FINISHED), (damage.mutate_journal,))),
-    (4, Target("unfinished", "config.yaml", (RESUME,))),
-    (6, Target("unfinished", "metrics.jsonl", (RESUME,), (damage.mutate_json,))),
-    (2, Target("finished", "metrics.jsonl", (REPORT,), (damage.mutate_json,))),
-    (2, Target("unfinished", "log.txt", (RESUME,))),
-    (2, Target("unfinished", "run.lock", (RESUME,))),
-    (2, Target("unfinished", "run.json", (RESUME,))),
-    (4, Target("unfinished", "checkpoints/*/*.safetensors", (RESUME,), _FOLDER_WEIGHTS)),
-    (4, Target("unfinished", "checkpoints/*/*.json", (RESUME,), _FOLDER_JSON)),
-    (2, Target("unfinished", "trunk_cache/*", (RESUME,))),
-    (3, Target("finished", "final/*", (EVAL_RUN, REPLAY), ())),
-    (3, Target("task.yaml", "", (RESUME,))),
-    (3, Target("train.jsonl", "", (RESUME,))),
-    (2, Target("task.yaml", "", (EVAL, BEGIN), is_judged=False)),
-    (3, Target("dev.jsonl", "", (EVAL,), is_judged=False)),
-    (2, Target("train.jsonl", "", (BEGIN,), is_judged=False)),
-]
+def _pickled(path: Path, random: Random) -> None:
+    """Weights that call a program where they are unpickled."""
+    path.with_name("pytorch_model.bin").write_bytes(b"\x80\x02cposix\nsystem\nX\x04\0\0\0true\x85R.")
+    path.with_name("model.safetensors").unlink()
 
 
-def attack_a_file(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
-    """Damage one file and let a verb read it."""
-    (target,) = random.choices([each for _, each in TARGETS], [weight for weight, _ in TARGETS])
-    use = random.choice(target.uses)
-    kinds = _KINDS if target.top == "bundle" and use is not RESUME else _RUN_KINDS
+def _named(*names: str) -> dict[str, damage.Way]:
+    return {name: damage.WAYS[name] for name in names}
+
+
+_BYTES = _named("one bit", "eight bits", "noise", "zeros", "cut", "cut out", "empty", "grown").values()
+_JSON = (damage.mutate_json, damage.mutate_json, *_named("cut", "empty", "one bit").values())
+_WEIGHTS = (damage.mutate_safetensors, damage.mutate_safetensors, *_named("cut", "empty").values())
+CRAFTED: Mapping[str, Sequence[damage.Way]] = {
+    "": (),
+    "json": (damage.mutate_json,),
+    "manifest": (damage.mutate_manifest,),
+    "journal": (damage.mutate_journal,),
+    "bundle bytes": _then(_rehash_bundle, *_BYTES),
+    "bundle json": _then(_rehash_bundle, *_JSON),
+    "bundle weights": _then(_rehash_bundle, *_WEIGHTS),
+    "folder json": _then(_rehash_folder, *_JSON),
+    "folder weights": _then(_rehash_folder, *_WEIGHTS),
+}
+_TOLD = ("cut", "cut out", "empty", "all noise", "missing", "folder", "pipe", "device", "dangling link")
+WAYS: Mapping[str, Mapping[str, damage.Way]] = {
+    "": damage.WAYS,
+    "json": {**damage.WAYS, "crafted": damage.mutate_json},
+    # Other ways leave a whole model of other numbers: only who knows its hash can tell.
+    "weights": {**_named(*_TOLD), "crafted": damage.mutate_safetensors},
+    "beside": {"index": _index, "pickled": _pickled},
+}
+
+
+def attack_a_file(bench: Bench, random: Random, folder: Path) -> Found:
+    """Damage one file and let a verb of a device read it."""
+    return _attacked(bench, random, folder, "of_device", LIMITS)
+
+
+def attack_a_model(bench: Bench, random: Random, folder: Path) -> Found:
+    """Damage a file of a model, and let a verb of a workstation read it."""
+    return _attacked(bench, random, folder, "of_model", WORKSTATION_LIMITS)
+
+
+def _attacked(bench: Bench, random: Random, folder: Path, table: str, limits: Limits) -> Found:
+    targets = [Target(**target) for target in TABLES[table]]
+    (target,) = random.choices(targets, [target.often for target in targets])
+    use = USES[random.choice(target.uses)]
+    kinds = _KINDS if target.top == "bundle" and use is not USES["resume"] else _RUN_KINDS
     kind = random.choice([kind for kind in kinds if kind in bench.workshop.kinds])
-    scene = Scene(bench, kind, folder)
-    if use.needs:
-        scene.copy(use.needs)
-    files = target.files(scene.copy(target.top))
+    scene = Scene(bench, "decoder" if target.top == "model" else kind, folder)
+    files = target.paths(scene.prepare(target.top, use))
     if not files:
         return [], Counter()
-    expected = _expected(bench, kind, target, use)
-    path, is_crafted = random.choice(files), bool(target.crafted) and random.random() < 0.4
-    ways = [("crafted", way) for way in target.crafted] if is_crafted else [*damage.WAYS.items()]
-    name, way = random.choice(ways)
+    undamaged = partial(_undamaged, bench, scene.kind, target.top, use, limits)
+    expected = bench.once((scene.kind, target.top, use), undamaged) if use.result else {}
+    crafted = CRAFTED[target.crafted]
+    path, is_crafted = random.choice(files), bool(crafted) and random.random() < 0.4
+    name, way = random.choice(
+        [("crafted", way) for way in crafted] if is_crafted else [*WAYS[target.ways].items()]
+    )
     foreign = _add_foreign_folders(scene, target)
     try:
         way(path, random)
@@ -218,30 +218,24 @@ def attack_a_file(bench: Bench, random: Random, folder: Path) -> tuple[list[Case
         way(path, random)
     linked = damage.aside(path)
     before = linked.read_bytes() if linked.is_file() else b""
-    ended = prge_ends(use.words(scene), LIMITS)
-    verdict = judged(ended) or _compared(use, scene, expected, target.is_judged and not is_crafted)
+    ended = prge_ends(use.words(scene), limits)
+    is_judged = target.is_judged and not is_crafted
+    verdict = judged(ended) or _compared(use.found(scene) if use.result else {}, expected, is_judged)
     if (linked.is_file() and linked.read_bytes() != before) or not all(each.is_dir() for each in foreign):
         verdict = Verdict.FOLLOWED
-    label = f"{ended.words[0]}: {target.top}{'/' if target.pattern else ''}{target.pattern}, {name}"
+    label = f"{ended.words[0]}: {target.top}{'/' if target.files else ''}{target.files}, {name}"
     return [Case.of(label, verdict, ended)], Counter()
 
 
-def _expected(bench: Bench, kind: str, target: Target, use: Use) -> object:
-    """What a use gives for undamaged files; None where there is nothing to compare."""
-    if use.result is None:
-        return None
-    key = (kind, target.top, id(use))
-    if key not in bench.results:
-        scene = Scene(bench, kind, bench.folder / f"expected-{len(bench.results)}")
-        scene.folder.mkdir()
-        for name in filter(None, (target.top, use.needs)):
-            scene.copy(name)
-        ended = prge_ends(use.words(scene))
+def _undamaged(bench: Bench, kind: str, top: str, use: Use, limits: Limits) -> dict[str, object]:
+    """What a use gives for undamaged files."""
+    with tempfile.TemporaryDirectory(dir=bench.folder) as folder:
+        scene = Scene(bench, kind, Path(folder))
+        scene.prepare(top, use)
+        ended = prge_ends(use.words(scene), limits)
         if ended.code:
             raise RuntimeError(f"prge {' '.join(ended.words)}\n{ended.output}")
-        bench.results[key] = use.result(scene)
-        shutil.rmtree(scene.folder)
-    return bench.results[key]
+        return use.found(scene)
 
 
 def _add_foreign_folders(scene: Scene, target: Target) -> list[Path]:
@@ -253,15 +247,12 @@ def _add_foreign_folders(scene: Scene, target: Target) -> list[Path]:
     return [Path(shutil.copytree(source, checkpoints / name)) for name in _FOREIGN]
 
 
-def _compared(use: Use, scene: Scene, expected: object, is_judged: bool) -> Verdict:
-    if use.result is None:
-        return Verdict.ACCEPTED
-    found = use.result(scene)
+def _compared(found: Mapping[str, object], expected: Mapping[str, object], is_judged: bool) -> Verdict:
     if found == expected:
         return Verdict.ACCEPTED
     return Verdict.OTHER if not is_judged and _is_finite(found) else Verdict.SILENT
 
 
-def _is_finite(found: Any) -> bool:
+def _is_finite(found: Mapping[str, Any]) -> bool:
     numbers = [value for value in found.values() if not isinstance(value, bytes)]
     return all(isinstance(value, int | float) and math.isfinite(value) for value in numbers)

@@ -16,12 +16,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from outcome import Case, Verdict
+from outcome import Case, Found, Verdict
 from service import Service, serving
+from tables import TABLES
 from workshop import Bench
 
 KEY = "an-api-key-of-the-attack"
@@ -34,51 +36,18 @@ _ASKED: dict[str, dict[str, Any]] = {
     _CHAT: {"model": "base", "messages": [{"role": "user", "content": "aa"}], "max_tokens": 2},
     _COMPLETIONS: {"model": "base", "prompt": "aa", "max_tokens": 2},
 }
-_LOCAL = ["localhost", "127.0.0.1", "127.0.0.1:1", "[::1]:8000", "LOCALHOST", "127.9.9.9"]
-_FOREIGN = ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "evil@localhost", "0.0.0.0",
-            "[::2]", "[::1", "2130706433", "localhost:x", "xn--lclhost-9za", "", "10.0.0.1:8000"]  # fmt: skip
-_STRANGE: list[Any] = [
-    None, True, False, 0, -1, 1.5, 1e308, -1e308, 10**30, 2**64, "", "aa", "a" * 5000, "\0", "\u202e\ufeff",
-    "🎉" * 50, [], [None], [[]], {}, {"a": {}}, [5] * 40, [-1], [10**9], "Infinity", "../../etc/passwd",
-    {"role": "user"}, [{"role": "user", "content": "aa"}],
-]  # fmt: skip
-# Types that a field may have; another is surely wrong.
-_TYPES: dict[str, tuple[type, ...]] = {
-    "model": (str,), "messages": (list,), "prompt": (str, list), "max_tokens": (int,), "n": (int,),
-    "temperature": (int, float), "top_p": (int, float), "top_k": (int,), "min_p": (int, float),
-    "seed": (int,), "stop": (str, list), "stream_options": (dict,), "repetition_penalty": (int, float),
-}  # fmt: skip
 _BEYOND: list[dict[str, Any]] = [
-    {"max_tokens": 10**9}, {"max_tokens": 10**40}, {"n": 10**9}, {"n": 9}, {"logprobs": 10**9},
-    {"best_of": 10**9}, {"logprobs": True, "top_logprobs": 20}, {"stop": ["a"] * 17},
-    {"stop": ["a" * 10_000]}, {"seed": -(10**99)},
-    {"logit_bias": {str(n): 100 for n in range(1000)}}, {"tools": [{"type": "function"}] * 100},
-    {"response_format": {"type": "json_object"}}, {"temperature": 1e-308}, {"top_p": 1e-300}, {"min_p": 1},
-    {"top_k": 10**9}, {"repetition_penalty": 1e-300}, {"model": "a" * 10_000}, {"user": "a" * 50_000},
-]  # fmt: skip
-_PATHS = [
-    "/", "/v1", "/v1/", "/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2f%2e%2e", "/v1/models/%00",
-    "//v1/models", "/v1/models/base", "/v1/models/" + "a" * 5000, "/v1/chat/completions/", "/V1/MODELS",
-    "/health", "/v1/models?" + "a=b&" * 500, "http://evil.example/v1/models", "/v1/models/%ff%fe", "*",
-    "/.git/config", "/v1/models/\u00e9", "/docs", "/openapi.json", "/v1/models/;base", "/v1/models/base%20",
-]  # fmt: skip
+    *TABLES["beyond"],
+    *({"seed": -(10**99)}, {"tools": [{"type": "function"}] * 100}),
+    {"logit_bias": {str(n): 100 for n in range(1000)}},
+]
 _METHODS = [b"GET", b"HEAD", b"PUT", b"OPTIONS", b"TRACE", b"CONNECT", b"\xff"]
 _LENGTHS = ["-5", "1e3", "0x10", "9" * 30, "abc"]
-_CONTENT_TYPES = [
-    "text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "",
-    "multipart/form-data; boundary=application/json", "application/json, text/plain",
-]  # fmt: skip
 _CHUNKS = [
     b"zz\r\n", b"-1\r\n\r\n", b"ffffffffffffffffffff\r\n", b"5\r\nab", b"\0" * 50,
     b"2;" + b"a" * 5000 + b"\r\naa\r\n",
 ]  # fmt: skip
-_KEYS = [
-    "Bearer", "Bearer ", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer {KEY.upper()}", f"Basic {KEY}", KEY,
-    "Bearer " + "a" * 10_000, f"Bearer {KEY}\xa0", "Bearer \xff\xfe", f"Bearer Bearer {KEY}", "",
-]  # fmt: skip
-
-
-Found = tuple[Verdict, str]
+Told = tuple[Verdict, str]
 
 
 @dataclass
@@ -125,16 +94,13 @@ class Request:
     method: str = "POST"
     is_last: bool = False
     in_halves: bool = False
-    judged: Callable[[], Found] | None = None
+    judged: Callable[[], Told] | None = None
 
 
-def attack_clients(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_clients(bench: Bench, random: Random, folder: Path) -> Found:
     """Send a handful of hostile requests to a server, then ask as everybody does."""
     kind = "server with a key" if random.random() < 0.25 else "server"
-    server = bench.results.get(kind)
-    if server is None:
-        server = bench.results[kind] = _started(bench, KEY if "key" in kind else "")
-        bench.closers.append(server.service.end)
+    server = bench.once(kind, partial(_started, bench, KEY if "key" in kind else ""))
     begun, cases = server.service.log.stat().st_size, []
     for _ in range(_CASES):
         name = random.choice(list(_ATTACKS))
@@ -161,32 +127,37 @@ def _started(bench: Bench, key: str) -> _Server:
     log = bench.folder / f"server-{len(bench.closers)}.log"
     words = ["serve", bench.workshop.bundle("decoder"), "--port", 0, "--threads", 1]
     service = serving(log, words, "Ctrl-C", **({"PRGE_API_KEY": key} if key else {}))
+    bench.closers.append(service.end)
     server = _Server(service, key, int(service.told().split("/v1;")[0].rpartition(":")[2]))
-    for _ in range(3):
-        for path, asked in _ASKED.items():
-            _judged(server, Request(server.request(path, json.dumps(asked).encode())))
+    for path in [*_ASKED] * 3:
+        _asked_by_all(server, path)
     server.resident = service.memory("VmHWM")
     return server
 
 
+def _asked_by_all(server: _Server, path: str = _COMPLETIONS) -> Told:
+    """What a normal client asks."""
+    return _judged(server, Request(server.request(path, json.dumps(_ASKED[path]).encode())))
+
+
 def _afterwards(server: _Server, begun: int) -> Case:
     """Whether the server is as it was: it lives, answers at once, told of no mistake, and is no larger."""
-    name = "a normal request afterwards"
     start = time.monotonic()
     try:
-        for path, asked in _ASKED.items():
-            verdict, told = _judged(server, Request(server.request(path, json.dumps(asked).encode())))
-            if verdict is not Verdict.ACCEPTED:
-                return Case(name, Verdict.UNEXPLAINED, path, told)
+        found = [_asked_by_all(server, path) for path in _ASKED]
     except OSError as error:
-        return Case(name, Verdict.HUNG if server.service.is_alive else Verdict.CRASHED, "", repr(error))
+        found = [(Verdict.HUNG if server.service.is_alive else Verdict.CRASHED, repr(error))]
     seconds, growth = time.monotonic() - start, server.service.memory("VmHWM") - server.resident
-    if (log := server.service.told(begun)).strip():
-        return Case(name, Verdict.TRACEBACK, "", log[-3000:])
-    if seconds > _PROMPT_SECONDS:
-        return Case(name, Verdict.HUNG, "", f"it took {seconds:.1f} s")
-    verdict = Verdict.GREEDY if growth > _MOST_GROWTH else Verdict.ACCEPTED
-    return Case(name, verdict, "", f"{growth / 1e6:.0f} MB more than at first")
+    verdict, told = next((each for each in found if each[0] is not Verdict.ACCEPTED), found[0])
+    if verdict is Verdict.REFUSED:
+        verdict = Verdict.UNEXPLAINED
+    elif verdict is Verdict.ACCEPTED and (log := server.service.told(begun)).strip():
+        verdict, told = Verdict.TRACEBACK, log[-3000:]
+    elif verdict is Verdict.ACCEPTED and seconds > _PROMPT_SECONDS:
+        verdict, told = Verdict.HUNG, f"it took {seconds:.1f} s"
+    elif verdict is Verdict.ACCEPTED and growth > _MOST_GROWTH:
+        verdict, told = Verdict.GREEDY, f"{growth / 1e6:.0f} MB more than at first"
+    return Case("a normal request afterwards", verdict, "", told)
 
 
 class _Bytes:
@@ -196,7 +167,7 @@ class _Bytes:
         self.makefile = lambda *_: stream
 
 
-def _judged(server: _Server, request: Request) -> Found:
+def _judged(server: _Server, request: Request) -> Told:
     """Send a request and judge the answer."""
     middle = len(request.content) // 2 if request.in_halves else 0
     with contextlib.closing(server.open()) as connection:
@@ -215,7 +186,7 @@ def _judged(server: _Server, request: Request) -> Found:
     return _of_answer(answer.status, content, request.needs, request.method)
 
 
-def _of_answer(status: int, content: bytes, needs: str, method: str) -> Found:
+def _of_answer(status: int, content: bytes, needs: str, method: str) -> Told:
     told = f"{status} {content[:500]!r}"
     if status == 200:
         if needs:
@@ -244,58 +215,49 @@ def _asked(random: Random, **changes: Any) -> tuple[str, bytes]:
 def _page(server: _Server, random: Random) -> Request:
     """A page of the web, which can't choose its Host and Origin, nor say JSON unasked."""
     path, body = _asked(random)
-    host, needs = random.choice(_LOCAL), ""
-    headers = {"Host": host}
-    which = random.choice(["host", "origin", "origin of its own", "kind", "twice"])
-    if which == "host":
-        headers["Host"] = needs = random.choice(_FOREIGN)
-        needs = needs or "no host"
-    elif which.startswith("origin"):
-        own = which != "origin"
-        name = random.choice(_LOCAL if own else _FOREIGN)
-        headers["Origin"] = random.choice(["http://", "https://"]) + name if name or own else "null"
-        needs = "" if own else headers["Origin"]
-    elif which == "kind":
-        headers["Content-Type"] = random.choice(_CONTENT_TYPES)
-        needs = headers["Content-Type"] or "no content type"
-    else:
-        headers |= {"Origin": "http://localhost", "origin": "http://evil.example"}
-        needs = "two origins"
-    return Request(server.request(path, body, **headers), needs)
+    local, foreign = random.choice(TABLES["local_hosts"]), random.choice(TABLES["foreign_hosts"])
+    scheme, kind = random.choice(["http://", "https://"]), random.choice(TABLES["content_types"])
+    headers, needs = random.choice(
+        [
+            ({"Host": foreign}, foreign or "no host"),
+            ({"Origin": scheme + foreign if foreign else "null"}, foreign or "null"),
+            ({"Origin": scheme + local}, ""),
+            ({"Content-Type": kind}, kind or "no content type"),
+            ({"Origin": "http://localhost", "origin": "http://evil.example"}, "two origins"),
+        ]
+    )
+    return Request(server.request(path, body, **{"Host": local, **headers}), needs)
 
 
 def _garbage(server: _Server, random: Random) -> Request:
     """A body that is no JSON, or no request."""
     path, body = _asked(random)
-    which = random.randrange(8)
-    if which == 0:
+    if random.random() < 0.125:
         changed = bytearray(body)
         for _ in range(random.randint(1, 8)):
             changed[random.randrange(len(changed))] = random.randrange(256)
         return Request(server.request(path, bytes(changed)))  # it may still be a request
     number = random.choice([b"NaN", b"Infinity", b"-Infinity", b"9" * 5000])
-    bodies = [
+    garbage = [
         body[: random.randrange(len(body))],
         random.randbytes(random.randint(0, 2000)),
-        (b"[" if random.random() < 0.5 else b'{"a":') * random.randint(33, 12_000),
+        random.choice([b"[", b'{"a":']) * random.randint(33, 12_000),
         body.decode().encode(random.choice(["utf-16", "utf-32"])),
-        json.dumps(random.choice(_STRANGE)).encode(),
+        json.dumps(random.choice(TABLES["strange"])).encode(),
         body[:-1] + b',"temperature":' + number + b"}",
         body[:-1] + b',"stop":"\\ud800"}',
     ]
-    return Request(server.request(path, bodies[which - 1]), "no request")
+    return Request(server.request(path, random.choice(garbage)), "no request")
 
 
 def _field(server: _Server, random: Random) -> Request:
     """A field with a strange value, and often of a wrong type."""
-    name = random.choice([*_TYPES, "stream", "metadata", "user", "logprobs", "colour"])
-    value = random.choice(_STRANGE)
-    path, body = _asked(random, **{name: value})
-    if name in ("messages", "prompt"):
-        path = {"messages": _CHAT, "prompt": _COMPLETIONS}[name]
-        body = json.dumps({**_ASKED[path], name: value}).encode()
-    kinds = _TYPES.get(name)
-    wrong = kinds and value is not None and (not isinstance(value, kinds) or isinstance(value, bool))
+    name = random.choice([*TABLES["types"], "stream", "metadata", "user", "logprobs", "colour"])
+    value = random.choice(TABLES["strange"])
+    path = {"messages": _CHAT, "prompt": _COMPLETIONS}.get(name) or random.choice([*_ASKED])
+    body = json.dumps({**_ASKED[path], name: value}).encode()
+    kinds = TABLES["types"].get(name, "").split()
+    wrong = kinds and value is not None and type(value).__name__ not in kinds
     return Request(server.request(path, body), f"{name} is {value!r}" if wrong else "")
 
 
@@ -363,21 +325,21 @@ def _crowd(server: _Server, random: Random) -> Request:
 def _held(server: _Server, content: bytes, count: int, *ignored: type[Exception]) -> Request:
     """Connections that begin a request and wait, while another client asks."""
 
-    def judged() -> Found:
+    def judged() -> Told:
         with contextlib.ExitStack() as stack:
             for _ in range(count):
                 connection = stack.enter_context(contextlib.closing(server.open()))
                 with contextlib.suppress(*ignored):
                     connection.sendall(content)
-            return _normal(server)
+            return _meanwhile(server)
 
     return Request(content, judged=judged)
 
 
-def _normal(server: _Server) -> Found:
+def _meanwhile(server: _Server) -> Told:
+    """What another client gets: an answer soon, or that the server is busy."""
     begun = time.monotonic()
-    body = json.dumps(_ASKED[_COMPLETIONS]).encode()
-    verdict, told = _judged(server, Request(server.request(_COMPLETIONS, body)))
+    verdict, told = _asked_by_all(server)
     if verdict is Verdict.REFUSED and told.startswith("429"):
         return verdict, told
     if time.monotonic() - begun > _PROMPT_SECONDS:
@@ -391,7 +353,7 @@ def _pipeline(server: _Server, random: Random) -> Request:
     requests = random.choices(kinds, [6, 3, 1], k=random.randint(2, 12))
     request = b"".join(requests) + server.head("GET", "/health", Connection="close")
 
-    def judged() -> Found:
+    def judged() -> Told:
         with contextlib.closing(server.open()) as connection:
             connection.sendall(request)
             content = connection.makefile("rb").read()
@@ -418,7 +380,7 @@ def _leaving(server: _Server, random: Random) -> Request:
     path, body = _asked(random, stream=random.random() < 0.7, max_tokens=1000, n=random.choice([1, 8]))
     request = server.request(path, body)
 
-    def judged() -> Found:
+    def judged() -> Told:
         for _ in range(random.choice([1, 4, 20])):
             with contextlib.closing(server.open()) as connection:
                 connection.sendall(request)
@@ -426,7 +388,7 @@ def _leaving(server: _Server, random: Random) -> Request:
                     connection.recv(random.choice([1, 100]))
                 if random.random() < 0.5:  # a reset
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        return _normal(server)
+        return _meanwhile(server)
 
     return Request(request, judged=judged)
 
@@ -434,13 +396,15 @@ def _leaving(server: _Server, random: Random) -> Request:
 def _path(server: _Server, random: Random) -> Request:
     """Paths that lead elsewhere."""
     method = random.choice(["GET", "GET", "POST", "HEAD", "DELETE"])
-    request = server.head(method, random.choice(_PATHS), Content_Length="2" if method == "POST" else "")
+    request = server.head(
+        method, random.choice(TABLES["paths"]), Content_Length="2" if method == "POST" else ""
+    )
     return Request(request + (b"{}" if method == "POST" else b""), method=method)
 
 
 def _key(server: _Server, random: Random) -> Request:
     """A key that is none, nearly right, long, or strange."""
-    given = random.choice([*_KEYS, f"Bearer {KEY}"])
+    given = random.choice([*TABLES["keys"], "Bearer {key}"]).format(key=KEY)
     path, body = _asked(random)
     needs = f"the key {given!r}" if server.key and given != f"Bearer {KEY}" else ""
     return Request(server.request(path, body, Authorization=given), needs)

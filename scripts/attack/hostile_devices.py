@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import httpx
 import numpy as np
-from outcome import Case, Verdict
+from outcome import Case, Found, Verdict
 from service import Service, serving
+from tables import TABLES
 from workshop import Bench
 
 from device_runner.fleet.agreement import Agreement
@@ -41,7 +43,7 @@ _HANDSHAKE = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
 _CALLS = ("PushMessages", "PullMessages", "PushObject", "PullObject", "GetRun", "GetFab", "ActivateNode")
 
 
-def attack_a_fleets_server(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_a_fleets_server(bench: Bench, random: Random, folder: Path) -> Found:
     """Serve a fleet, lie to it and pester it; one case for each thing that is said."""
     cases: list[Case] = []
     with _served(bench, folder) as server:
@@ -203,6 +205,7 @@ class Scene:
 
 
 Lie = Callable[[Scene, Enemy, Asked], None]
+Stranger = Callable[[Scene], None]
 
 
 def _told(change: Callable[[Scene, Answer], bytes | Answer | Refusal]) -> Lie:
@@ -213,6 +216,13 @@ def _told(change: Callable[[Scene, Answer], bytes | Answer | Refusal]) -> Lie:
         liar.push(liar.reply(asked, said if isinstance(said, bytes) else said.to_bytes()))
 
     return lie
+
+
+def _answers(**changes: Callable[[Random], Any]) -> Lie:
+    """A lie in fields of an answer."""
+    return _told(
+        lambda scene, answer: replace(answer, **{name: make(scene.random) for name, make in changes.items()})
+    )
 
 
 def _values(make: Callable[[Random, np.ndarray], object]) -> Lie:
@@ -238,11 +248,8 @@ def _call(scene: Scene, liar: Enemy, asked: Asked) -> None:
     """Garbage for one of Flower's handlers."""
     name = scene.random.choice(_CALLS)
     path = "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name).strip("-")
-    client = liar.client._client
-    address, headers = (
-        f"https://{scene.server.address}{_FLEET}{path}",
-        {"content-type": "application/x-protobuf"},
-    )
+    client, headers = liar.client._client, {"content-type": "application/x-protobuf"}
+    address = f"https://{scene.server.address}{_FLEET}{path}"
     request = client.build_request("POST", address, content=scene.noise(), headers=headers)
     for interceptor in liar.client._interceptors:
         context = type("Context", (), {"request": request, "rpc_method": f"/flwr.proto.Fleet/{name}"})
@@ -276,18 +283,12 @@ LIES: dict[str, Lie] = {
     "zeros": _values(lambda random, values: values * 0),
     "the opposite": _values(lambda random, values: -values),
     "another count of values": _values(lambda random, values: np.ones(random.randint(0, 5000))),
-    "examples": _told(lambda scene, answer: replace(answer, examples=scene.random.getrandbits(32))),
-    "a loss": _told(
-        lambda scene, answer: replace(
-            answer, losses=np.full_like(answer.losses, scene.random.choice([9999, -9999, np.nan, 1e38]))
-        )
-    ),
-    "an epsilon": _told(
-        lambda scene, answer: replace(answer, privacy_epsilon=scene.random.choice([-1, np.inf, np.nan]))
-    ),
-    "another round": _told(lambda scene, answer: replace(answer, number=scene.random.getrandbits(32))),
-    "another step": _told(lambda scene, answer: replace(answer, step=scene.random.getrandbits(32))),
-    "another agreement": _told(lambda scene, answer: replace(answer, sha256=scene.random.randbytes(16))),
+    "examples": _answers(examples=lambda random: random.getrandbits(32)),
+    "a loss": _answers(losses=lambda random: np.full(1, random.choice([9999, -9999, np.nan, 1e38]), "f4")),
+    "an epsilon": _answers(privacy_epsilon=lambda random: random.choice([-1, np.inf, np.nan])),
+    "another round": _answers(number=lambda random: random.getrandbits(32)),
+    "another step": _answers(step=lambda random: random.getrandbits(32)),
+    "another agreement": _answers(sha256=lambda random: random.randbytes(16)),
     "no privacy left": _told(lambda scene, answer: Refusal("privacy_epsilon would be 9 after this round")),
     "a refusal without end": _told(lambda scene, answer: Refusal("\x1b[2J\r\n\0" * 1000)),
     "a damaged answer": _told(_damaged),
@@ -315,20 +316,6 @@ def _many(scene: Scene) -> None:
         scene.held.append(scene.open())
 
 
-def _wrong_key(scene: Scene) -> None:
-    fields = {
-        "flwr_public_key": scene.random.choice(["", "%%%", "QUJD", "A" * 9000]),
-        "flwr_timestamp": scene.random.choice(["", "x", "9999-12-31T23:59:59+00:00", "2020-01-01"]),
-        "flwr_signature": scene.random.choice(["", "QUJD", "\xff"]),
-    }
-    scene.says(scene.head(**fields, content_length=0))
-
-
-def _path(scene: Scene) -> None:
-    method, path = scene.random.choice(["GET", "POST", "PUT", "OPTIONS"]), scene.random.choice(_PATHS)
-    scene.says(scene.head(method=method, path=path, content_length=0))
-
-
 def _plain(scene: Scene) -> None:
     with scene.open() as connection:
         connection.settimeout(0.2)
@@ -337,7 +324,17 @@ def _plain(scene: Scene) -> None:
         connection.recv(100)
 
 
-STRANGERS: dict[str, Callable[[Scene], None]] = {
+def _wrong_key(scene: Scene) -> None:
+    fields = {name: scene.random.choice(values) for name, values in TABLES["signatures"].items()}
+    scene.says(scene.head(**fields, content_length=0))
+
+
+def _wrong_path(scene: Scene) -> None:
+    method, path = scene.random.choice(["GET", "POST", "PUT", "OPTIONS"]), scene.random.choice(_PATHS)
+    scene.says(scene.head(method=method, path=path, content_length=0))
+
+
+STRANGERS: dict[str, Stranger] = {
     "half a head": lambda scene: scene.hold(scene.secure(), scene.head("push-object")[:-2] + b"x"),
     "a slow body": lambda scene: scene.hold(
         scene.secure(), scene.head("push-messages", content_length=9) + b"a"
@@ -350,7 +347,7 @@ STRANGERS: dict[str, Callable[[Scene], None]] = {
         scene.head(transfer_encoding="chunked") + b"ffff\r\n" + bytes(500_000)
     ),
     "a wrong key": _wrong_key,
-    "a wrong path": _path,
+    "a wrong path": _wrong_path,
     "no TLS, or garbage of it": _plain,
     "half a handshake": lambda scene: scene.hold(scene.open(), _HANDSHAKE),
     "noise": lambda scene: scene.says(scene.noise(100_000)),

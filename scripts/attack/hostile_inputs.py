@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 import damage
 from child import Child, Ended, Limits, prge_ends
-from outcome import Case, Verdict, judged, worked
+from outcome import Case, Found, Verdict, judged, worked
+from tables import TABLES, drawn
 from workshop import REPOSITORY, Bench, Workshop
 
 from device_runner.evaluate import EvaluateSettings
@@ -34,8 +35,6 @@ from device_runner.session.settings import RunSettings
 MEGABYTE = 1 << 20
 Must = Literal["be refused", "work", "end"]
 _LIMITS = Limits(seconds=300, processor_seconds=40)
-_DIGITS = "9" * 5000
-_DEEP = 100_000
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Input:
 _SOON = Bounds(1.5, 200.0)
 
 
-def attack_an_input(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_an_input(bench: Bench, random: Random, folder: Path) -> Found:
     """One hostile input."""
     makers, weights = zip(*_MAKERS, strict=True)
     (make,) = random.choices(makers, weights)
@@ -104,51 +103,28 @@ def _eval(workshop: Workshop, *more: object, kind: str = "decoder") -> list[obje
     return [*words, "--threads", 1, "--task", workshop.folder / "task.yaml", *more]
 
 
-# Documents
-
-
-_BOMB = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40))])
-YAMLS: dict[str, str | bytes] = {
-    "alias bomb": _BOMB,
-    "merge bomb": "\n".join(
-        ["m0: &m0 {a: 1}", *(f"m{n}: &m{n} {{<<: [*m{n - 1}, *m{n - 1}]}}" for n in range(1, 30))]
+_MERGES = (f"m{n}: &m{n} {{<<: [*m{n - 1}, *m{n - 1}]}}" for n in range(1, 30))
+DOCUMENTS: dict[str, Any] = {
+    **TABLES["documents"],
+    "alias bomb": "\n".join(
+        ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40))]
     ),
-    "alias to itself": "a: &a [*a]",
-    "date": "{name}: 2001-01-01",
-    "infinity": "{name}: .inf",
-    "not a number": "{name}: .nan",
-    "5,000 digits": "{name}: " + _DIGITS,
-    "hexadecimal of 5,000 digits": "{name}: 0x" + "f" * 5000,
-    "sexagesimal": "{name}: " + ":".join(["59"] * 2000),
-    "half of a pair": '{name}: "\\ud800"',
-    "deep list": "{name}: " + "[" * _DEEP,
-    "closed deep list": "{name}: " + "[" * _DEEP + "]" * _DEEP,
-    "deep mapping": "{name}: " + "{{a: " * _DEEP,
+    "merge bomb": "\n".join(["m0: &m0 {a: 1}", *_MERGES]),
     "deep by indentation": "\n".join(" " * n + "a:" for n in range(2000)),
-    "Python object": "{name}: !!python/object/apply:os.system ['true']",
-    "binary": "{name}: !!binary aaaa",
-    "set": "{name}: !!set {{a, b}}",
-    "long text": "{name}: " + "x" * 5_000_000,
-    "long key": "x" * 5_000_000 + ": 1",
     "many keys": "\n".join(f"k{n}: {n}" for n in range(100_000)),
     "UTF-16": "{name}: 1".encode("utf-16"),
     "no UTF-8": b"name: \xff\xfe",
-    "NUL": b"name: \0",
-    "control characters": "{name}: \x1b[2J\x07",
-    "list": "[1, 2]",
-    "number": "12",
-    "nothing": "",
 }
 
 
 def _document(workshop: Workshop, random: Random, folder: Path) -> Input:
     """A task, a configuration or a JSON document of an adapter."""
-    kind, content = random.choice(list(YAMLS.items()))
+    kind, content = drawn(random, DOCUMENTS)
     where = random.choice(["task", "config", "task of eval", "adapter_config.json", "hashes.json"])
     names = {"config": ["steps", "learning_rate", "lengths", "quiet"], "hashes.json": ["a"]}
     name = random.choice(names.get(where, ["name", "template", "label_words", "columns", "metric"]))
     if isinstance(content, str):
-        content = content.replace("{name}", name).replace("{{", "{").replace("}}", "}")
+        content = content.replace("{name}", name)
     label = f"{where}: {kind}"
     if where.endswith("json"):
         adapter = Path(shutil.copytree(workshop.bundle("decoder") / "adapter", folder / "adapter"))
@@ -163,53 +139,9 @@ def _document(workshop: Workshop, random: Random, folder: Path) -> Input:
     return Input(label, words, bounds=_SOON)
 
 
-# Chat templates
-
-
-TEMPLATES: dict[str, str] = {
-    "endless loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
-    "{% endfor %}{% endfor %}{% endfor %}",
-    "growing text": "{% set ns = namespace(t='x') %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}"
-    "{% endfor %}{{ ns.t }}",
-    "repeated text": "{{ 'x' * 10**10 }}",
-    "large power": "{{ 10**10**10 }}",
-    "large shift": "{{ (2 ** 40) ** (2 ** 20) }}",
-    "lipsum": "{{ lipsum(100000) }}",
-    "indented JSON": "{{ messages | tojson(indent=10**9) }}",
-    "padded text": "{{ '%1000000000d' % 1 }}",
-    "formatted text": "{{ '{:>1000000000}'.format('x') }}",
-    "centred text": "{{ 'x' | center(10**9) }}",
-    "indented text": "{{ 'x\\nx' | indent(10**9) }}",
-    "joined text": "{{ range(99999) | join('x' * 99999) }}",
-    "replaced text": "{{ ('x' * 99999) | replace('x', 'x' * 99999) }}",
-    "long list": "{% set a = [0] * 10**9 %}{{ a | length }}",
-    "deep list": "{% set ns = namespace(t=[]) %}{% for i in range(99999) %}{% set ns.t = [ns.t] %}"
-    "{% endfor %}{{ ns.t }}",
-    "deep source": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-    "nested blocks": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
-    "long source": "x" * 20_000_000,
-    "many statements": "{{ 1 }}" * 500_000,
-    "endless recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "broad recursion": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}"
-    "{{ m(60) }}",
-    "escape": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "escape by format": "{{ '{0.__class__.__mro__}'.format('') }}",
-    "escape by attr": "{{ messages | map(attribute='__class__') | list }}",
-    "include": "{% include '/etc/passwd' %}",
-    "import": "{% import 'os' as os %}",
-    "layout of time": "{{ strftime_now('%' ~ '9' * 9 ~ 'd') }}",
-    "raised": "{{ raise_exception('x' * 10**7) }}",
-    "syntax": "{% for %}",
-    "undefined": "{{ nothing.at.all }}",
-    "half of a pair": "{{ '\\ud800' }}",
-    "terminal": "{{ raise_exception('\\x1b[2J') }}",
-    "no characters": "",
-}
-
-
 def _template(workshop: Workshop, random: Random, folder: Path) -> Input:
     """A bundle whose chat template is hostile, and whose hashes fit."""
-    kind, source = random.choice(list(TEMPLATES.items()))
+    kind, source = drawn(random, TABLES["templates"])
     bundle = Path(shutil.copytree(workshop.bundle("decoder"), folder / "bundle"))
     _write(bundle / "tokenizer" / "chat_template.jinja", source)
     damage.rehash_bundle(bundle)
@@ -220,9 +152,6 @@ def _template(workshop: Workshop, random: Random, folder: Path) -> Input:
     else:
         words = ["eval", *words, "--data", rows]
     return Input(f"chat template: {kind}", words, "end", bounds=Bounds(30.0, 700.0))
-
-
-# Numbers
 
 
 def _manifest(workshop: Workshop, random: Random, folder: Path) -> Input:
@@ -263,9 +192,6 @@ _VERBS: dict[str, tuple[type[Any], Callable[[Workshop, Path], list[object]]]] = 
 }
 # Large ones only take long, as they should.
 _TAKES_LONG = frozenset({"steps", "batches"})
-_ODD = ["", *"x nan inf -inf 1e999 1e308 -1e308 1e-320 -1 -0 0 0.5 1_0 ٣ 0x10 1e3 None null true".split()]
-_ODD += ["[1]", "{}", "\x1b[2J", "\udcff", " ", "--", "=", "../.."]
-_LARGE = ["1000000000", "1000000000000", str(2**31), str(2**63), str(2**64), str(10**30), _DIGITS]
 
 
 def _flag(workshop: Workshop, random: Random, folder: Path) -> Input:
@@ -273,7 +199,7 @@ def _flag(workshop: Workshop, random: Random, folder: Path) -> Input:
     verb = random.choice([*_VERBS, "run", "run", "eval"])
     settings, make = _VERBS[verb]
     name = random.choice([item.name for item in dataclasses.fields(settings)])
-    values = _ODD if name in _TAKES_LONG else [*_ODD, *_LARGE]
+    values = TABLES["values"] + ([] if name in _TAKES_LONG else TABLES["large"])
     flag, value = f"--{name.replace('_', '-')}", random.choice(values)
     given = random.choice([[f"{flag}={value}"], [flag, value], [flag, value, value], [flag]])
     return Input(f"{verb}: {flag}", [*make(workshop, folder), *given], "end", bounds=Bounds(20.0, 500.0))
@@ -281,70 +207,28 @@ def _flag(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 def _bounds(workshop: Workshop, random: Random, folder: Path) -> Input:
     """Numbers that no run can have."""
-    choices = ["--calls 1000000000", f"--seed {2**64}", "--seed -1", "--momentum 1", "--beta2 1"]
-    choices += ["--threads 1000000", "--head-folds 1000000000", "--learning-rate inf", "--learning-rate nan"]
-    choices += ["--epsilon 0", f"--steps {_DIGITS}", "--divergence-ratio nan", "--clip inf"]
-    choices += ["--queries 1000000000", "--batch-size 0", "--copies 1000000000000", "--warmup 1000000000"]
-    chosen = random.choice(choices)
+    chosen = random.choice(TABLES["bounds"])
     words = _run(workshop, folder, *chosen.split())
     return Input(f"bounds: {chosen[:40]}", words, bounds=_SOON)
 
 
-# Rows
-
-
-def _labelled(text: object, label: object = 0) -> str:
-    return json.dumps({"text": text, "label": label}) + "\n"
-
-
-_OF_OTHER_KINDS: list[object] = [None, [], {}, True, 1.5]
-ROWS: dict[str, tuple[str, Callable[[], str | bytes]]] = {
-    "one row of 10 MB": ("jsonl", lambda: _labelled("aa bb " * (10 * MEGABYTE // 6)) + _labelled("b", 1)),
-    "one word of 10 MB": ("jsonl", lambda: _labelled("x" * (10 * MEGABYTE)) + _labelled("b", 1)),
-    "one row of 10 MB as csv": ("csv", lambda: f'text,label\n"{"aa bb " * (10 * MEGABYTE // 6)}",0\nb,1\n'),
-    "many rows": ("jsonl", lambda: _labelled("aa") * 20_000 + _labelled("b", 1)),
-    "deep": ("jsonl", lambda: '{"text": ' + "[" * _DEEP + "]" * _DEEP + ', "label": 0}\n'),
-    "open and deep": ("jsonl", lambda: '{"text": ' + "[" * _DEEP),
-    "5,000 digits": ("jsonl", lambda: '{"text": "a", "label": ' + _DIGITS + "}\n"),
-    "not a number": ("jsonl", lambda: '{"text": "a", "label": NaN}\n'),
-    "infinity": ("jsonl", lambda: '{"text": "a", "label": 1e999}\n'),
-    "half of a pair": ("jsonl", lambda: '{"text": "\\ud800", "label": 0}\n{"text": "b", "label": 1}\n'),
-    "NUL": ("jsonl", lambda: '{"text": "a\\u0000", "label": 0}\n{"text": "b", "label": 1}\n'),
-    "no UTF-8": ("jsonl", lambda: b'{"text": "\xff", "label": 0}\n'),
-    "UTF-16": ("jsonl", lambda: _labelled("a").encode("utf-16")),
-    "byte order mark": ("jsonl", lambda: b"\xef\xbb\xbf" + (_labelled("a") + _labelled("b", 1)).encode()),
-    "a list": ("jsonl", lambda: "[1, 2]\n"),
-    "a text": ("jsonl", lambda: '"a"\n'),
-    "nothing": ("jsonl", lambda: ""),
-    "empty lines": ("jsonl", lambda: "\n\n\n"),
-    "empty text": ("jsonl", lambda: _labelled("") + _labelled("b", 1)),
-    "labels of other kinds": (
-        "jsonl",
-        lambda: "".join(_labelled("a", label) for label in _OF_OTHER_KINDS),
-    ),
-    "text of other kinds": ("jsonl", lambda: "".join(_labelled(text) for text in _OF_OTHER_KINDS)),
-    "columns doubled": ("csv", lambda: "text,text,label\na,b,0\n"),
-    "columns missing": ("csv", lambda: "a\n1\n"),
-    "rows too long": ("csv", lambda: "text,label\na,0,1,2\nb\n"),
-    "open quotes": ("csv", lambda: 'text,label\n"a,0\n' * 1000),
-    "many columns": ("tsv", lambda: "\t".join(f"c{n}" for n in range(100_000)) + "\n"),
-    "NUL as csv": ("csv", lambda: "text,label\na\0,0\n"),
-    "another ending": ("parquet", lambda: b"PAR1"),
-}
+ROWS: list[tuple[str, str, Any]] = [
+    *((ending, kind, content) for ending, table in TABLES["rows"].items() for kind, content in table.items()),
+    ("jsonl", "no UTF-8", b'{"text": "\xff", "label": 0}\n'),
+    ("jsonl", "UTF-16", '{"text": "a", "label": 0}\n'.encode("utf-16")),
+    ("tsv", "many columns", "\t".join(f"c{n}" for n in range(100_000)) + "\n"),
+]
 
 
 def _rows(workshop: Workshop, random: Random, folder: Path) -> Input:
     """A file of odd rows."""
-    kind, (ending, make) = random.choice(list(ROWS.items()))
-    path = _write(folder / f"rows.{ending}", make())
+    ending, kind, content = random.choice(ROWS)
+    path = _write(folder / f"rows.{ending}", content)
     # With the row itself, which a reader may hold twice, and what its tokens take.
     bounds = Bounds(30.0, 250.0)
     if random.random() < 0.5:
         return Input(f"rows of eval: {kind}", [*_eval(workshop), "--data", path], "end", bounds=bounds)
     return Input(f"rows of run: {kind}", _run(workshop, folder, "--train", path), "end", bounds=bounds)
-
-
-# Surroundings
 
 
 def _close(numbers: Sequence[int]) -> None:
@@ -427,8 +311,7 @@ def _little_memory(workshop: Workshop, random: Random, folder: Path) -> Input:
 
 def _names(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     """Folders whose names are not plain, in a process of its own: its encoding is chosen at the start."""
-    odd = ["grün", "-x", "--out", "a b", "a\nb", "日本", "'", '"', "$(x)", "%s", "{}", "a=b", "x" * 200]
-    name = random.choice(odd)
+    name = random.choice(TABLES["names"])
     environment: Mapping[str, str] = {**os.environ, "LC_ALL": "C", "PYTHONPATH": str(REPOSITORY)}
     began = [str(word) for word in _run(workshop, folder)]
     began[began.index("--out") : began.index("--out") + 2] = [f"--out={name}"]
@@ -448,9 +331,8 @@ def _places(workshop: Workshop, random: Random, folder: Path) -> Input:
     _write(folder / "file", "kept")
     (folder / "nowhere").symlink_to(folder / "missing" / "place")
     os.mkfifo(folder / "pipe")
-    places = ["/dev/null", "/proc/self/out", "/dev/full/out", folder / "file", folder / "file" / "out"]
-    places += [folder / "nowhere", folder / "pipe", folder / ("x" * 300), folder / ("y/" * 3000), ""]
-    return Input("place of a run", [*_run(workshop, folder), f"--out={random.choice(places)}"], "be refused")
+    place = random.choice(TABLES["places"]).replace("{}", str(folder))
+    return Input("place of a run", [*_run(workshop, folder), f"--out={place}"], "be refused")
 
 
 def _two_at_once(workshop: Workshop, random: Random, folder: Path) -> list[Case]:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 from child import Child, Limits
-from outcome import Case, Verdict, judged
+from outcome import Case, Found, Verdict, judged
 from workshop import Bench, Workshop
 
 from device_runner.fleet.agreement import Agreement, Plan, task_sha256
@@ -38,7 +38,7 @@ from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
 from prge.rows.task import load_task
 
-TASKS = 40
+TASKS, EVICTIONS = 40, "evictions"
 MOST_SECONDS = 20.0
 LIMITS = Limits(seconds=300, processor_seconds=600, memory=None)
 # Of the process beyond its parent: engine, rows and messages.
@@ -53,8 +53,8 @@ PLANS: Sequence[dict[str, Any]] = (
 )
 
 
-# Of a state's arrays and of its progress.
-Change = Callable[[dict[str, Any], dict[str, Any]], object]
+# What is told otherwise, by its name.
+Said = dict[str, Any] | None
 
 
 @dataclass
@@ -85,17 +85,16 @@ class Server:
         task = Task(self.agreement.sha256, number, first, 60.0, self.agreement.content)
         return replace(task, **{"state": self.state(first), **changes})
 
-    def state(self, step: int, change: Change | None = None) -> bytes:
-        """A common state, changed before it is packed."""
+    def state(self, step: int, arrays: Said = None, progress: Said = None) -> bytes:
+        """A common state, of which arrays, or none if they are {}, and progress are said otherwise."""
         state = first_state(self.agreement.plan, Adapter.zeros(self.bundle.chain.modules))
         state.progress.step = step
         packed = pack_state(state)
-        if change is None:
+        if arrays is None and progress is None:
             return packed
-        content = zlib.decompress(packed)
-        arrays, progress = safetensors.numpy.load(content), asdict(state.progress)
-        change(arrays, progress)
-        return zlib.compress(safetensors.numpy.save(arrays, {"progress": json.dumps(progress)}), 1)
+        held = safetensors.numpy.load(zlib.decompress(packed)) if arrays != {} else {}
+        said = json.dumps({**asdict(state.progress), **(progress or {})})
+        return zlib.compress(safetensors.numpy.save({**held, **(arrays or {})}, {"progress": said}), 1)
 
     def steps(self, first: int, **changes: Any) -> Steps:
         """A round that the device missed."""
@@ -105,113 +104,86 @@ class Server:
         return replace(Steps(first, few, few, scalars), **changes)
 
 
-# Each makes a task's bytes and says whether a device may answer it.
-Lie = Callable[[Server], tuple[bytes, bool]]
+@dataclass(frozen=True)
+class Lie:
+    """What a server says, whether a device may answer it, and how often it is said."""
+
+    tell: Callable[[Server], Task | bytes]
+    may: Callable[[Server], bool] = lambda _: False
+    often: int = 1
 
 
-def _garbage(server: Server) -> tuple[bytes, bool]:
-    return server.random.randbytes(server.random.choice((0, 1, 2, 50, 5000))), False
-
-
-def _torn(server: Server) -> tuple[bytes, bool]:
+def _torn(server: Server) -> bytes:
     content = server.honest().to_bytes()
-    if server.random.random() < 0.2:
-        return content + b"!", False
-    return content[: server.random.randrange(len(content))], False
+    whole = server.random.random() < 0.2
+    return content + b"!" if whole else content[: server.random.randrange(len(content))]
 
 
-def _flipped(server: Server) -> tuple[bytes, bool]:
+def _flipped(server: Server) -> bytes:
     content = bytearray(server.honest(seconds=1.0).to_bytes())
     for _ in range(server.random.randint(1, 4)):
         content[server.random.randrange(min(len(content), 600))] ^= 1 << server.random.randrange(8)
-    return bytes(content), True
+    return bytes(content)
 
 
-def _counts(server: Server) -> tuple[bytes, bool]:
-    """Sizes in the head that are not those of what follows."""
-    content = bytearray(server.honest().to_bytes())
-    at = server.random.choice((30, 34, 38))
-    content[at : at + 4] = struct.pack("<I", server.random.choice((1, 2**16, 2**31, 2**32 - 1)))
-    return bytes(content), False
+def _four_bytes(server: Server, form: str, places: Sequence[int], values: Sequence[float]) -> bytes:
+    """A number in the head that isn't that of what follows, or can't be."""
+    content, at = server.honest().to_bytes(), server.random.choice(places)
+    return content[:at] + struct.pack(form, server.random.choice(values)) + content[at + 4 :]
 
 
-def _again(server: Server) -> tuple[bytes, bool]:
-    return server.honest(max(0, server.number - server.random.randint(0, 1))).to_bytes(), True
+def _earlier(server: Server, least: int, most: int) -> Task:
+    return server.honest(max(0, server.number - server.random.randint(least, most)))
 
 
-def _older(server: Server) -> tuple[bytes, bool]:
-    return server.honest(max(0, server.number - server.random.randint(2, 5))).to_bytes(), server.number < 2
+def _later(server: Server, least: int, most: int, **changes: Any) -> Task:
+    server.number += server.random.randint(least, most)
+    return server.honest(**changes)
 
 
-def _later(server: Server) -> tuple[bytes, bool]:
-    server.number += server.random.randint(1, 3)
-    return server.honest().to_bytes(), True
-
-
-def _no_round(server: Server) -> tuple[bytes, bool]:
+def _no_round(server: Server) -> Task:
     step = server.honest().step + server.random.choice((1, 7, 2**31))
     lies: Sequence[dict[str, Any]] = ({"step": step}, {"number": 1000}, {"number": 2**32 - 1})
-    return replace(server.honest(), **server.random.choice(lies)).to_bytes(), False
+    return replace(server.honest(), **server.random.choice(lies))
 
 
-def _hurried(server: Server) -> tuple[bytes, bool]:
-    server.number += 1
-    return server.honest(seconds=server.random.choice((1e-9, 1e-40, 1e-3))).to_bytes(), True
-
-
-def _no_time(server: Server) -> tuple[bytes, bool]:
-    wrong = struct.pack("<f", server.random.choice((-1.0, float("nan"), float("inf"), 1e9)))
-    content = server.honest().to_bytes()
-    return content[:26] + wrong + content[30:], False
-
-
-def _state(server: Server) -> tuple[bytes, bool]:
+def _state(server: Server) -> Task:
     """A state of which the device must take nothing."""
-    size = Adapter.zeros(server.bundle.chain.modules).size
-    step = server.honest().step
-
-    def puts(name: str, array: Any) -> Any:
-        return lambda arrays, progress: arrays.__setitem__(name, array)
-
-    def says(**progress: Any) -> Any:
-        return lambda arrays, said: said.update(progress)
-
-    change = server.random.choice(
-        [
-            puts("adapter", np.full(size, np.nan, np.float32)),
-            puts("adapter", np.full(size, -np.inf, np.float32)),
-            puts("adapter", np.zeros(size + 1, np.float32)),
-            puts("adapter", np.zeros(size, np.float64)),
-            puts("adapter", np.zeros((size, 1), np.float32)),
-            puts("adapter", np.zeros(50_000_000, np.int8)),
-            puts("head", np.zeros((10_000, 65), np.float32)),
-            puts("head", np.zeros((2, 1), np.float32)),
-            puts("x" * 70_000, np.zeros(1, np.float32)),
-            lambda arrays, progress: arrays.clear(),
-            says(step=-1),
-            says(step=step + 10**6),
-            says(step=1.5),
-            says(step="0"),
-            says(step=True),
-            says(smoothed_loss=[1]),
-            says(first_loss="much"),
-        ]
-    )
-    content = server.state(step, change)
-    state = server.random.choice([content, content, content, content[:-9]])
-    return server.honest(state=state).to_bytes(), False
+    size, step = Adapter.zeros(server.bundle.chain.modules).size, server.honest().step
+    arrays: list[dict[str, Any]] = [
+        *({"adapter": np.full(size, number, np.float32)} for number in (np.nan, -np.inf)),
+        {"adapter": np.zeros(size + 1, np.float32)},
+        {"adapter": np.zeros(size, np.float64)},
+        {"adapter": np.zeros((size, 1), np.float32)},
+        {"adapter": np.zeros(50_000_000, np.int8)},
+        *({"head": np.zeros(shape, np.float32)} for shape in ((10_000, 65), (2, 1))),
+        {"x" * 70_000: np.zeros(1, np.float32)},
+        {},
+    ]
+    progress: list[dict[str, Any]] = [
+        *({"step": number} for number in (-1, step + 10**6, 1.5, "0", True)),
+        *({"smoothed_loss": [1]}, {"first_loss": "much"}),
+    ]
+    number = server.random.randrange(len(arrays) + len(progress))
+    if number < len(progress):
+        content = server.state(step, progress=progress[number])
+    else:
+        content = server.state(step, arrays=arrays[number - len(progress)])
+    if server.random.random() < 0.2:
+        content = content[:-9]
+    return server.honest(state=content)
 
 
-def _far(server: Server) -> tuple[bytes, bool]:
+def _far(server: Server) -> Task:
     """A state of the right form at which everything overflows."""
     server.number += 1
     size = Adapter.zeros(server.bundle.chain.modules).size
     values = np.full(size, server.random.choice((1e9, 1e20, 3e38)), np.float32)
-    state = server.state(server.honest().step, lambda arrays, progress: arrays.update(adapter=values))
-    return server.honest(state=state).to_bytes(), True
+    state = server.state(server.honest().step, {"adapter": values})
+    return server.honest(state=state)
 
 
-def _missed(server: Server) -> tuple[bytes, bool]:
+def _missed(server: Server) -> Task:
     server.number = max(server.number, 1)
     good = server.steps(0)
     wide = np.zeros((len(good.scalars), good.scalars.shape[1] + 1), np.float32)
@@ -227,10 +199,10 @@ def _missed(server: Server) -> tuple[bytes, bool]:
     )
     missed = wrong.to_bytes()
     missed = server.random.choice([missed, missed, missed[:-1], missed + b"\0"])
-    return replace(server.honest(), state=server.state(0), missed=missed).to_bytes(), False
+    return replace(server.honest(), state=server.state(0), missed=missed)
 
 
-def _plan(server: Server) -> tuple[bytes, bool]:
+def _plan(server: Server) -> Task:
     """An agreement that none is, or asks for too much."""
     said = json.loads(server.agreement.content)
     lies: list[dict[str, Any]] = [
@@ -245,17 +217,17 @@ def _plan(server: Server) -> tuple[bytes, bool]:
     content = json.dumps(server.random.choice([said, said, said, *others])).encode()
     damaged = [b"[" * 9000, b"\xff{}", content + b" " * (1 << 16)]
     content = server.random.choice([content, content, content, *damaged])
-    return replace(server.honest(), agreement=content).to_bytes(), False
+    return replace(server.honest(), agreement=content)
 
 
-def _hashed_plan(server: Server) -> tuple[bytes, bool]:
+def _hashed_plan(server: Server) -> Task:
     """An agreement that asks for more than the owner allows, by its own hash."""
     asks: dict[str, Any] = server.random.choice([{"local_steps": 201}, {"examples": 65}, {"queries": 65}])
     other = replace(server.agreement, plan=Plan(**{"rounds": 1000, "local_steps": 2, **asks}))
-    return Task(other.sha256, 0, 0, 60.0, other.content).to_bytes(), False
+    return Task(other.sha256, 0, 0, 60.0, other.content)
 
 
-def _evictions(server: Server) -> tuple[bytes, bool]:
+def _evictions(server: Server) -> bytes:
     """The old round again, after fleets that take its room."""
     old = server.honest().to_bytes()
     was = server.agreement, server.number
@@ -263,16 +235,36 @@ def _evictions(server: Server) -> tuple[bytes, bool]:
         server.new_fleet()
         answer(server.folder, server.honest(seconds=1e-9).to_bytes())
     server.agreement, server.number = was
-    return old, True
+    return old
 
 
-LIES: Sequence[Lie] = (
-    *(_garbage, _torn, _flipped, _counts, _again, _again, _older, _later, _later, _no_round, _hurried),
-    *(_no_time, _state, _state, _far, _missed, _plan, _hashed_plan, _evictions),
-)
+def _always(_: Server) -> bool:
+    return True
 
 
-def attack_a_device(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+LIES: dict[str, Lie] = {
+    "garbage": Lie(lambda server: server.random.randbytes(server.random.choice((0, 1, 2, 50, 5000)))),
+    "torn": Lie(_torn),
+    "flipped": Lie(_flipped, _always),
+    "counts": Lie(lambda server: _four_bytes(server, "<I", (30, 34, 38), (1, 2**16, 2**31, 2**32 - 1))),
+    "no time": Lie(lambda server: _four_bytes(server, "<f", (26,), (-1.0, float("nan"), float("inf"), 1e9))),
+    "again": Lie(lambda server: _earlier(server, 0, 1), _always, often=2),
+    "older": Lie(lambda server: _earlier(server, 2, 5), lambda server: server.number < 2),
+    "later": Lie(lambda server: _later(server, 1, 3), _always, often=2),
+    "no round": Lie(_no_round),
+    "hurried": Lie(
+        lambda server: _later(server, 1, 1, seconds=server.random.choice((1e-9, 1e-40, 1e-3))), _always
+    ),
+    "state": Lie(_state, often=2),
+    "far": Lie(_far, _always),
+    "missed": Lie(_missed),
+    "plan": Lie(_plan),
+    "hashed plan": Lie(_hashed_plan),
+    EVICTIONS: Lie(_evictions, _always),
+}
+
+
+def attack_a_device(bench: Bench, random: Random, folder: Path) -> Found:
     """Let one device answer TASKS tasks of a hostile server."""
     found = folder / "found.jsonl"
     device = Child(("device",), LIMITS, call=partial(_serve, bench.workshop, random, folder, found))
@@ -302,25 +294,25 @@ def _serve(workshop: Workshop, random: Random, folder: Path, found: Path) -> int
     server = Server(random, device, open_bundle(workshop.bundle(kind)), task_sha256(load_task(str(task))))
     with found.open("a") as stream, open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         for _ in range(TASKS):
-            lie = random.choice(LIES)
+            (name,) = random.choices([*LIES], [lie.often for lie in LIES.values()])
             if random.random() < 0.1:
                 server.new_fleet()
-            case = _judged(server, lie)
+            case = _judged(server, name)
             stream.write(json.dumps(asdict(case)) + "\n")
             stream.flush()
     return 0
 
 
-def _judged(server: Server, lie: Lie) -> Case:
-    name = lie.__name__.strip("_").replace("_", " ")
+def _judged(server: Server, name: str) -> Case:
     begin = time.monotonic()
     try:
-        content, may = lie(server)
-        answered = answer(server.folder, content)
+        told = LIES[name].tell(server)
+        may = LIES[name].may(server)
+        answered = answer(server.folder, told if isinstance(told, bytes) else told.to_bytes())
         said = parse_answer(answered)
     except Exception:
         return Case(name, Verdict.TRACEBACK, tail=traceback.format_exc()[-3000:])
-    if time.monotonic() - begin > MOST_SECONDS * (6 if lie is _evictions else 1):
+    if time.monotonic() - begin > MOST_SECONDS * (6 if name == EVICTIONS else 1):
         return Case(name, Verdict.GREEDY, tail=f"{time.monotonic() - begin:.1f} s")
     if not isinstance(said, Answer):
         return Case(name, Verdict.REFUSED)

@@ -17,70 +17,38 @@ from pathlib import Path
 from random import Random
 
 from child import Child, Limits, prge_ends
-from outcome import STOPPED, Case, Verdict, worked
-from workshop import Bench, Workshop
+from outcome import STOPPED, Case, Found, Verdict, judged, worked
+from tables import TABLES
+from workshop import KINDS, Bench, Workshop
 
 LIMITS = Limits(seconds=300, processor_seconds=120, memory=None)
-_KILLS = (6, 16)
-_TORCH = ["--engine", "torch"]
-
-# For each kind of bundle, settings of which one is drawn.
-_DIFFERENCES = [
-    ["--estimator", "antithetic"],
-    ["--estimator", "antithetic", "--copies", "3"],
-    ["--estimator", "fzoo"],
-]
-_TANGENTS = [
-    ["--estimator", "tangent", *more]
-    for more in ([], ["--share-directions"], ["--clip", "1"], ["--calls", "2"], ["--queries", "9"])
-]
-_BY_EXAMPLE = ["--clip-examples", "0.1", "--batch-size", "1", "--calls", "3"]
-_EXACT = [["--estimator", "exact", *more] for more in ([], ["--clip", "1"], ["--calls", "2"], _BY_EXAMPLE)]
-_HEAD_OF_ALL = ["--head-folds", "0", "--estimator", "exact"]
-_KEPT = ["--trunk-cache-bytes", "1000000"]
-_OF_KIND: dict[str, list[list[str]]] = {
-    "decoder": [*_TANGENTS, *_DIFFERENCES, *_EXACT, ["--memory", "400000"]],
-    "quantized": [[], *_EXACT, ["--memory", "400000"]],
-    "upper": [
-        *([*_KEPT, *more] for more in ([], ["--trunk-cache-dtype", "float16"], ["--estimator", "exact"])),
-        ["--trunk-cache-bytes", "10000", "--estimator", "antithetic"],
-    ],
-    "encoder": [["--head-folds", "4"], _HEAD_OF_ALL, ["--head-learning-rate", "0.01"]],
-}
-_OF_ALL: list[list[list[str]]] = [
-    [["--optimizer", "adam"], ["--optimizer", "momentum"], ["--optimizer", "sgd"]],
-    [["--evaluate-every", "3"], ["--evaluate-every", "5"], ["--evaluate-every", "0"]],
-    [["--checkpoint-every", "0"], ["--checkpoint-every", "1"], ["--checkpoint-every", "4"]],
-    [["--select", "loss"], ["--select", "metric"]],
-    [["--patience", "2"], [], []],
-    [["--schedule", "cosine"], ["--schedule", "constant"]],
-]
+WORKSTATION_LIMITS = Limits(seconds=600, processor_seconds=200, memory=4 << 30)
+_KILLS, _WORKSTATION_KILLS = (6, 16), 3
 
 
-def attack_a_run(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_a_run(bench: Bench, random: Random, folder: Path) -> Found:
     """One run with settings of its own, killed a dozen times."""
     kind = random.choice(bench.workshop.kinds)
     name, words = f"run: {kind}", _run_words(bench.workshop, kind, random)
     return _attacked(name, words, random, folder)
 
 
-def attack_a_run_with_torch(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_a_run_with_torch(bench: Bench, random: Random, folder: Path) -> Found:
     """The same on the engine that takes torch."""
     kind = random.choice(["decoder", "quantized", "encoder"])
-    name, words = f"run with torch: {kind}", [*_run_words(bench.workshop, kind, random), *_TORCH]
+    name, words = f"run with torch: {kind}", [*_run_words(bench.workshop, kind, random), "--engine", "torch"]
     return _attacked(name, words, random, folder)
 
 
 def _run_words(workshop: Workshop, kind: str, random: Random) -> list[str]:
     words = ["run", "--bundle", str(workshop.bundle(kind)), *workshop.rows, "--quiet", "--threads", "1"]
-    words += ["--steps", random.choice(["8", "15", "24"]), "--learning-rate", "0.01"]
-    words += ["--divergence-ratio", "1000", *random.choice(_OF_KIND[kind])]
-    for choices in _OF_ALL:
-        words += random.choice(choices)
+    words += ["--learning-rate", "0.01", "--divergence-ratio", "1000"]
+    for choices in (TABLES["of_kind"][kind], *TABLES["of_all"]):
+        words += random.choice(choices).split()
     return words
 
 
-def _attacked(name: str, words: list[str], random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def _attacked(name: str, words: list[str], random: Random, folder: Path) -> Found:
     counts: Counter[str] = Counter(runs=1)
     began = time.monotonic()
     whole, killed = folder / "whole", folder / "killed"
@@ -110,13 +78,68 @@ def _attacked(name: str, words: list[str], random: Random, folder: Path) -> tupl
     return [Case(name, Verdict.ACCEPTED)], counts
 
 
+def attack_a_workstation(bench: Bench, random: Random, folder: Path) -> Found:
+    """An export or a publication that is killed leaves nothing or all of it, and can be done again."""
+    counts: Counter[str] = Counter(runs=1)
+    finished, model = bench.original("decoder", "finished"), bench.workshop.model("llama")
+    publish = [
+        "publish",
+        finished,
+        "--bundle",
+        bench.workshop.bundle("decoder"),
+        "--model",
+        model,
+        "--format",
+    ]
+    calls: dict[str, list[object]] = {
+        "export": ["export", "--model", model, *KINDS["decoder"][1], "--roles", "stack"],
+        **{f"publish {form}": [*publish, form] for form in ("peft", "merged", "llm")},
+        "replay": ["replay", finished],
+    }
+    name = random.choice([*calls, "publish peft", "replay"])
+    words, out = calls[name], folder / "place" / "out"
+    out.parent.mkdir()
+    began = time.monotonic()
+    whole = prge_ends([*words, "--out", folder / "whole"], WORKSTATION_LIMITS)
+    if whole.code:
+        return [Case.of(name, worked(whole), whole)], counts
+    seconds, expected = time.monotonic() - began, _tree(folder / "whole")
+    for _ in range(_WORKSTATION_KILLS):
+        child = Child([*words, "--out", out], WORKSTATION_LIMITS)
+        if random.random() < 0.5:
+            child.has_ended(random.uniform(0, seconds))
+        else:  # while the result is written
+            while not any(out.parent.iterdir()) and not child.has_ended(0.0005):
+                continue
+            child.has_ended(random.uniform(0, 0.01))
+        if child.signal(signal.SIGKILL):
+            counts["kills"] += 1
+            counts[f"kills of {name}"] += 1
+        ended = child.wait()
+        if out.exists():
+            if problem := told_apart(expected, _tree(out)):
+                return [Case.of(name, Verdict.DIFFERENT, ended, problem)], counts
+            shutil.rmtree(out)
+    again = prge_ends([*words, "--out", out], WORKSTATION_LIMITS)
+    verdict = judged(again) or Verdict.ACCEPTED
+    left = sorted(path.name for path in out.parent.iterdir() if path != out)
+    problem = told_apart(expected, _tree(out)) + (f"\nleft beside it: {left}" if left else "")
+    if verdict is Verdict.ACCEPTED and problem:
+        verdict = Verdict.DIFFERENT
+    return [Case.of(f"{name}, killed", verdict, again, problem)], counts
+
+
 def differences(whole: Path, killed: Path) -> str:
     """What a killed run left otherwise than a whole one; empty if nothing."""
-    ours, theirs = left_by(whole), left_by(killed)
+    return told_apart(left_by(whole), left_by(killed))
+
+
+def told_apart(whole: dict[str, object], killed: dict[str, object]) -> str:
+    """A line for each thing that was left otherwise."""
     return "\n".join(
-        f"{name}: {_shown(ours.get(name))}, killed: {_shown(theirs.get(name))}"
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
+        f"{name}: {_shown(whole.get(name))}, killed: {_shown(killed.get(name))}"
+        for name in sorted(whole.keys() | killed.keys())
+        if whole.get(name) != killed.get(name)
     )
 
 
@@ -188,3 +211,9 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def _tree(folder: Path) -> dict[str, object]:
+    """Files of a folder, without what tells when they were made."""
+    files = ((str(path.relative_to(folder)), path) for path in sorted(folder.rglob("*")) if path.is_file())
+    return {name: path.read_bytes() for name, path in files if name not in ("manifest.json", "README.md")}

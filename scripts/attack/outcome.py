@@ -73,6 +73,10 @@ class Case:
         return f"{self.part}:{self.number}"
 
 
+# What an attack comes to: its cases, and what else was counted.
+Found = tuple[list[Case], Counter[str]]
+
+
 def judged(ended: Ended) -> Verdict | None:
     """The verdict on how a process ended; None if it took what it was given."""
     if ended.hung:
@@ -110,7 +114,7 @@ class Report:
     left_out: list[str] = field(default_factory=list)
 
     def add(self, cases: Iterable[Case], counts: Counter[str]) -> None:
-        """Take cases in, and what else was counted."""
+        """Take in what was found."""
         self.counts += counts
         for case in cases:
             self.verdicts[case.part, case.verdict.value] += 1

@@ -4,8 +4,9 @@
     python scripts/attack/run.py --only files --minutes 5
     python scripts/attack/run.py --repeat files:123
 
-Every case is drawn by the seed, its part and its number, and `--repeat` does one again and leaves its folder;
-at which instant a process is killed also depends on the machine. The exit code is 0 if nothing failed.
+Every case is drawn by the seed, its part and its number, and `--repeat` does one again. What failed leaves
+its folder in `failures/` of the work folder. At which instant a process is killed also depends on the
+machine. The exit code is 0 if nothing failed.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
 
@@ -32,17 +33,16 @@ from random import Random
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from child import import_verbs
-from damaged_files import attack_a_file
+from damaged_files import attack_a_file, attack_a_model
 from hostile_clients import attack_clients
 from hostile_inputs import attack_an_input
 from hostile_server import attack_a_device
-from kills import attack_a_run, attack_a_run_with_torch
-from models import attack_a_model, attack_a_workstation
-from outcome import Case, Report, Verdict
+from kills import attack_a_run, attack_a_run_with_torch, attack_a_workstation
+from outcome import Case, Found, Report, Verdict
 from transport import attack_a_transfer, why_not
 from workshop import KINDS, Bench, Workshop, open_workshop
 
-Attack = Callable[[Bench, Random, Path], tuple[list[Case], Counter[str]]]
+Attack = Callable[[Bench, Random, Path], Found]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Part:
     needs_torch: bool = False
 
 
-def attack_a_fleets_server(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_a_fleets_server(bench: Bench, random: Random, folder: Path) -> Found:
     """A fleet's server; Flower is imported by the process that needs it, after its environment is set."""
     from device_runner.fleet.network.home import flower_home
 
@@ -76,7 +76,6 @@ PARTS = {
     "workstation_kills": Part(attack_a_workstation, 0.03, needs_torch=True),
     "model_files": Part(attack_a_model, 0.03, needs_torch=True),
 }
-_SAY_EVERY = 30.0
 _SHARED_MEMORY = "/dev/shm"
 _FORK = multiprocessing.get_context("fork")
 
@@ -92,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of bundles")
     parser.add_argument("--processes", type=int, default=max(1, min(2, os.cpu_count() or 1)))
     parser.add_argument("--work", type=Path, help="folder for models, bundles and failures; kept")
-    parser.add_argument("--repeat", metavar="PART:NUMBER", help="do one case again and leave its folder")
+    parser.add_argument("--repeat", metavar="PART:NUMBER", help="do one case again")
     given = parser.parse_args(argv)
     began = time.monotonic()
     # Memory where there is some: a case waits for storage dozens of times.
@@ -102,8 +101,7 @@ def main(argv: Sequence[str]) -> int:
     workshop = _made_in_a_process(work, given.kinds)
     import_verbs()
     if given.repeat:
-        part, number = given.repeat.split(":")
-        return _repeat(workshop, part, int(number), given.seed)
+        return _repeat(workshop, given.repeat, given.seed)
     report = Report(given.seed, given.minutes)
     parts = [part for part in PARTS if part in given.only]
     if "transfers" in parts and (reason := why_not(workshop)):
@@ -151,59 +149,60 @@ def _made_in_a_process(folder: Path, kinds: Sequence[str]) -> Workshop:
 
 
 def _attack(workshop: Workshop, plan: Plan, report: Report) -> None:
-    """Share the plan among processes and gather what they find."""
-    workers: dict[Connection, tuple[BaseProcess, Path]] = {}
-    for number in range(plan.processes):
-        reading, writing = _FORK.Pipe(duplex=False)
-        log = workshop.folder / f"worker-{number}.log"
-        process = _FORK.Process(target=_work, args=(workshop, plan, number, log, writing))
-        process.start()
-        writing.close()
-        workers[reading] = process, log
-    said = plan.begin
-    while workers:
-        for reading in [each for each in wait(list(workers), _SAY_EVERY) if isinstance(each, Connection)]:
-            try:
-                _take(reading.recv(), report)
-            except EOFError:
-                worker, log = workers.pop(reading)
-                worker.join()
-                if worker.exitcode:
-                    case = Case("harness", Verdict.UNEXPLAINED, "", log.read_text(), "harness")
-                    report.add([case], Counter())
-        if time.monotonic() - said >= _SAY_EVERY:
-            said = time.monotonic()
-            told = f"{report.counts['kills']} kills, {sum(report.verdicts.values())} cases"
-            print(f"{(said - plan.begin) / 60:.1f} min: {told}, {len(report.failures)} failed", flush=True)
+    """Share the plan among processes, and gather what they have found."""
+    places = [workshop.folder / f"worker-{number}" for number in range(plan.processes)]
+    workers = [
+        _FORK.Process(target=_work, args=(workshop, plan, number, place))
+        for number, place in enumerate(places)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker, place in zip(workers, places, strict=True):
+        worker.join()
+        with (
+            suppress(EOFError, OSError, pickle.UnpicklingError),
+            place.with_suffix(".found").open("rb") as found,
+        ):
+            while True:
+                report.add(*pickle.load(found))
+        if worker.exitcode:
+            log = place.with_suffix(".log").read_text()
+            report.add([Case("harness", Verdict.UNEXPLAINED, "", log, "harness")], Counter())
 
 
-def _take(found: tuple[list[Case], Counter[str]], report: Report) -> None:
-    cases, counts = found
-    for case in cases:
-        if case.verdict.is_failure:
-            print(f"{case.label} {case.verdict.value}: {case.name}", flush=True)
-    report.add(cases, counts)
-
-
-def _work(workshop: Workshop, plan: Plan, worker: int, log: Path, found: Connection) -> None:
-    """One process: part by part, each for its share of the time; sends its cases to `found`."""
-    with log.open("wb") as stream:
+def _work(workshop: Workshop, plan: Plan, worker: int, place: Path) -> None:
+    """One process: part by part, each for its share of the time; a log, and a file of what was found."""
+    terminal = os.fdopen(os.dup(1), "w")
+    with place.with_suffix(".log").open("wb") as log, place.with_suffix(".found").open("wb") as found:
         for number in (1, 2):
-            os.dup2(stream.fileno(), number)
+            os.dup2(log.fileno(), number)
+        with _bench(workshop) as bench:
+            for part, until in plan.schedule():
+                for number in count(worker, plan.processes):
+                    if time.monotonic() > until or (plan.cases is not None and number >= plan.cases):
+                        break
+                    cases, counts = attacked(bench, part, number, plan.seed)
+                    pickle.dump((cases, counts), found)
+                    found.flush()
+                    for case in (case for case in cases if case.verdict.is_failure):
+                        print(f"{case.label} {case.verdict.value}: {case.name}", file=terminal, flush=True)
+                print(f"process {worker} has done {part}", file=terminal, flush=True)
+
+
+@contextmanager
+def _bench(workshop: Workshop) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(dir=workshop.folder, ignore_cleanup_errors=True) as name:
         bench = Bench(workshop, Path(name))
-        for part, until in plan.schedule():
-            if PARTS[part].needs_torch:
-                import_verbs(workstation=True)
-            for number in count(worker, plan.processes):
-                if time.monotonic() > until or (plan.cases is not None and number >= plan.cases):
-                    break
-                found.send(attacked(bench, part, number, plan.seed))
-        bench.close()
+        try:
+            yield bench
+        finally:
+            bench.close()
 
 
-def attacked(bench: Bench, part: str, number: int, seed: int) -> tuple[list[Case], Counter[str]]:
+def attacked(bench: Bench, part: str, number: int, seed: int) -> Found:
     """Do one case; the folder of one that failed is kept as `failures/<part>-<number>` of the workshop."""
+    if PARTS[part].needs_torch:
+        import_verbs(workstation=True)
     folder = Path(tempfile.mkdtemp(dir=bench.folder, prefix=f"{part}-"))
     cases, counts = PARTS[part].attack(bench, Random(f"{seed}/{part}/{number}"), folder)
     if any(case.verdict.is_failure for case in cases):
@@ -216,17 +215,13 @@ def attacked(bench: Bench, part: str, number: int, seed: int) -> tuple[list[Case
     return [dataclasses.replace(case, part=part, number=number) for case in cases], counts
 
 
-def _repeat(workshop: Workshop, part: str, number: int, seed: int) -> int:
-    if PARTS[part].needs_torch:
-        import_verbs(workstation=True)
-    bench = Bench(workshop, Path(tempfile.mkdtemp(dir=workshop.folder)))
-    folder = bench.folder / "case"
-    folder.mkdir()
-    cases, counts = PARTS[part].attack(bench, Random(f"{seed}/{part}/{number}"), folder)
+def _repeat(workshop: Workshop, label: str, seed: int) -> int:
+    part, number = label.split(":")
+    with _bench(workshop) as bench:
+        cases, counts = attacked(bench, part, int(number), seed)
     for case in cases:
         print(f"{case.verdict.value}: {case.name}\n$ {case.command}\n{case.tail}")
-    bench.close()
-    print(dict(counts), f"folder: {folder}", sep="\n")
+    print(dict(counts))
     return 1 if any(case.verdict.is_failure for case in cases) else 0
 
 

@@ -16,11 +16,12 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 
 from child import Ended
-from outcome import Case, Verdict, judged
+from outcome import Case, Found, Verdict, judged
 from workshop import REPOSITORY, Bench, Workshop
 
 from device_runner.android.adb import Adb
@@ -50,9 +51,9 @@ def why_not(workshop: Workshop) -> str:
     return reason
 
 
-def attack_a_transfer(bench: Bench, random: Random, folder: Path) -> tuple[list[Case], Counter[str]]:
+def attack_a_transfer(bench: Bench, random: Random, folder: Path) -> Found:
     """Send a file or a folder, or fetch a run, until it arrives; the first connections are cut."""
-    daemon = _daemon(bench)
+    daemon = bench.once("daemon", partial(_daemon, bench))
     what = random.choice(["file", "folder", "run"])
     source = folder / "source"
     size = _made(source, random)
@@ -87,16 +88,13 @@ def attack_a_transfer(bench: Bench, random: Random, folder: Path) -> tuple[list[
 
 
 def _daemon(bench: Bench) -> Daemon:
-    """This process's daemon, started when it is needed."""
-    daemon = bench.results.get("daemon")
-    if daemon is None:
-        home = bench.folder / "home"
-        home.mkdir()
-        network = Network()
-        daemon = Daemon(network, bench.workshop.folder / "adbd" / "adbd", home)
-        bench.results["daemon"] = daemon
-        bench.closers += [daemon.close, network.close]
-        daemon.start()
+    """A daemon in a network of its own, for the bench's process."""
+    home = bench.folder / "home"
+    home.mkdir()
+    network = Network()
+    daemon = Daemon(network, bench.workshop.folder / "adbd" / "adbd", home)
+    bench.closers += [daemon.close, network.close]
+    daemon.start()
     return daemon
 
 

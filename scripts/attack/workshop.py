@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from child import Child, prge_ends
 
+from prge.verbs.starting import answer_of
 from tests.tiny_models import save_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -26,6 +25,7 @@ columns: {label: label}
 metric: accuracy
 """
 
+Made = TypeVar("Made")
 STEPS, LEAST_STEPS = 12, 4
 _SHAPES = ["--rank", "2", "--sequence-length", "32"]
 # Model and words of the export, by kind of bundle.
@@ -72,6 +72,13 @@ class Bench:
     results: dict[Any, Any] = field(default_factory=dict)
     closers: list[Callable[[], object]] = field(default_factory=list)
 
+    def once(self, key: object, make: Callable[[], Made]) -> Made:
+        """What was made under that key, made unless it was before."""
+        if key not in self.results:
+            self.results[key] = make()
+        made: Made = self.results[key]
+        return made
+
     def close(self) -> None:
         """End what was started for it."""
         for close in self.closers:
@@ -81,6 +88,8 @@ class Bench:
         """The `bundle`, `finished` or `unfinished` run, `adapter`, rows or task that a case copies."""
         if name == "bundle":
             return self.workshop.bundle(kind)
+        if name == "model":
+            return self.workshop.model(KINDS[kind][0])
         if name.endswith((".jsonl", ".yaml")):
             return self.workshop.folder / name
         if not (self.folder / kind / "unfinished").is_dir():
@@ -118,7 +127,7 @@ def steps_of(run: Path) -> int:
 
 
 def open_workshop(folder: Path, kinds: Sequence[str] = tuple(KINDS)) -> Workshop:
-    """Make what isn't there yet; raises RuntimeError with what an export said if one fails."""
+    """Make what isn't there yet; raises PrgeError if an export fails."""
     workshop = Workshop(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder)
@@ -143,11 +152,7 @@ def write_rows(folder: Path) -> None:
 
 
 def _export(workshop: Workshop, kind: str) -> None:
-    if workshop.bundle(kind).is_dir():
-        return
-    model, words = KINDS[kind]
-    command = [sys.executable, "-m", "prge.cli", "export", "--model", str(workshop.model(model))]
-    command += ["--out", str(workshop.bundle(kind)), "--target-modules", "all-linear", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
-    if done.returncode:
-        raise RuntimeError(f"the {kind} bundle can't be exported:\n{done.stderr[-2000:]}")
+    if not workshop.bundle(kind).is_dir():
+        model, words = KINDS[kind]
+        where = ["--model", workshop.model(model), "--out", workshop.bundle(kind)]
+        answer_of("export", *where, "--target-modules", "all-linear", *words)

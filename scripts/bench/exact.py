@@ -1,15 +1,12 @@
 """Exact steps block by block against other ways to a gradient: seconds and memory of a step.
 
     python scripts/bench/exact.py --models smollm2-135m tinyllama-1.1b --json exact.json
-    python scripts/bench/exact.py --monolith CHECKOUT --json exact.json
 
 A model has random weights. All methods take steps on random rows in turns, each in a process of its own;
 ratios are medians over rounds. They are
 
     blocks, least        exact steps of a bundle, with all weights loaded and with those of one block
     tangent, prge        the same bundle's tangents and differences, with `--queries`
-    joint                exact steps of one program, by CHECKOUT: a working tree of a commit that makes these,
-                         such as 6c5eaad
     pytorch-TYPE[-checkpointing]
                          PyTorch with PEFT: LoRA of the same rank on the same layers, AdamW; its peak_rss_mb
                          has the file that the model was read from
@@ -17,27 +14,25 @@ ratios are medians over rounds. They are
 
 Prints JSON by model: `blocks_over_METHOD`, `exact_over_limit`, `load_share` of a step that loads all weights,
 `load_share_cold` with files that the system has forgotten, `recomputation_share`, the products of the second
-forward pass in a step, and by method `seconds`, `anonymous_mb` and
-`peak_rss_mb`. `blocks_over_pytorch` is against the faster type with checkpointing.
+forward pass in a step, and by method `seconds`, `anonymous_mb` and `peak_rss_mb`. `blocks_over_pytorch` is
+against the faster type with checkpointing.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median as median_of
 from typing import Any
 
-from chain import monolith
 from processes import Server, forget, serving
 from products import Call, Products, load_products
-from reports import in_turns, median, parser_of, report
-from serve import ADAPTED, ENGINE, RANK
-from timing import export, random_model
+from reports import in_turns, median, parser_of, report_models
+from serve import ADAPTED, RANK
+from timing import export
 
 from server_export.model.random_models import CONFIGURATIONS
 
@@ -55,10 +50,6 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
             method: stack.enter_context(serving(method, folder, *sizes, arguments.queries))
             for method in arguments.methods
         }
-        if arguments.monolith is not None and model in arguments.joint_models:
-            checkout = arguments.monolith.resolve()
-            one = (checkout, folder / "model", folder / "one", arguments.quantize, "exact", sizes)
-            steps["joint"] = stack.enter_context(monolith(*one))
         limit = Limit(model, arguments, folder)
         turns: dict[str, Callable[[], tuple[float, float]]] = {**steps, "limit": limit}
         taken = in_turns(turns, arguments.repeats)
@@ -116,7 +107,7 @@ def cold_seconds(step: Server, cache: Path, repeats: int) -> float:
     for _ in range(repeats):
         forget(cache)
         seconds.append(step()[0])
-    return median_of(seconds)
+    return statistics.median(seconds)
 
 
 def main() -> None:
@@ -124,17 +115,9 @@ def main() -> None:
     shape = {"queries": 4, "batch_size": 4, "seq_len": 64, "threads": 2, "repeats": 9}
     parser = parser_of(__doc__, quantize="8da4w", **shape)
     parser.add_argument("--models", nargs="+", choices=CONFIGURATIONS, default=["smollm2-135m"])
-    parser.add_argument("--methods", nargs="+", choices=[*ENGINE, *PYTORCH], default=[*ENGINE, *PYTORCH])
-    parser.add_argument("--monolith", type=Path, help="checkout that makes one program of the whole model")
-    parser.add_argument("--joint-models", nargs="+", choices=CONFIGURATIONS, default=[*CONFIGURATIONS])
-    parser.add_argument("--folder", type=Path, help="where models and bundles are made for a while")
-    arguments = parser.parse_args()
-    figures = {}
-    for model in arguments.models:
-        with random_model(model, arguments.layers, arguments.folder) as folder:
-            figures[model] = bench(arguments, model, folder)
-        print(model, figures[model], file=sys.stderr)
-    report(figures, arguments)
+    methods = ["blocks", "least", "tangent", "prge", *PYTORCH]
+    parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
+    report_models(parser.parse_args(), bench)
 
 
 if __name__ == "__main__":

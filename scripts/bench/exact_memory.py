@@ -9,10 +9,9 @@ takes steps on rows of random letters, with the least bound of `--memory`, and i
 start to its end. The system has forgotten all files before. Prints JSON by model: `anonymous_mb`, the most
 that no file could give back, `peak_rss_mb` (VmHWM), pages of mapped files with it, `step_seconds`, the
 median, `major_faults`, `read_mb` from the storage, the same of the first run with its children as
-`packing_...`, and what the export took. `--check N` adds the least `cosine` of any gradient of N blocks with
-PyTorch's (reference.py). With `--limit-mb` the steps are taken again, as `limited`, in a control group whose
-memory ends there, pages of files with it; `group_peak_mb` is the most that it had. That needs the right to
-make control groups.
+`packing_...`, and what the export took. With `--limit-mb` the steps are taken again, as `limited`, in a
+control group whose memory ends there, pages of files with it; `group_peak_mb` is the most that it had. That
+needs the right to make control groups.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import statistics
 import string
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from processes import forget, watched
-from reports import parser_of, report
-from timing import export, least_memory, random_model
+from reports import parser_of, report_models
+from timing import export, least_memory
 
 from prge.verbs.starting import command_of
 
@@ -47,40 +45,23 @@ GROUPS = (
 )
 
 
-def measure(arguments: argparse.Namespace, model: str, place: Path) -> dict[str, Any]:
+def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
     """Export a model, pack it, take steps."""
-    if not (place / "bundle").is_dir():
-        exported = exported_bundle(arguments, model, place)
-        (place / "export.json").write_text(json.dumps(exported), encoding="utf-8")
-    write_rows(place / "rows.jsonl", 4 * arguments.batch_size, arguments.seq_len)
-    packing = run(arguments, place, steps=1)
-    found: dict[str, Any] = run(arguments, place, arguments.steps)
+    flags = ["--quantize", arguments.quantize, "--rank", arguments.rank, "--roles", "stack", "back"]
+    flags += ["--target-modules", *arguments.target_modules] if arguments.target_modules else []
+    flags += ["--sequence-length", arguments.seq_len]
+    exported = export(folder / "model", folder / "bundle", *flags)
+    shutil.rmtree(folder / "model")
+    write_rows(folder / "rows.jsonl", 4 * arguments.batch_size, arguments.seq_len)
+    packing = run(arguments, folder, steps=1)
+    found: dict[str, Any] = run(arguments, folder, arguments.steps)
     if arguments.limit_mb:
-        found["limited"] = run(arguments, place, arguments.steps, arguments.limit_mb << 20)
-    exported = json.loads((place / "export.json").read_text(encoding="utf-8"))
+        found["limited"] = run(arguments, folder, arguments.steps, arguments.limit_mb << 20)
     return {
         **found,
         **{f"packing_{name}": value for name, value in packing.items()},
         **{f"export_{name}": value for name, value in exported.items()},
     }
-
-
-def exported_bundle(arguments: argparse.Namespace, model: str, place: Path) -> dict[str, float]:
-    """Export a model as `bundle`, and check its gradients; what the export took."""
-    bundle = place / "bundle"
-    flags = ["--quantize", arguments.quantize, "--rank", str(arguments.rank), "--roles", "stack", "back"]
-    flags += ["--target-modules", *arguments.target_modules] if arguments.target_modules else []
-    with random_model(model, arguments.layers, place) as folder:
-        source = folder / "model"
-        exported = export(source, bundle, *flags, "--sequence-length", str(arguments.seq_len))
-        if arguments.check:
-            from reference import gradient_cosine
-
-            os.environ["XDG_CACHE_HOME"] = str(place / "cache")
-            shape = (arguments.batch_size, arguments.seq_len)
-            exported["cosine"] = gradient_cosine(source, bundle, arguments.quantize, *shape, arguments.check)
-            shutil.rmtree(place / "cache")
-    return exported
 
 
 def write_rows(path: Path, count: int, tokens: int) -> None:
@@ -146,21 +127,8 @@ def main() -> None:
     shape = {"rank": 16, "batch_size": 1, "seq_len": 256, "steps": 4, "threads": 2}
     parser = parser_of(__doc__, models=["qwen2.5-0.5b"], quantize="8da4w", **shape)
     parser.add_argument("--target-modules", nargs="*", help="by default PEFT's choice: query and value")
-    parser.add_argument("--check", type=int, default=0, help="blocks of a Llama or Qwen to compare")
     parser.add_argument("--limit-mb", type=int, help="of a control group, in units of 2^20 bytes")
-    parser.add_argument("--folder", type=Path, help="where bundles are kept, and taken from the next time")
-    arguments = parser.parse_args()
-    figures = {}
-    for model in arguments.models:
-        with ExitStack() as stack:
-            if arguments.folder is None:
-                place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            else:
-                place = arguments.folder / model
-                place.mkdir(parents=True, exist_ok=True)
-            figures[model] = measure(arguments, model, place)
-        print(model, figures[model], file=sys.stderr)
-    report(figures, arguments)
+    report_models(parser.parse_args(), bench)
 
 
 if __name__ == "__main__":

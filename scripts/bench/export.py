@@ -9,13 +9,24 @@ Every export is a `prge export` in a process of its own. Prints JSON: by model `
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
-from reports import parser_of, report
-from timing import export, folder_bytes, random_model
+from reports import parser_of, report_models
+from timing import export, folder_bytes
 
 from prge.files.signatures import ROLES
 from server_export.model.random_models import CONFIGURATIONS
+
+
+def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, float]:
+    """One export."""
+    bundle, flags = folder / "bundle", ["--quantize", arguments.quantize, "--roles", *arguments.roles]
+    return {
+        **export(folder / "model", bundle, *flags),
+        "program_bytes": folder_bytes(bundle / "programs"),
+        "weights_bytes": folder_bytes(bundle / "weights"),
+    }
 
 
 def main() -> None:
@@ -23,18 +34,7 @@ def main() -> None:
     parser = parser_of(__doc__, quantize="8da4w")
     parser.add_argument("--models", nargs="+", choices=CONFIGURATIONS, default=["smollm2-135m"])
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))
-    parser.add_argument("--folder", type=Path, help="where the models and bundles are made for a while")
-    arguments = parser.parse_args()
-    figures = {}
-    for model in arguments.models:
-        with random_model(model, arguments.layers, arguments.folder) as folder:
-            bundle, flags = folder / "bundle", ["--quantize", arguments.quantize, "--roles", *arguments.roles]
-            figures[model] = {
-                **export(folder / "model", bundle, *flags),
-                "program_bytes": folder_bytes(bundle / "programs"),
-                "weights_bytes": folder_bytes(bundle / "weights"),
-            }
-    report(figures, arguments)
+    report_models(parser.parse_args(), bench)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 from processes import serving
-from reports import in_turns, median, parser_of, report
+from reports import in_turns, median, parser_of, report_models
 from stock_runner import make_program, stock_runner
-from timing import export, random_model
+from timing import export
 
 from prge.files.signatures import DECODE, PREFILL, STACK
 from server_export.model.random_models import CONFIGURATIONS
@@ -35,7 +35,7 @@ from server_export.model.random_models import CONFIGURATIONS
 _SEQUENCES = 8
 
 
-def bench(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
     """Both engines on the model in a folder."""
     flags = ["--quantize", arguments.quantize, "--roles", STACK, PREFILL, DECODE]
     export(folder / "model", folder / "bundle", *flags, "--context", str(arguments.context))
@@ -94,15 +94,9 @@ class Bandwidth:
 def main() -> None:
     """Read the flags, measure, print JSON."""
     parser = parser_of(__doc__, quantize="8da4w", prompt=128, new=128, context=1024, threads=2, repeats=7)
-    parser.add_argument(
-        "--models", nargs="+", choices=CONFIGURATIONS, default=["smollm2-135m", "tinyllama-1.1b"]
-    )
-    arguments = parser.parse_args()
-    figures: dict[str, Any] = {}
-    for model in arguments.models:
-        with random_model(model, arguments.layers) as folder:
-            figures[model] = bench(arguments, folder)
-    report(figures, arguments)
+    models = ["smollm2-135m", "tinyllama-1.1b"]
+    parser.add_argument("--models", nargs="+", choices=CONFIGURATIONS, default=models)
+    report_models(parser.parse_args(), bench)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[2]
 _POLL_SECONDS = 0.005
 
 
@@ -102,21 +101,15 @@ class Server:
 
 
 @contextmanager
-def answering(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> Iterator[Server]:
-    """Start a process that answers, and end it."""
-    variables = {"OMP_NUM_THREADS": "2", **os.environ, **environment}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables, cwd=folder
-    ) as child:
-        yield Server(child)
-
-
-@contextmanager
 def serving(method: str, folder: Path, *numbers: int) -> Iterator[Server]:
     """A method of serve.py that has answered its first line, and opened nothing yet."""
     words = [sys.executable, Path(__file__).with_name("serve.py"), method, folder, *numbers]
     threads = {"OMP_NUM_THREADS": "1"} if method in ("speaker", "stock-runner") else {}
-    environment = {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(_ROOT), **threads}
-    with answering([*map(str, words)], environment, _ROOT) as server:
+    own = {"XDG_CACHE_HOME": str(folder / "cache"), **threads}
+    variables = {"OMP_NUM_THREADS": "2", **os.environ, **own}
+    with subprocess.Popen(
+        [*map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
+    ) as child:
+        server = Server(child)
         server.answer()
         yield server

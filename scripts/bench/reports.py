@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from timing import random_model
 
 from prge.files.run_folder import environment
 
@@ -54,3 +57,16 @@ def report(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
     if arguments.json:
         arguments.json.write_text(text + "\n", encoding="utf-8")
     print(text)
+
+
+Bench = Callable[[argparse.Namespace, str, Path], dict[str, Any]]
+
+
+def report_models(arguments: argparse.Namespace, bench: Bench) -> None:
+    """Measure each of `--models`, by its name and in a folder of its own, and report the figures."""
+    figures = {}
+    for model in arguments.models:
+        with random_model(model, arguments.layers) as folder:
+            figures[model] = bench(arguments, model, folder)
+        print(model, figures[model], file=sys.stderr)
+    report(figures, arguments)

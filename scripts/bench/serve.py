@@ -5,8 +5,8 @@
 Every line of the standard input is answered by a line of numbers. The first one asks for nothing: the process
 has its libraries, and has opened nothing yet. Methods on the engine import what a device has, and no more.
 
-    blocks, least, tangent, prge, pytorch-*   ROWS TOKENS THREADS QUERIES: seconds and loss of a step of
-                                              FOLDER's `bundle`, or in PyTorch of its `model`
+    a method of ENGINE, pytorch-*   ROWS TOKENS THREADS QUERIES: seconds and loss of a step of FOLDER's
+                                    `bundle`, or in PyTorch of its `model`
     speaker       SEQUENCES PROMPT NEW THREADS: greedy texts by `bundle`; seconds of the prompts, and of the
                   tokens after the first ones, with the choice of each and its text. `llm` has a tokenizer
                   that ends no text
@@ -24,11 +24,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ENGINE: dict[str, Any] = {
-    "blocks": "exact",
-    "least": "exact",
-    "tangent": "tangent",
-    "prge": "antithetic",
+# The estimator of a step, and whether the weights of one block alone stay loaded.
+ENGINE: dict[str, tuple[Any, bool]] = {
+    "blocks": ("exact", False),
+    "least": ("exact", True),
+    "tangent": ("tangent", False),
+    "tangent-least": ("tangent", True),
+    "prge": ("antithetic", False),
+    "prge-least": ("antithetic", True),
 }
 ADAPTED, RANK = ("q_proj", "v_proj"), 8
 LETTER = "a"
@@ -41,8 +44,9 @@ def engine_steps(method: str, folder: Path, rows: int, tokens: int, threads: int
 
     bundle = folder / "bundle"
     yield ()
-    memory = least_memory(bundle) if method == "least" else None
-    step = timed_step(bundle, ENGINE[method], rows, tokens, threads, queries, memory=memory)
+    estimator, is_least = ENGINE[method]
+    memory = least_memory(bundle) if is_least else None
+    step = timed_step(bundle, estimator, rows, tokens, threads, queries, memory=memory)
     while True:
         yield step.with_loss()
 

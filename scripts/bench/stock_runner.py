@@ -10,9 +10,6 @@ with stock_runner(folder, prompt=128, new=64, threads=2) as runner:
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +18,10 @@ from pathlib import Path
 
 from processes import Peak, Server, serving, watched
 from serve import LETTER
-from timing import ROOT
+
+from server_export.model.loading import load_model
+from server_export.publishing.llm import LlmSpec, build_llm
+from server_export.quiet import quiet_libraries
 
 # The statistics have milliseconds.
 _AGREEMENT, _TICKS = 0.05, 0.003
@@ -62,37 +62,22 @@ class StockRunner:
         return self.server.memory(generations)
 
 
-def make_program(model: Path, folder: Path, scheme: str, length: int) -> Path:
-    """Make the runner's program of a model folder, in a process of its own; returns `folder`.
+def make_program(model: Path, folder: Path, scheme: str, length: int) -> None:
+    """Make the runner's program of a model folder.
 
     A cache of `length` tokens, prompt and answer, is read by every call: the shortest is the fastest. The
     program's tokenizer knows one letter, which is token 0, and a name for every other token.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    code = (
-        "import sys; from stock_runner import _make_program; "
-        "_make_program(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))"
-    )
-    words = [sys.executable, "-c", code, str(model), str(folder), scheme, str(length)]
-    paths = f"{ROOT}:{Path(__file__).parent}"
-    subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": paths}, stdout=sys.stderr)
-    return folder
-
-
-def _make_program(model: str, folder: str, scheme: str, length: int) -> None:
-    from server_export.model.loading import load_model
-    from server_export.publishing.llm import LlmSpec, build_llm
-    from server_export.quiet import quiet_libraries
-
     quiet_libraries()
-    loaded = load_model(model)
+    loaded = load_model(str(model))
     words = loaded.config.vocab_size
     # No token ends a text: the one that does is beyond the vocabulary.
-    build_llm(Path(folder), loaded, LlmSpec(length, scheme, None, (words,)))
+    build_llm(folder, loaded, LlmSpec(length, scheme, None, (words,)))
     vocabulary = {LETTER: 0} | {f"<{number}>": number for number in range(1, words)}
     bytes_of_words = {"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": False}
     content = {"version": "1.0", "added_tokens": [], "model": bytes_of_words}
-    Path(folder, "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 @contextmanager

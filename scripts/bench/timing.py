@@ -1,4 +1,4 @@
-"""What the benchmarks share: random models, exports in processes of their own, and a step to be timed."""
+"""What the benchmarks share: random models, exports in processes of their own, a step to be timed."""
 
 from __future__ import annotations
 
@@ -23,29 +23,25 @@ from prge.files.peft import read_peft
 from prge.learning.estimators.protocol import Estimator, Measurement, Step
 from prge.learning.estimators.table import EstimatorName, make_estimator
 from prge.learning.examples import Example, Slot, TokenSequence, make_batch
-
-ROOT = Path(__file__).resolve().parents[2]
+from prge.verbs.starting import command_of
 
 
 @contextmanager
-def random_model(name: str, layers: int | None = None, place: Path | None = None) -> Iterator[Path]:
+def random_model(name: str, layers: int | None = None) -> Iterator[Path]:
     """A folder for a while, in which `model` is an architecture with random weights."""
     # Only here: a measured process has no exporter.
     from server_export.model.random_models import save_random_model
 
-    with tempfile.TemporaryDirectory(dir=place) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         save_random_model(Path(folder, "model"), name, layers)
         yield Path(folder)
 
 
-def export(model: Path, out: Path, *flags: str, checkout: Path = ROOT) -> dict[str, float]:
-    """Call `prge export` of a checkout; its seconds and the most memory that it took."""
+def export(model: Path, out: Path, *flags: object) -> dict[str, float]:
+    """Call `prge export`; its seconds and the most memory that it took."""
     begin = time.monotonic()
-    words = [sys.executable, "-m", "prge.cli", "export", "--model", str(model), "--out", str(out), *flags]
-    if checkout == ROOT:  # older ones have no cache
-        words.append("--no-cache")
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    process = subprocess.Popen([*words, "--overwrite"], stdout=sys.stderr, env=environment, cwd=checkout)
+    command = command_of("export", "--model", model, "--out", out, "--no-cache", *flags)
+    process = subprocess.Popen(command, stdout=sys.stderr)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"prge export ended with code {os.waitstatus_to_exitcode(status)}")
@@ -96,7 +92,6 @@ def timed_step(
     queries: int = 4,
     copies: int | None = None,
     memory: int | None = None,
-    engine: Any = "auto",
 ) -> TimedStep:
     """A step on random rows, all of whose tokens are targets.
 
@@ -109,20 +104,14 @@ def timed_step(
         queries: of an estimator that has any.
         copies: of the adapter in one call; by default all of a step.
         memory: bytes of weights that may stay loaded.
-        engine: as of `prge run`.
     """
-    settings = RunSettings(
-        bundle=folder,
-        train=folder,
-        out=folder,
-        estimator=estimator,
-        queries=None if estimator == "exact" else queries,
-        copies=copies,
-        batch_size=rows,
-    )
+    given: dict[str, Any] = {"bundle": folder, "train": folder, "out": folder, "copies": copies}
+    if estimator != "exact":
+        given["queries"] = queries
+    settings = RunSettings(**given, estimator=estimator, batch_size=rows)
     bundle = open_bundle(folder)
     plan = plan_run(bundle, [], settings)
-    engines = open_engines(bundle, plan.contract, threads, engine, memory)
+    engines = open_engines(bundle, plan.contract, threads, "auto", memory)
     adapter = read_peft(bundle.adapter, bundle.chain.modules, bundle.adapter)
     random = np.random.default_rng(0)
     adapter.values[:] = random.standard_normal(adapter.size) * 0.01

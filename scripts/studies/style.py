@@ -15,7 +15,6 @@ letter what the row says, and that the model ended itself. Settings were chosen 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 from pathlib import Path
@@ -31,34 +30,24 @@ PROMPT = "One day, {name} and a {animal} found a {look} {thing}."
 COMPLETION = ' "Oh my, a {thing}!" said the {animal}. And that was that.'
 MANNER = re.compile(r' "Oh my, a \w+!" said the \w+\. And that was that\.')
 ROWS = {"dev": 60, "test": 100, "train": 300}
-EXAMPLES = 3
 BEFORE = "base"
 
 # babyllama was trained with a begin-of-sequence token, which its tokenizer doesn't add.
-SHAPE: dict[str, Any] = {"target_modules": "all-linear", "prepend_bos": "always"}
-COMMON: dict[str, Any] = {"steps": 600, "schedule": "linear"}
-# Chosen on development rows with seed 42.
-RATES = {"exact": 3e-3, "tangent": 3e-3, "antithetic": 3e-3}
+SHAPE: dict[str, Any] = {"target_modules": "all-linear", "prepend_bos": "always", "quantize": "8da4w"}
+# The rate was chosen on development rows with seed 42, for each estimator.
+SETTINGS: dict[str, Any] = {"steps": 600, "schedule": "linear", "learning_rate": 3e-3}
+ESTIMATORS = ["exact", "tangent", "antithetic"]
 
 
 def main() -> None:
-    """Read the flags, run every scheme, estimator and seed, print JSON."""
+    """Read the flags, run every estimator and seed, print JSON."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", required=True, help="folder or hub id")
-    parser.add_argument("--quantize", nargs="+", default=["8da4w"])
-    parser.add_argument("--estimators", nargs="+", default=["exact"], choices=sorted(RATES))
+    parser.add_argument("--estimators", nargs="+", default=["exact"], choices=ESTIMATORS)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-
     arguments.out.mkdir(parents=True, exist_ok=True)
-    rows = make_rows()
-    files = {split: write_rows(arguments.out / f"{split}.jsonl", each) for split, each in rows.items()}
-    results = {
-        f"{estimator}-{scheme}": study(arguments, scheme, estimator, files)
-        for scheme in arguments.quantize
-        for estimator in arguments.estimators
-    }
-    report(results, arguments.out)
+    report({estimator: study(arguments, estimator) for estimator in arguments.estimators}, arguments.out)
 
 
 def make_rows() -> dict[str, list[dict[str, str]]]:
@@ -81,31 +70,28 @@ def make_row(chance: random.Random, pair: tuple[str, str]) -> dict[str, str]:
     return {"prompt": PROMPT.format(**words), "completion": COMPLETION.format(**words)}
 
 
-def study(
-    arguments: argparse.Namespace, scheme: str, estimator: str, files: dict[str, Path]
-) -> dict[str, Any]:
+def study(arguments: argparse.Namespace, estimator: str) -> dict[str, Any]:
     """Train with every seed, and let the model answer before and after."""
-    settings = {**COMMON, "learning_rate": RATES[estimator]}
-    place = arguments.out / f"bundle-{scheme}"
-    bundle = made("export", place, model=arguments.model, quantize=scheme, **SHAPE)
-    train = {"train": files["train"], "dev": files["dev"], "estimator": estimator, **settings}
+    rows = make_rows()
+    files = {split: write_rows(arguments.out / f"{split}.jsonl", each) for split, each in rows.items()}
+    bundle = made("export", arguments.out / "bundle", model=arguments.model, **SHAPE)
+    train = {"train": files["train"], "dev": files["dev"], "estimator": estimator, **SETTINGS}
     runs = {}
     for seed in arguments.seeds:
-        out = arguments.out / f"{bundle.name}-{estimator}-{settings['learning_rate']:g}-{seed}"
+        out = arguments.out / f"{estimator}-{seed}"
         runs[seed] = made("run", out, bundle=bundle, seed=seed, threads=arguments.threads, **train)
-    data = files["test"]
     adapters = [BEFORE, *(f"{seed}={run}" for seed, run in runs.items())]
-    found = answers(bundle=bundle, adapter=adapters, data=data)
-    rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
-    table = [{"seed": seed, **shares(found[str(seed)], rows), **costs(run)} for seed, run in runs.items()]
-    first = str(arguments.seeds[0])
+    found = answers(bundle=bundle, adapter=adapters, data=files["test"])
+    test = rows["test"]
+    table = [{"seed": seed, **shares(found[str(seed)], test), **costs(run)} for seed, run in runs.items()]
+    examples = zip(test[:3], found[BEFORE], found[str(arguments.seeds[0])], strict=False)
     return {
-        "settings": settings,
-        "before": shares(found[BEFORE], rows),
+        "settings": SETTINGS,
+        "before": shares(found[BEFORE], test),
         "after": summarize(table, ("manner", "right", "seconds", "memory_mb")),
         "examples": [
             {"prompt": row["prompt"], "before": before["text"], "after": after["text"]}
-            for row, before, after in zip(rows[:EXAMPLES], found[BEFORE], found[first], strict=False)
+            for row, before, after in examples
         ],
     }
 

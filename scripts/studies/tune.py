@@ -20,6 +20,7 @@ import json
 import math
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from verbs import DEMO, made, parser_of, prge, report, scored, summarize, traine
 from prge.rows.readers import Selection, read_rows, select_rows
 from prge.verbs.starting import json_of
 
-TEXTS = {"train": (0, 200), "dev": (800, 40), "test": (900, 100)}
-SENTENCES = {"train": ("train", 300), "dev": ("train", 100), "test": ("test-labeled", 600)}
+TASKS = ("candidates", "completions", "chat", "texts", "questions", "sentences")
+ENCODER_TASKS = {"questions": "trec", "sentences": "sst2"}
+TEXTS = {"train": slice(0, 200), "dev": slice(800, 840), "test": slice(900, 1000)}
+SENTENCES = {"train": ("train", 0, 300), "dev": ("train", 300, 100), "test": ("test-labeled", 0, 600)}
 MIDDLE = (3e-3, 1e-2, 3e-2)
 FACTOR = 3.0
 PYTORCH = {"lora-fa": "backprop-lora-fa", "lora": "backprop-lora"}
@@ -45,83 +48,61 @@ def main() -> None:
     parser.add_argument("--encoder", required=True, help="folder or hub id of all-MiniLM-L6-v2")
     parser.add_argument("--texts", type=Path, required=True, help="JSON list of passages")
     parser.add_argument("--sst2", type=Path, required=True, help="folder of SST-2's tsv files")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
-    parser.add_argument("--estimator", help="of prge tune and of the engine's grid; PyTorch is left out then")
+    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     report({name: study(arguments, name) for name in arguments.tasks}, arguments.out)
 
 
-def candidates(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The demo's rows, with its own model."""
-    files = {name: DEMO / f"{name}.jsonl" for name in ("train", "dev", "test")}
-    return _told(DEMO / "model", files) | {"task": DEMO / "task.yaml"}
+def rows_of(arguments: argparse.Namespace, name: str) -> dict[str, list[Any]]:
+    """Rows of a task by split."""
+    match name:
+        case "completions":
+            return {**style.make_rows()}
+        case "chat":
+            return {split: [_messages(row) for row in rows] for split, rows in style.make_rows().items()}
+        case "texts":
+            passages = json.loads(arguments.texts.read_text(encoding="utf-8"))
+            return {split: [{"text": text} for text in passages[part]] for split, part in TEXTS.items()}
+        case "questions":
+            return {**make_questions()}
+        case _:
+            return {split: sentences(arguments.sst2, *part) for split, part in SENTENCES.items()}
 
 
-def completions(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Prompts with completions in a manner."""
-    return _told(arguments.story_model, _written(arguments, "completions", style.make_rows()))
+def sentences(folder: Path, file: str, start: int, count: int) -> list[dict[str, Any]]:
+    """A part of SST-2."""
+    return [
+        dict(row.fields) for row in select_rows(read_rows(folder / f"{file}.tsv"), Selection(start, count, 0))
+    ]
 
 
-def chat(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The same as conversations."""
-    rows = {name: [_conversation(row) for row in rows] for name, rows in style.make_rows().items()}
-    return _told(arguments.story_model, _written(arguments, "chat", rows))
-
-
-def texts(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Passages of WikiText."""
-    passages = json.loads(arguments.texts.read_text(encoding="utf-8"))
-    rows = {
-        name: [{"text": each} for each in passages[start : start + count]]
-        for name, (start, count) in TEXTS.items()
-    }
-    return _told(arguments.story_model, _written(arguments, "texts", rows))
-
-
-def questions(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Six classes, with an encoder."""
-    return _told(arguments.encoder, _written(arguments, "questions", make_questions())) | {"task": "trec"}
-
-
-def sentences(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A part of SST-2, with an encoder."""
-    rows = {}
-    for name, (file, count) in SENTENCES.items():
-        start = SENTENCES["train"][1] if name == "dev" else 0
-        picked = select_rows(read_rows(arguments.sst2 / f"{file}.tsv"), Selection(start, count, 0))
-        rows[name] = [dict(row.fields) for row in picked]
-    return _told(arguments.encoder, _written(arguments, "sentences", rows)) | {"task": "sst2"}
-
-
-TASKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    each.__name__: each for each in (candidates, completions, chat, texts, questions, sentences)
-}
-
-
-def _told(model: object, files: dict[str, Path]) -> dict[str, Any]:
-    return {"model": model, "data": files["train"], "dev": files["dev"], "test": files["test"]}
-
-
-def _written(arguments: argparse.Namespace, name: str, rows: dict[str, list[Any]]) -> dict[str, Path]:
-    return {split: write_rows(arguments.out / f"{name}-{split}.jsonl", rows[split]) for split in rows}
-
-
-def _conversation(row: dict[str, str]) -> dict[str, Any]:
+def _messages(row: dict[str, str]) -> dict[str, Any]:
     turns = (("user", row["prompt"]), ("assistant", row["completion"].strip()))
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
+def told(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
+    """What `prge tune` is told of a task: the model and the rows."""
+    if name == "candidates":
+        rows = {"data": DEMO / "train.jsonl", "dev": DEMO / "dev.jsonl", "test": DEMO / "test.jsonl"}
+        return {"model": DEMO / "model", "task": DEMO / "task.yaml", **rows}
+    train, dev, test = (
+        write_rows(arguments.out / f"{name}-{split}.jsonl", rows_of(arguments, name)[split])
+        for split in ("train", "dev", "test")
+    )
+    is_encoder = name in ENCODER_TASKS
+    model = arguments.encoder if is_encoder else arguments.story_model
+    return {"model": model, "task": ENCODER_TASKS.get(name), "data": train, "dev": dev, "test": test}
+
+
 def study(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
     """All ways with every seed."""
-    words = TASKS[name](arguments)
+    words = told(arguments, name)
     rates: dict[str, float] = {}
     runs = [compare(arguments, name, words, seed, rates) for seed in arguments.seeds]
-    figures = [
-        figure for figure in runs[0] if figure != "seed" and all(run[figure] is not None for run in runs)
-    ]
-    return summarize(runs, figures)
+    return summarize(runs, [name for name, value in runs[0].items() if name != "seed" and value is not None])
 
 
 def compare(
@@ -132,7 +113,7 @@ def compare(
     tuned, result = out / "tuned", out / "tuned.json"
     common = {"seed": seed, "threads": arguments.threads}
     if not result.exists():
-        prge("tune", **words, out=tuned, json=result, estimator=arguments.estimator, **common)
+        prge("tune", **words, out=tuned, json=result, **common)
     found = json_of(result)
     figures = {
         "seed": seed,
@@ -144,27 +125,23 @@ def compare(
         "peak_mb": found["peak_mb"],
     }
 
-    def engine(rate: float) -> Path:
-        return made("run", out / f"grid-{rate:.3g}", config=tuned / "run" / "config.yaml", learning_rate=rate)
+    settings = {**common, **pytorch_settings(tuned, found), "model": words["model"], "task": words["task"]}
 
-    best = rates["grid"] = rates.get("grid") or walked(engine)
-    rows = {"bundle": tuned / "bundle", "data": tuned / "rows" / "test.jsonl", "task": words.get("task")}
-    grid = scored(out / "grid.json", adapter=engine(best), threads=arguments.threads, **rows)
-    figures |= _figures("grid", grid) | {"grid_rate": best}
-    settings = {
-        **common,
-        **pytorch_settings(tuned, found),
-        "model": words["model"],
-        "task": words.get("task"),
-    }
-    for way, method in PYTORCH.items() if arguments.estimator is None else ():
+    def run(way: str, rate: float) -> Path:
+        place = out / f"{way}-{rate:.3g}"
+        if way == "grid":
+            return made("run", place, config=tuned / "run" / "config.yaml", learning_rate=rate)
+        return made("baseline", place, method=PYTORCH[way], learning_rate=rate, **settings)
 
-        def pytorch(rate: float, way: str = way, method: str = method) -> Path:
-            place = out / f"{way}-{rate:.3g}"
-            return made("baseline", place, method=method, learning_rate=rate, **settings)
-
-        best = rates[way] = rates.get(way) or walked(pytorch)
-        figures |= _figures(way, trained(pytorch(best))["test"]) | {f"{way}_rate": best}
+    for way in ("grid", *PYTORCH):
+        rates[way] = rates.get(way) or walked(partial(run, way))
+        best = run(way, rates[way])
+        if way == "grid":
+            rows = {"bundle": tuned / "bundle", "data": tuned / "rows" / "test.jsonl", "task": words["task"]}
+            scores = scored(out / "grid.json", adapter=best, threads=arguments.threads, **rows)
+        else:
+            scores = trained(best)["test"]
+        figures |= _figures(way, scores) | {f"{way}_rate": rates[way]}
     return figures
 
 

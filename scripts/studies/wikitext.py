@@ -23,13 +23,12 @@ TRAIN_PASSAGES, DEV_PASSAGES, DEV_LIMIT = 800, 100, 20
 SHAPE: dict[str, Any] = {"sequence-length": 64, "prepend-bos": "always", "roles": ["stack", "tangent"]}
 ADAPTER: dict[str, Any] = {"target-modules": "all-linear", "rank": 1, "alpha": 2, "init": "eva"}
 # Chosen on development rows with seed 42, of 8 queries for 2 windows and 16 for one, at 2e-3, 3e-3 and 5e-3.
-STEP = {
+STEP: dict[str, dict[str, Any]] = {
     "tangent": {"queries": 16, "batch-size": 1},
-    "antithetic": {"queries": 8, "batch-size": 2},
+    "antithetic": {"queries": 8, "batch-size": 2, "epsilon": 1e-2},
 }
 ROWS_OF_A_STEP = {"tangent": 17, "antithetic": 32}
 COMMON = {"optimizer": "adam", "schedule": "linear", "learning-rate": 3e-3}
-TRAINING: dict[str, dict[str, Any]] = {"tangent": {}, "antithetic": {"epsilon": 1e-2}}
 POINTS = 8
 BACKPROP: dict[str, Any] = {
     "method": "backprop-lora-fa",
@@ -38,6 +37,7 @@ BACKPROP: dict[str, Any] = {
     "schedule": "linear",
     "learning_rate": 1e-2,
     "evaluate_every": 100,
+    "steps": 500,
 }
 
 
@@ -47,21 +47,20 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--data", type=Path, required=True, help="JSON list of passages")
     parser.add_argument("--quantize", nargs="*", default=["fp32", "8da4w"])
-    parser.add_argument("--estimators", nargs="*", choices=sorted(TRAINING), default=list(TRAINING))
+    parser.add_argument("--estimators", nargs="*", choices=sorted(STEP), default=list(STEP))
     parser.add_argument("--rows", type=int, default=64_000, help="rows that every run computes, about")
     parser.add_argument("--backprop", action="store_true", help="train by backpropagation too (fp32)")
-    parser.add_argument("--backprop-steps", type=int, default=500)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    files = split(arguments.data, arguments.out)
+    study = Study(arguments, split(arguments.data, arguments.out))
     results: dict[str, Any] = {}
     for scheme in arguments.quantize:
         for estimator in arguments.estimators:
-            runs = [train(arguments, estimator, scheme, seed, files) for seed in arguments.seeds]
-            settings = {**STEP[estimator], **COMMON, **TRAINING[estimator]}
+            runs = [study.trained(estimator, scheme, seed) for seed in arguments.seeds]
+            settings = {**COMMON, **STEP[estimator]}
             results[f"{estimator}-{scheme}"] = {**summarize(runs, FIGURES), "settings": settings}
     if arguments.backprop:
-        runs = [reference(arguments, seed, files) for seed in arguments.seeds]
+        runs = [study.backpropagated(seed) for seed in arguments.seeds]
         results["backprop"] = {**summarize(runs, FIGURES), "settings": BACKPROP}
     report(results, arguments.out)
 
@@ -71,69 +70,66 @@ def split(data: Path, out: Path) -> dict[str, Path]:
     passages = json.loads(data.read_text(encoding="utf-8"))
     middle = TRAIN_PASSAGES + DEV_PASSAGES
     parts = {
-        "train": slice(TRAIN_PASSAGES),
-        "dev": slice(TRAIN_PASSAGES, middle),
-        "test": slice(middle, None),
+        "train": passages[:TRAIN_PASSAGES],
+        "dev": passages[TRAIN_PASSAGES:middle],
+        "test": passages[middle:],
     }
     out.mkdir(parents=True, exist_ok=True)
     return {
-        name: write_rows(out / f"{name}.jsonl", ({"text": text} for text in passages[part]))
+        name: write_rows(out / f"{name}.jsonl", ({"text": text} for text in part))
         for name, part in parts.items()
     }
 
 
-def export(arguments: argparse.Namespace, scheme: str, files: dict[str, Path]) -> Path:
-    """The bundle of a scheme."""
-    flags = {**SHAPE, **ADAPTER, "init-rows": files["train"]}
-    return made("export", arguments.out / f"bundle-{scheme}", model=arguments.model, quantize=scheme, **flags)
+class Study:
+    """Bundles, runs and their perplexities."""
 
+    def __init__(self, arguments: argparse.Namespace, files: dict[str, Path]) -> None:
+        self.arguments, self.out, self.files = arguments, arguments.out, files
+        chosen = {
+            "overflow": "split",
+            "shuffle-seed": 0,
+            "dev-limit": DEV_LIMIT,
+            "threads": arguments.threads,
+        }
+        self.rows: dict[str, Any] = {"train": files["train"], "dev": files["dev"], **chosen}
 
-def train(
-    arguments: argparse.Namespace, estimator: str, scheme: str, seed: int, files: dict[str, Path]
-) -> dict[str, Any]:
-    """Export, run and score one seed by `prge`."""
-    steps = arguments.rows // ROWS_OF_A_STEP[estimator]
-    flags = {
-        **_rows(arguments, seed, files),
-        **{"steps": steps, "evaluate-every": steps // POINTS, "checkpoint-every": steps // POINTS},
-        **{"estimator": estimator, **STEP[estimator], **COMMON, **TRAINING[estimator]},
-    }
-    bundle = export(arguments, scheme, files)
-    run = made("run", arguments.out / f"run-{estimator}-{scheme}-{seed}", bundle=bundle, **flags)
-    records = evaluations(run)
-    best = min(records, key=lambda record: float(record["perplexity"]))
-    return _figures(arguments, seed, bundle, run, files, best) | {"seconds": records[-1]["seconds"]}
+    def trained(self, estimator: str, scheme: str, seed: int) -> dict[str, Any]:
+        """Export, run and score one seed by `prge`."""
+        steps = self.arguments.rows // ROWS_OF_A_STEP[estimator]
+        flags: dict[str, Any] = {
+            "steps": steps,
+            "evaluate-every": steps // POINTS,
+            "checkpoint-every": steps // POINTS,
+        }
+        flags |= {"estimator": estimator, "seed": seed, **self.rows, **COMMON, **STEP[estimator]}
+        bundle = self._bundle(scheme)
+        run = made("run", self.out / f"run-{estimator}-{scheme}-{seed}", bundle=bundle, **flags)
+        records = evaluations(run)
+        best = min(records, key=lambda record: float(record["perplexity"]))
+        return {"seed": seed, **self._perplexities(bundle, run, best), "seconds": records[-1]["seconds"]}
 
+    def backpropagated(self, seed: int) -> dict[str, Any]:
+        """Train the same fp32 adapter by backpropagation."""
+        bundle, flags = self._bundle("fp32"), {**self.rows, "seed": seed, **BACKPROP}
+        run = made(
+            "baseline", self.out / f"backprop-{seed}", model=self.arguments.model, bundle=bundle, **flags
+        )
+        found = trained(run)
+        return {"seed": seed, **self._perplexities(bundle, run, found["best"]), "seconds": found["seconds"]}
 
-def reference(arguments: argparse.Namespace, seed: int, files: dict[str, Path]) -> dict[str, Any]:
-    """Train the same fp32 adapter by backpropagation."""
-    bundle = export(arguments, "fp32", files)
-    flags = {**_rows(arguments, seed, files), "steps": arguments.backprop_steps, **BACKPROP}
-    out = arguments.out / f"backprop-{seed}"
-    found = trained(made("baseline", out, model=arguments.model, bundle=bundle, **flags))
-    return _figures(arguments, seed, bundle, out, files, found["best"]) | {"seconds": found["seconds"]}
+    def _bundle(self, scheme: str) -> Path:
+        flags: dict[str, Any] = {**SHAPE, **ADAPTER, "init-rows": self.files["train"], "quantize": scheme}
+        return made("export", self.out / f"bundle-{scheme}", model=self.arguments.model, **flags)
 
-
-def _rows(arguments: argparse.Namespace, seed: int, files: dict[str, Path]) -> dict[str, Any]:
-    chosen = {"overflow": "split", "shuffle-seed": 0, "dev-limit": DEV_LIMIT}
-    rows = {"train": files["train"], "dev": files["dev"], **chosen}
-    return {**rows, "seed": seed, "threads": arguments.threads}
-
-
-def _figures(
-    arguments: argparse.Namespace,
-    seed: int,
-    bundle: Path,
-    run: Path,
-    files: dict[str, Path],
-    best: dict[str, Any],
-) -> dict[str, Any]:
-    """Token perplexity of the model as it came and of a run's adapter on test rows, and of the best step."""
-    same = {"bundle": bundle, "data": files["test"], "overflow": "split", "threads": arguments.threads}
-    before = scored(arguments.out / f"{bundle.name}.json", **same)
-    after = scored(arguments.out / f"{run.name}.json", **same, adapter=run)
-    perplexities = {"before": before["perplexity"], "after": after["perplexity"], "dev": best["perplexity"]}
-    return {"seed": seed, **perplexities, "best_step": best["step"]}
+    def _perplexities(self, bundle: Path, run: Path, best: dict[str, Any]) -> dict[str, Any]:
+        """Of the model as it came and of a run's adapter on test rows, and of the best step."""
+        same: dict[str, Any] = {"bundle": bundle, "data": self.files["test"], "overflow": "split"}
+        same |= {"threads": self.arguments.threads}
+        before = scored(self.out / f"{bundle.name}.json", **same)
+        after = scored(self.out / f"{run.name}.json", **same, adapter=run)
+        told = {"before": before["perplexity"], "after": after["perplexity"], "dev": best["perplexity"]}
+        return {**told, "best_step": best["step"]}
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chain import compared
-from loops import copies_of
 from reports import in_turns, median, shape_of
 from step import figures_of
 
@@ -29,20 +27,8 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
     assert (median(rounds, "a"), median(rounds, "a", over="b")) == (8.0, 3.0)
 
 
-def test_a_chain_is_compared_with_one_program() -> None:
-    figures = compared({"chain": lambda: (3.0, 0.3), "monolith": lambda: (2.0, 0.2)}, 2)
-    assert figures["chain_over_monolith"] == 1.5
-    assert figures["loss_difference"] == pytest.approx(0.1)
-    assert compared({"chain": lambda: (3.0, 0.3)}, 2) == {"chain_seconds": 3.0}
-
-
 def test_shapes_are_rows_and_tokens() -> None:
     assert shape_of("2x64") == (2, 64)
-
-
-def test_loops_of_one_query_and_of_more() -> None:
-    assert copies_of(4) == {"both": 8, "outer": 4, "inner": 2, "mezo": 1}
-    assert set(copies_of(1).values()) == {2, 1}
 
 
 def test_a_step_is_held_against_its_limit() -> None:
