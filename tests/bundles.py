@@ -174,6 +174,14 @@ def read_json(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def rehash(folder: Path) -> None:
+    """Make a manifest agree with its files, as somebody who means harm would."""
+    manifest = read_json(folder)
+    for name, entry in manifest["files"].items():
+        entry["sha256"], entry["bytes"] = file_sha256(folder / name), (folder / name).stat().st_size
+    write_manifest(folder, manifest)
+
+
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write a manifest with the hash that its content has."""
     content = {**manifest, "manifest_sha256": manifest_sha256(manifest)}

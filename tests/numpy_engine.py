@@ -6,13 +6,19 @@ The encoder variant answers the mean embedding, through the same layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from prge.contract import AdaptedModule, Contract
-from prge.engine import Array, FloatArray, Slope
+from prge.engine import Array, Slope
+from prge.files.adapter import Adapter
+from prge.learning.examples import Batch
+from prge.learning.head import Classifier, Head
+from prge.learning.objectives import BatchLoss
+from tests.templates import random_adapter
 
 MODULE = "layer"
 
@@ -154,6 +160,11 @@ class NumpyExactEngine:
         return answers, {f"lora_b.{MODULE}": np.einsum("rd,ntd,nto->ro", model.lora_a, states, by_output)}
 
 
+def adapter_of(engine: NumpyEngine | NumpyTangentEngine | NumpyExactEngine) -> Adapter:
+    """One that changes the answers of a model."""
+    return random_adapter(engine.contract.modules, seed=2, size=0.3)
+
+
 def check_inputs(contract: Contract, inputs: Mapping[str, Array]) -> None:
     """Shapes and dtypes are the contract's, and there are no other inputs."""
     assert set(inputs) == {spec.name for spec in contract.inputs}
@@ -162,14 +173,31 @@ def check_inputs(contract: Contract, inputs: Mapping[str, Array]) -> None:
         assert inputs[spec.name].dtype == spec.dtype, spec
 
 
-def completion_gradient(engine: NumpyEngine, lora_b: FloatArray, tokens: Array, slots: Array) -> FloatArray:
-    """Exact d loss / d lora_b [rank, out] of one row; its loss is the mean over (position, target) slots."""
-    gradient = np.zeros(lora_b.shape)
-    for position, target in slots:
-        state = engine.embedding[tokens[position]]
-        logits = state @ (engine.weight + engine.lora_a.T @ lora_b)
-        probability = np.exp(logits - logits.max())
-        probability /= probability.sum()
-        probability[target] -= 1
-        gradient += np.outer(engine.lora_a @ state, probability) / len(slots)
-    return gradient
+def head_with(values: Array) -> Head:
+    """A head of three classes for an encoder's states."""
+    head = Head(3, 6)
+    head.values[:] = values
+    return head
+
+
+def head_of(seed: int = 0) -> Head:
+    """A head of random numbers."""
+    return head_with(np.random.default_rng(seed).normal(size=Head(3, 6).size))
+
+
+def losses_of(
+    model: NumpyEngine, values: Array, batches: Sequence[Batch], head: Classifier | None = None
+) -> Array:
+    """Loss of every example with an adapter of these values, from answers alone."""
+    lora_b = {f"lora_b.{MODULE}": Adapter(model.contract.modules, values).lora_b[MODULE][None]}
+    found = []
+    for batch in batches:
+        outputs = model.forward({**batch.inputs(1, model.contract.is_encoder), **lora_b})
+        found.append(BatchLoss(batch, outputs[model.contract.answer], head=head).losses[0])
+    return np.concatenate(found)
+
+
+def slopes_of(function: Callable[[Array], Any], values: Array) -> Array:
+    """Derivatives of a function by each of its float32 values, by central differences; they come last."""
+    steps = np.eye(len(values), dtype=np.float32) * np.float32(2**-12)
+    return np.stack([(function(values + step) - function(values - step)) * 2**11 for step in steps], -1)

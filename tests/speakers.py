@@ -11,6 +11,7 @@ from prge.contract import AdaptedModule
 from prge.engine import FloatArray
 from prge.errors import EngineError
 from prge.files.adapter import Adapter
+from tests.templates import random_adapter
 
 MODULES = (AdaptedModule("layer", 2, 8, 6),)
 WIDTH = 12
@@ -18,10 +19,7 @@ WIDTH = 12
 
 def make_adapter(seed: int = 0) -> Adapter:
     """An adapter of the model; with seed 0 the one that changes nothing."""
-    adapter = Adapter.zeros(MODULES)
-    if seed:
-        adapter.values[:] = np.random.default_rng(seed).normal(size=adapter.size)
-    return adapter
+    return random_adapter(MODULES, seed) if seed else Adapter.zeros(MODULES)
 
 
 class NumpySpeaker:

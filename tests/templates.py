@@ -1,4 +1,4 @@
-"""PEFT folders of hand-made adapters."""
+"""Hand-made adapters and their PEFT folders."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import numpy as np
 import safetensors.numpy
 
 from prge.contract import AdaptedModule
+from prge.files.adapter import Adapter
+
+
+def random_adapter(modules: Sequence[AdaptedModule], seed: int = 0, size: float = 1.0) -> Adapter:
+    """An adapter of normal numbers times `size`."""
+    adapter = Adapter.zeros(tuple(modules))
+    adapter.values[:] = np.random.default_rng(seed).standard_normal(adapter.size) * size
+    return adapter
 
 
 def write_template(folder: Path, modules: Sequence[AdaptedModule], alpha: float = 16) -> Path:

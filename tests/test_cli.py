@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,18 +24,23 @@ from tests.bundles import PROGRAM, make_bundle
 HEAVY = {"torch", "executorch", "transformers", "torchao", "peft"}
 
 
-def prge(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
-    repository = str(Path(__file__).resolve().parents[1])
-    return subprocess.run(
-        [sys.executable, "-m", "prge.cli", *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": repository, **environment},
-    )
+def prge(*words: str, **streams: Any) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own."""
+    command = [sys.executable, "-m", "prge.cli", *words]
+    return subprocess.run(command, text=True, timeout=60, check=False, **streams)
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Call a verb that fails; answers its message."""
+
+    def call(*words: str) -> str:
+        assert main(list(words)) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("prge") and "Traceback" not in message
+        return message
+
+    return call
 
 
 def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,84 +67,68 @@ def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
     assert "did you mean `prge tune`?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_of_a_verb_imports_nothing_heavy(verb: str) -> None:
-    code = (
-        "import sys; from prge.cli import main; code = main(sys.argv[1:]); "
-        f"print(*sorted({HEAVY!r} & set(sys.modules)), file=sys.stderr); sys.exit(code)"
-    )
-    child = subprocess.run(
-        [sys.executable, "-c", code, verb, "--help"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (child.returncode, child.stderr.strip()) == (0, "")
-    assert child.stdout.startswith(f"usage: prge {verb}")
+def test_help_of_a_verb_imports_nothing_heavy() -> None:
+    code = f"""
+import sys
+from prge.cli import VERBS, main
+for verb in VERBS:
+    assert main([verb, "--help"]) == 0
+    assert not {HEAVY!r} & set(sys.modules), verb
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [f"usage: prge {verb}" in done.stdout for verb in VERBS] == [True] * len(VERBS)
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_unknown_flag_of_a_verb_is_an_error_with_code_2(verb: str) -> None:
-    child = prge(verb, "--no-such-flag")
-    assert child.returncode == 2
-    assert "--no-such-flag" in child.stderr
-    assert f"prge {verb}: error:" in child.stderr
-    assert "Traceback" not in child.stderr
+def test_unknown_flag_of_a_verb_is_an_error_with_code_2(verb: str, fails: Callable[..., str]) -> None:
+    message = fails(verb, "--no-such-flag")
+    assert message.startswith(f"prge {verb}: error:") and "--no-such-flag" in message
 
 
-def test_errors_end_with_code_2_and_no_traceback(tmp_path: Path) -> None:
-    damaged = make_bundle(tmp_path / "damaged")
-    (damaged / PROGRAM).write_bytes(b"")
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("nonsense", "there is no verb 'nonsense' of prge"),
+        ("inspect", "--bundle is missing"),
+        ("inspect nowhere", "nowhere is not a bundle"),
+        ("inspect damaged", "has 0 bytes, the manifest says 512"),
+        ("report nowhere", "nowhere is no run"),
+        ("report empty --out x.svg", "nothing measured yet"),
+        ("inspect --config bad.yaml", "json must be true or false, not 'much'"),
+        ("report empty --out x.bmp", "must end in .html or .svg"),
+    ],
+)
+def test_errors_end_with_code_2_and_no_traceback(
+    words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Callable[..., str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (make_bundle(tmp_path / "damaged") / PROGRAM).write_bytes(b"")
     (tmp_path / "bad.yaml").write_text("runz: 3\njson: much\n", encoding="utf-8")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").touch()
-    cases = {
-        ("nonsense",): "there is no verb 'nonsense' of prge",
-        ("inspect",): "--bundle is missing",
-        ("inspect", "nowhere"): "nowhere is not a bundle",
-        ("inspect", "damaged"): "has 0 bytes, the manifest says 512",
-        ("report", "nowhere"): "nowhere is no run",
-        ("report", "empty", "--out", "x.svg"): "nothing measured yet",
-        ("inspect", "--config", "bad.yaml"): "json must be true or false, not 'much'",
-        ("report", "empty", "--out", "x.bmp"): "must end in .html or .svg",
-    }
-    for words, told in cases.items():
-        child = prge(*words, cwd=tmp_path)
-        assert (child.returncode, told in child.stderr) == (2, True), child.stderr
-        assert child.stderr.startswith("prge"), child.stderr
-        assert "Traceback" not in child.stderr
+    assert told in fails(*words.split())
 
 
-def test_debug_keeps_the_traceback(tmp_path: Path) -> None:
-    child = prge("report", "nowhere", cwd=tmp_path, PRGE_DEBUG="1")
-    assert "Traceback" in child.stderr
-    assert "RunError" in child.stderr
+def test_debug_keeps_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRGE_DEBUG", "1")
+    with pytest.raises(RunError):
+        main(["report", "nowhere"])
 
 
 def test_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    bundle = make_bundle(tmp_path / "bundle")
-    child = subprocess.run(
-        [sys.executable, "-m", "prge.cli", "inspect", str(bundle)],
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        timeout=60,
-        check=False,
-    )
+    child = prge("inspect", str(make_bundle(tmp_path / "bundle")), stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
-    assert (child.returncode, child.stderr) == (128 + signal.SIGPIPE, b"")
+    assert (child.returncode, child.stderr) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize("words", [["inspect"], ["--help"], ["inspect", "--help"]])
 def test_output_that_can_not_be_written_is_an_error(tmp_path: Path, words: list[str]) -> None:
     bundle = [str(make_bundle(tmp_path / "bundle"))] if words == ["inspect"] else []
     with open("/dev/full", "w") as full:
-        child = subprocess.run(
-            [sys.executable, "-m", "prge.cli", *words, *bundle],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        child = prge(*words, *bundle, stdout=full, stderr=subprocess.PIPE)
     assert child.returncode == 2
     assert child.stderr.endswith(": No space left on device\n")
     assert "Traceback" not in child.stderr and "Exception ignored" not in child.stderr
@@ -147,8 +137,7 @@ def test_output_that_can_not_be_written_is_an_error(tmp_path: Path, words: list[
 def test_closed_standard_files_change_no_exit_code(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path / "bundle")
     for words, code in ((["inspect", str(bundle)], 0), (["inspect", "nowhere"], 2)):
-        command = [sys.executable, "-m", "prge.cli", *words]
-        assert subprocess.run(command, preexec_fn=lambda: os.closerange(0, 3), check=False).returncode == code
+        assert prge(*words, preexec_fn=lambda: os.closerange(0, 3)).returncode == code
 
 
 def _raising(error: BaseException) -> Callable[[list[str]], int]:

@@ -25,6 +25,11 @@ def export(model: Path, bundle: Path, *words: object) -> Path:
     return bundle
 
 
+def bits(run: Path) -> list[bytes]:
+    """Journal and result of a run."""
+    return [(run / name).read_bytes() for name in ("journal.jsonl", "final/adapter_model.safetensors")]
+
+
 Made = Callable[[str, Callable[[Path], object]], Path]
 
 

@@ -58,7 +58,7 @@ def outline_of(start: StartAdapter, longest: int) -> Outline:
         layers=_grouped(layers, blocks[:below]),
         head=head_shape,
         modules=tuple(
-            AdaptedModule(name, *matrix.shape, len(start.lora_b[name]), start.trains_a)
+            AdaptedModule(name, len(matrix), matrix.shape[1], len(start.lora_b[name]), start.trains_a)
             for name, matrix in start.lora_a.items()
         ),
         table_numbers=table.numel(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from prge.files.adapter import Adapter
@@ -15,6 +14,7 @@ from prge.text.loop import Answer, GenerationSettings, Generator, Request
 from prge.text.prompts import Prompts
 from tests.device_runner.numpy_device import Device
 from tests.speakers import NumpySpeaker
+from tests.templates import random_adapter
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -44,9 +44,7 @@ class Speaking:
 
     def write_adapter(self, folder: Path, seed: int = 1) -> Path:
         """A PEFT folder of the bundle with random values."""
-        adapter = Adapter.zeros(self.bundle.chain.modules)
-        adapter.values[:] = np.random.default_rng(seed).normal(size=adapter.size)
-        write_peft(folder, adapter, self.bundle.adapter)
+        write_peft(folder, random_adapter(self.bundle.chain.modules, seed), self.bundle.adapter)
         return folder
 
     def answers(

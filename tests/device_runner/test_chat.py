@@ -17,6 +17,7 @@ from prge.files.peft import read_peft
 from prge.text.prompts import Prompts
 from tests.device_runner.speaking import TEMPLATE, Speaking
 from tests.speakers import NumpySpeaker
+from tests.terminals import Terminal
 
 Talk = Any
 
@@ -174,13 +175,6 @@ def test_interrupting_ends_the_answer_and_not_the_conversation(
     assert whole.startswith(first) and len(first) < len(whole)
     assert "\n".join(out[1:]).startswith(whole)
     assert signal.getsignal(signal.SIGINT) is before
-
-
-class Terminal(io.StringIO):
-    """Standard input that is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def test_in_a_terminal_ctrl_c_at_the_prompt_changes_nothing_and_ctrl_d_ends(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from device_runner.evaluate import EvaluateSettings, run, write_answers
-from prge.contract import AdaptedModule, Contract
 from prge.errors import ConfigError, DataError
 from prge.learning.examples import Example
 from prge.rows.example_building import build_examples
@@ -18,12 +17,13 @@ from prge.rows.task import Generate, parse_task
 from prge.rows.tokenizer import Tokenizer
 from prge.text.loop import GenerationSettings, Generator, Request
 from prge.text.prompts import Prompts
+from tests.bundles import make_contract
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 from tests.speakers import NumpySpeaker, make_adapter
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
 QUESTION = {"name": "q", "template": "{q}\nAnswer:", "columns": {"answers": "a"}, "metric": "rouge_l"}
-CONTRACT = Contract("stack", "logprobs", 2, 4, 64, 32, 8, 1000, (AdaptedModule("q_proj", 2, 8, 8),))
+CONTRACT = make_contract(sequence_length=64, positions=32, vocabulary_size=1000)
 
 
 def examples(*questions: str) -> list[Example]:

@@ -87,11 +87,6 @@ def test_a_bundle_without_an_outline_has_no_estimate(
         inspect(make_bundle(tmp_path / "other", outline={"width": 8}))
 
 
-def test_a_whole_manifest_has_nothing_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(make_bundle(tmp_path / "bundle"))]) == 0
-    assert "\nother" not in capsys.readouterr().out
-
-
 def test_json_is_the_manifest_and_what_follows_from_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,18 +128,6 @@ def test_other_content_is_told_in_the_json_too(
     with pytest.raises(BundleError):
         main([str(folder), "--json"])
     assert "SHA-256 differs" in json.loads(capsys.readouterr().out)["files"][name]["problem"]
-
-
-def test_folder_that_is_no_bundle(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="is not a bundle"):
-        inspect(tmp_path)
-    with pytest.raises(BundleError, match="lists no files"):
-        inspect(make_bundle(tmp_path / "bundle", files=None))
-
-
-def test_a_chain_whose_program_is_not_listed(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"lists no 'programs/block\.pte'"):
-        inspect(make_bundle(tmp_path / "bundle", files={"programs/embedding.pte": {}}))
 
 
 def test_an_encoders_chain_has_a_pooling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

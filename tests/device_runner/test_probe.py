@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,63 +193,50 @@ def test_a_class_without_rows(measure: Any, tmp_path: Path) -> None:
         measure(Device(encoder=True))
 
 
-class TestNoteOfARun:
-    """A new run on quantized activations says how noisy its differences are."""
+# A new run on quantized activations says how noisy its differences are.
 
-    @pytest.fixture
-    def settings(self, tmp_path: Path) -> RunSettings:
+
+@pytest.fixture
+def log_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The log of a run of a device's bundle, which is resumed once it has ended."""
+
+    def begin(device: Device, scheme: str = "8da4w", **changes: Any) -> str:
         write_films(tmp_path)
-        return RunSettings(tmp_path / "bundle", tmp_path / "train.jsonl", tmp_path / "run", steps=2)
-
-    @pytest.mark.parametrize("changes", [{}, {"estimator": "fzoo"}], ids=str)
-    def test_noise_is_told_once(
-        self, settings: RunSettings, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
-    ) -> None:
-        device = Device(has_tangents=False, grid=0.05)
         device.replaces(monkeypatch, run_verb)
-        device.write_bundle(settings.bundle, "8da4w")
-        settings = replace(settings, epsilon=SMALL, quiet=True, **changes)
+        bundle, out = device.write_bundle(tmp_path / "bundle", scheme), tmp_path / "run"
+        settings = RunSettings(bundle, tmp_path / "train.jsonl", out, steps=2, quiet=True, **changes)
         run(settings)
-        run(replace(settings, resume=settings.out))
-        lines = [
-            line for line in (settings.out / "log.txt").read_text().splitlines() if "int8 activations" in line
-        ]
-        assert len(lines) == 1
-        assert "differences at epsilon 0.001 and 0.00141 agree with r = " in lines[0]
-        assert lines[0].endswith("exact tangents have no such noise: --estimator tangent")
+        run(replace(settings, resume=out))
+        return (out / "log.txt").read_text()
 
-    def test_differences_without_noise_need_no_other_program(
-        self, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        device = Device(has_tangents=False)
-        device.replaces(monkeypatch, run_verb)
-        device.write_bundle(settings.bundle, "8da4w")
-        run(replace(settings, epsilon=SMALL, quiet=True))
-        assert "agree with r = 1.00\n" in (settings.out / "log.txt").read_text()
+    return begin
 
-    @pytest.mark.parametrize(("has_tangents", "scheme"), [(False, "fp32"), (True, "8da4w")])
-    def test_nothing_is_told_where_there_is_no_noise(
-        self, settings: RunSettings, monkeypatch: pytest.MonkeyPatch, has_tangents: bool, scheme: str
-    ) -> None:
-        device = Device(has_tangents=has_tangents)
-        device.replaces(monkeypatch, run_verb)
-        device.write_bundle(settings.bundle, scheme)
-        run(replace(settings, quiet=True))
-        assert "int8" not in (settings.out / "log.txt").read_text()
 
-    def test_a_run_goes_on_where_it_cant_be_measured(
-        self, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        device = Device(has_tangents=False)
-        device.replaces(monkeypatch, run_verb)
-        device.write_bundle(settings.bundle, "8da4w")
+@pytest.mark.parametrize("changes", [{}, {"estimator": "fzoo"}], ids=str)
+def test_noise_is_told_once(log_of: Callable[..., str], changes: dict[str, Any]) -> None:
+    log = log_of(Device(has_tangents=False, grid=0.05), epsilon=SMALL, **changes)
+    (line,) = (line for line in log.splitlines() if "int8 activations" in line)
+    assert "differences at epsilon 0.001 and 0.00141 agree with r = " in line
+    assert line.endswith("exact tangents have no such noise: --estimator tangent")
 
-        def broken(*_: object) -> str:
-            raise RuntimeError("no memory")
 
-        monkeypatch.setattr(run_verb, "noise_note", broken)
-        final = run(replace(settings, quiet=True))
-        assert final.is_dir()
-        assert (
-            "the noise of differences was not measured: no memory" in (settings.out / "log.txt").read_text()
-        )
+def test_differences_without_noise_need_no_other_program(log_of: Callable[..., str]) -> None:
+    assert "agree with r = 1.00\n" in log_of(Device(has_tangents=False), epsilon=SMALL)
+
+
+@pytest.mark.parametrize(("has_tangents", "scheme"), [(False, "fp32"), (True, "8da4w")])
+def test_nothing_is_told_where_there_is_no_noise(
+    log_of: Callable[..., str], has_tangents: bool, scheme: str
+) -> None:
+    assert "int8" not in log_of(Device(has_tangents=has_tangents), scheme)
+
+
+def test_a_run_goes_on_where_noise_cant_be_measured(
+    log_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> str:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(run_verb, "noise_note", broken)
+    log = log_of(Device(has_tangents=False))
+    assert "the noise of differences was not measured: no memory" in log

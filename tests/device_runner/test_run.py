@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,16 @@ from device_runner.replay import main as replay
 from device_runner.report import main as report
 from device_runner.run import run
 from device_runner.session.settings import RunSettings
-from prge.errors import BundleError, ConfigError, DataError, DivergenceError, RunError
-from prge.files.bundle import file_sha256, open_bundle
+from prge.errors import BundleError, ConfigError, DataError, DivergenceError, EngineError, RunError
+from prge.files.bundle import open_bundle
 from prge.files.journal import Journal, encode_array
 from prge.files.peft import read_peft
+from prge.files.run_folder import run_lock
 from prge.learning.estimators.guide import Guide, add_guide
 from prge.verbs.settings import parse_settings
-from tests.bundles import read_json, write_manifest
+from tests.bundles import read_json, rehash, write_manifest
 from tests.device_runner.numpy_device import BATCH, QUERIES, Device, Killed, write_films
+from tests.workshop import bits
 
 STEPS = 12
 
@@ -65,25 +69,21 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def run_with_kills(
-    device: Device, first: RunSettings, resumed: RunSettings, calls: range, then: Callable[[], object] = list
+def _run_to_its_end(
+    device: Device, settings: RunSettings, calls: Sequence[int], after: Callable[[], None] = lambda: None
 ) -> int:
-    """Run, killed after each number of calls in turn, and resume until it ends; how often it was killed."""
-    kills = 0
-    while True:
+    """Kill a run after so many calls of each process in turn, and resume it; says how often it was killed."""
+    for kills in itertools.count():
         device.calls_left = calls[kills % len(calls)]
         try:
-            run(resumed if kills else first)
-            return kills
+            run(settings)
         except Killed:
-            kills += 1
-            then()
-
-
-def check_same_bits(left: Path, right: Path) -> None:
-    """Of two runs' journals and results."""
-    for name in ("journal.jsonl", "final/adapter_model.safetensors"):
-        assert (left / name).read_bytes() == (right / name).read_bytes(), name
+            after()
+            settings = replace(settings, resume=settings.out)
+            continue
+        device.calls_left = None
+        return kills
+    raise AssertionError
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -122,12 +122,12 @@ def test_it_says_what_it_chooses_of_rows_before_and_after_and_what_is_right(
     assert "Right:" in (tmp_path / "report.html").read_text()
 
 
-def test_samples_of_rows_without_candidates_are_refused(device: Device, settings: RunSettings) -> None:
+def test_samples_of_rows_without_candidates_are_refused(settings: RunSettings) -> None:
     with pytest.raises(ConfigError, match="there are no development rows with candidates"):
         run(replace(settings, dev=None, select="metric", evaluate_every=0, sample_rows=3))
 
 
-def test_the_journal_says_what_was_settled(device: Device, settings: RunSettings) -> None:
+def test_the_journal_says_what_was_settled(settings: RunSettings) -> None:
     run(settings)
     with Journal(settings.out / "journal.jsonl", writable=False) as journal:
         start = journal.first("start")
@@ -139,7 +139,7 @@ def test_the_journal_says_what_was_settled(device: Device, settings: RunSettings
     assert (stored.estimator, stored.queries) == ("tangent", QUERIES)
 
 
-def test_metrics_count_rows_and_tell_the_largest_tangent(device: Device, settings: RunSettings) -> None:
+def test_metrics_count_rows_and_tell_the_largest_tangent(settings: RunSettings) -> None:
     run(settings)
     steps = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "step"]
     assert [r["rows"] for r in steps] == [n * 2 * BATCH * (1 + QUERIES) for n in range(1, STEPS + 1)]
@@ -227,6 +227,22 @@ def test_its_summary_tells_of_the_rows_and_of_the_result(settings: RunSettings) 
     assert summary["run"]["estimators"] == [{"since": 0, "estimator": "tangent"}]
 
 
+def test_a_report_of_it_is_written_however_it_ended(
+    device: Device, settings: RunSettings, tmp_path: Path
+) -> None:
+    device.calls_left = 30
+    with pytest.raises(Killed):
+        run(settings)
+    page = tmp_path / "report.html"
+    assert report([str(settings.out), "--out", str(page)]) == 0
+    assert f"prge run --resume {settings.out}" in page.read_text()
+    device.calls_left = None
+    run(replace(settings, resume=settings.out))
+    assert report([str(settings.out), "--out", str(page)]) == 0
+    assert f"It took all of its steps. {STEPS} of {STEPS} steps" in page.read_text()
+    assert f"prge publish {settings.out}" in page.read_text()
+
+
 @pytest.mark.parametrize("checkpoint_every", [0, 5])
 def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
     device: Device, settings: RunSettings, checkpoint_every: int, tmp_path: Path
@@ -235,13 +251,12 @@ def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
     run(settings)
     killed = replace(settings, out=tmp_path / "killed")
 
-    def cut() -> None:
+    def lose_a_line() -> None:
         """As if the process had ended between the journal and the metrics."""
         metrics = killed.out / "metrics.jsonl"
         metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
 
-    resumed = replace(killed, resume=killed.out)
-    assert run_with_kills(device, killed, resumed, range(3, 11), then=cut) > 3
+    assert _run_to_its_end(device, killed, range(3, 11), lose_a_line) > 3
 
     def left(folder: Path) -> dict[str, Any]:
         counts = [(r["event"], r["step"], r["rows"]) for r in _json_lines(folder / "metrics.jsonl")]
@@ -292,7 +307,7 @@ LIES: list[tuple[str, dict[str, Any]]] = [
 )
 @pytest.mark.timeout(20)
 def test_a_journal_that_says_what_no_run_says_is_an_error(
-    device: Device, settings: RunSettings, kind: str, changes: dict[str, Any], tmp_path: Path
+    settings: RunSettings, kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     run(settings)
     shutil.rmtree(settings.out / "checkpoints")
@@ -309,7 +324,7 @@ def test_a_journal_that_says_what_no_run_says_is_an_error(
 
 @pytest.mark.parametrize("device", [True], indirect=True, ids=["encoder"])
 def test_a_replay_compares_the_head_too(
-    device: Device, settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(replace(settings, steps=1, learning_rate=1e-30))
     lines = (settings.out / "journal.jsonl").read_text().splitlines(keepends=True)
@@ -319,7 +334,7 @@ def test_a_replay_compares_the_head_too(
     assert "DIFFERENT" in capsys.readouterr().out
 
 
-def test_figures_that_no_run_says_are_an_error(device: Device, settings: RunSettings) -> None:
+def test_figures_that_no_run_says_are_an_error(settings: RunSettings) -> None:
     run(settings)
     records = [line["record"] for line in _json_lines(settings.out / "journal.jsonl")]
     for record in records:
@@ -331,7 +346,7 @@ def test_figures_that_no_run_says_are_an_error(device: Device, settings: RunSett
 
 
 def test_a_folder_whose_name_begins_with_a_dash_is_resumed(
-    device: Device, settings: RunSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: RunSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run(replace(settings, out=Path("-x")))
@@ -339,12 +354,6 @@ def test_a_folder_whose_name_begins_with_a_dash_is_resumed(
         stored = parse_settings(RunSettings, words, "prge run")
         assert (stored.out, stored.steps) == (Path("-x"), STEPS)
         run(stored)
-
-
-def test_a_run_isnt_resumed_with_other_directions(device: Device, settings: RunSettings) -> None:
-    run(settings)
-    with pytest.raises(ConfigError, match="share_directions was False, is True"):
-        run(replace(settings, resume=settings.out, share_directions=True))
 
 
 def test_told_so_a_run_goes_on_with_another_estimator(
@@ -358,12 +367,16 @@ def test_told_so_a_run_goes_on_with_another_estimator(
     changed = replace(settings, resume=settings.out, share_directions=True, learning_rate=0.01)
     with pytest.raises(ConfigError, match=r"learning_rate was 0\.02, is 0\.01") as caught:
         run(changed)
+    assert "share_directions was False, is True" in str(caught.value)
     assert "--change-estimator lets these differ" in str(caught.value.remedy)
     killed = replace(changed, out=tmp_path / "killed", resume=tmp_path / "killed")
     shutil.copytree(settings.out, killed.out)
     run(replace(changed, change_estimator=True))
-    assert run_with_kills(device, replace(killed, change_estimator=True), killed, range(4, 9)) > 1
-    check_same_bits(killed.out, settings.out)
+    device.calls_left = 4
+    with pytest.raises(Killed):
+        run(replace(killed, change_estimator=True))
+    assert _run_to_its_end(device, killed, range(4, 9))
+    assert bits(killed.out) == bits(settings.out)
     with Journal(settings.out / "journal.jsonl", writable=False) as journal:
         (change,) = [record for record in journal.records if record["kind"] == "change"]
     assert 0 < change["step"] < STEPS and change["settings"]["share_directions"] is True
@@ -373,7 +386,7 @@ def test_told_so_a_run_goes_on_with_another_estimator(
     assert "the same bits" in capsys.readouterr().out
 
 
-def test_with_another_estimator_all_else_stays(device: Device, settings: RunSettings) -> None:
+def test_with_another_estimator_all_else_stays(settings: RunSettings) -> None:
     run(settings)
     with pytest.raises(ConfigError, match="seed was 42, is 7") as caught:
         run(replace(settings, resume=settings.out, share_directions=True, seed=7, change_estimator=True))
@@ -395,7 +408,7 @@ def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
     with pytest.raises(ConfigError, match="steps was 8, is 10"):
         run(replace(stored, epochs=2.0))
     run(replace(stored, epochs=1.5))
-    check_same_bits(epochs.out, settings.out)
+    assert bits(epochs.out) == bits(settings.out)
     assert "1.5 epochs: 8 steps" in (epochs.out / "log.txt").read_text()
 
 
@@ -403,6 +416,13 @@ def test_steps_that_epochs_come_to_fit_the_other_settings(settings: RunSettings)
     with pytest.raises(ConfigError, match="--warmup is 9, --steps only 5"):
         run(replace(settings, steps=RunSettings.steps, epochs=1.0, warmup=9))
     assert not (settings.out / "journal.jsonl").exists()
+
+
+def test_a_folder_of_rows_is_its_files(settings: RunSettings, tmp_path: Path) -> None:
+    run(settings)
+    folder = replace(settings, train=tmp_path, dev=tmp_path, out=tmp_path / "of-folder")
+    run(folder)
+    assert bits(folder.out) == bits(settings.out)
 
 
 def test_a_run_says_which_columns_it_read(settings: RunSettings, tmp_path: Path) -> None:
@@ -446,11 +466,9 @@ def _list_template(bundle: Path, source: str) -> None:
     path = bundle / "tokenizer/chat_template.jinja"
     path.write_text(source)
     manifest = read_json(bundle)
-    manifest["files"]["tokenizer/chat_template.jinja"] = {
-        "sha256": file_sha256(path),
-        "bytes": path.stat().st_size,
-    }
+    manifest["files"]["tokenizer/chat_template.jinja"] = {}
     write_manifest(bundle, manifest)
+    rehash(bundle)
 
 
 @pytest.mark.parametrize("device", [False], indirect=True, ids=["decoder"])
@@ -474,18 +492,40 @@ def test_a_run_isnt_resumed_with_another_chat_template(settings: RunSettings, tm
 
 
 @pytest.mark.parametrize("device", [True], indirect=True, ids=["encoder"])
-def test_a_run_isnt_resumed_with_another_task(settings: RunSettings) -> None:
+def test_a_run_isnt_resumed_with_another_task_or_rows(settings: RunSettings) -> None:
     run(settings)
     path = Path(str(settings.task))
     path.write_text(path.read_text().replace('"{text}"', '"{text}!"'))
-    with pytest.raises(ConfigError, match="the task is another one"):
-        run(replace(settings, resume=settings.out))
+    other = replace(settings, resume=settings.out, train=settings.dev, steps=99)
+    with pytest.raises(ConfigError, match="the task is another one") as caught:
+        run(other)
+    assert all(part in str(caught.value) for part in ("the train is another one", "steps was 12, is 99"))
+
+
+def test_one_process_holds_its_folder(settings: RunSettings) -> None:
+    with run_lock(settings.out), pytest.raises(RunError, match=f"in use by process {os.getpid()}"):
+        run(settings)
 
 
 def test_an_estimator_whose_role_the_bundle_lacks(settings: RunSettings) -> None:
     with pytest.raises(ConfigError, match="export with the role back"):
         run(replace(settings, estimator="exact"))
     assert not settings.out.exists()
+
+
+def test_evaluation_tells_what_the_run_did(
+    device: Device, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(settings)
+    device.replaces(monkeypatch, evaluate_verb)
+    assert settings.dev is not None
+    found = evaluate_verb.run(
+        evaluate_verb.EvaluateSettings(
+            settings.bundle, settings.dev, task=settings.task, adapter=settings.out
+        )
+    )
+    evaluations = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "evaluation"]
+    assert found["loss"] == pytest.approx(min(r["loss"] for r in evaluations), rel=1e-6)
 
 
 # Exact steps
@@ -554,7 +594,22 @@ def test_a_gradient_that_is_not_finite_is_no_step(
     assert newest.name == f"step-{steps:06d}"
     device.broken = None
     run(replace(exact, resume=exact.out))
-    check_same_bits(exact.out, tmp_path / "whole")
+    assert bits(exact.out) == bits(tmp_path / "whole")
+
+
+def test_a_run_that_no_engine_can_be_had_for_has_not_begun(
+    settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what was wrong put right, the same command begins it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise EngineError("no block may stay loaded")
+
+    with monkeypatch.context() as patch, pytest.raises(EngineError):
+        patch.setattr(run_verb, "open_engines", refuse)
+        run(replace(settings, memory=1))
+    assert not (settings.out / "config.yaml").exists()
+    run(settings)
 
 
 @pytest.mark.parametrize("estimator", ["tangent", "antithetic"])
@@ -572,8 +627,8 @@ def test_a_guided_run_resumes_and_replays_to_the_same_bits(
     np.testing.assert_allclose(moved, inside, atol=1e-6)
     assert moved.any()
     killed = replace(guided, out=tmp_path / "killed")
-    assert run_with_kills(device, killed, replace(killed, resume=killed.out), range(14, 19)) > 1
-    check_same_bits(killed.out, settings.out)
+    assert _run_to_its_end(device, killed, range(14, 19)) > 1
+    assert bits(killed.out) == bits(settings.out)
     assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
     assert "the same bits" in capsys.readouterr().out
     device.calls_left = 10**9

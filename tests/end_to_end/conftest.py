@@ -1,10 +1,12 @@
-"""Words of the runs of end-to-end tests."""
+"""Runs and tunings of end-to-end tests."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+
+from tests.verbs import prge
 
 
 @pytest.fixture
@@ -15,3 +17,20 @@ def run_words(workshop: Path, tmp_path: Path) -> list[object]:
         "--task", workshop / "task.yaml", "--out", tmp_path / "run", "--steps", 12, "--evaluate-every", 4,
         "--checkpoint-every", 5, "--learning-rate", 0.01,
     ]  # fmt: skip
+
+
+def tune_words(workshop: Path, out: Path) -> list[object]:
+    """Words of a short `prge tune` with a search."""
+    return [
+        "tune", "--bundle", workshop / "bundle", "--data", workshop / "train.jsonl",
+        "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml", "--out", out,
+        "--steps", 8, "--threads", 1,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tuned(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tuning that nothing disturbed, with its `tune-result.json` beside it."""
+    out = tmp_path_factory.mktemp("tuned") / "letters"
+    prge(*tune_words(workshop, out), "--json", out.parent / "tune-result.json")
+    return out

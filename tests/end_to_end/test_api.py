@@ -14,6 +14,7 @@ import prge
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.whole
 @pytest.mark.timeout(900)
 def test_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

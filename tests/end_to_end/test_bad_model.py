@@ -34,34 +34,16 @@ def weighted(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     return apply
 
 
-def pickled(model: Path) -> None:
-    (model / "model.safetensors").rename(model / "pytorch_model.bin")
-
-
-def led_away(model: Path) -> None:
-    (model / "model.safetensors").rename(model.parent / "model.safetensors")
-    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-CONFIGURATIONS = {
-    "nothing wide": configured(hidden_size=0),
-    "negative layers": configured(num_hidden_layers=-3),
+# One of each kind: tests/server_export/model/test_files.py and test_loading.py have all of them.
+CONFIGURATIONS: dict[str, Callable[[Path], object]] = {
     "a billion layers": configured(num_hidden_layers=10**9),
-    "a billion labels": configured(num_labels=10**9),
-    "two to the thousand": configured(vocab_size=2**1000),
     "depth": lambda model: (model / "config.json").write_text('{"a":' * 9999 + "0" + "}" * 9999),
-    "no object": lambda model: (model / "config.json").write_text("[]"),
 }
-WEIGHTS = {
-    "truncated": weighted(lambda content: content[:-9]),
-    "empty": weighted(lambda content: b""),
-    "random": weighted(lambda content: os.urandom(len(content))),
+WEIGHTS: dict[str, Callable[[Path], object]] = {
     "random numbers": weighted(lambda content: content[:4096] + os.urandom(len(content) - 4096)),
-    "pickled": pickled,
-    "led away": led_away,
     "wider than its weights": configured(hidden_size=1 << 20),
     "one layer more": configured(num_hidden_layers=3, layer_types=None),
+    "pickled": lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"),
 }
 
 

@@ -61,13 +61,3 @@ def test_heads_of_another_run_are_taken_if_they_were_fitted_on_the_same(
     assert (tmp_path / "same" / final).read_bytes() == (tmp_path / "first" / final).read_bytes()
     done = prge("run", *words, "--heads-of", "nothing", "--out", tmp_path / "none", check=False)
     assert done.returncode == 2 and "--heads-of is nothing: there is no such file" in done.stderr
-
-
-def test_a_class_without_rows(encoder: Path, workshop: Path, tmp_path: Path) -> None:
-    rows = [line for line in (workshop / "train.jsonl").read_text().splitlines() if '"label": 0' in line]
-    (tmp_path / "one.jsonl").write_text("\n".join(rows))
-    done = prge(
-        "run", *_words(encoder, workshop, tmp_path / "run"), "--train", tmp_path / "one.jsonl", check=False
-    )
-    assert done.returncode == 2
-    assert "the classification head can't be fitted" in done.stderr and "Traceback" not in done.stderr

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.verbs import prge
 
 
+@pytest.mark.whole
 def test_another_adapter_of_the_same_shapes_lowers_nothing(workshop: Path, tmp_path: Path) -> None:
     for name in ("first", "second"):
         words = ["--out", tmp_path / name, "--roles", "stack", "--seed", len(name)]

@@ -10,9 +10,8 @@ import pytest
 
 from device_runner.engines.opening import open_engines
 from prge.engine import Engine, FloatArray
-from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
-from prge.learning.estimators.differences import Antithetic, Differences, OneSided, Rule
+from prge.learning.estimators.differences import Antithetic, Differences
 from prge.learning.estimators.directions import Directions
 from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.protocol import Estimator, Step
@@ -21,6 +20,7 @@ from prge.learning.examples import Example
 from prge.learning.sampling import Sampler
 from tests.compilers import needs_compiler
 from tests.rows import choice, completion
+from tests.templates import random_adapter
 
 pytestmark = needs_compiler
 
@@ -43,15 +43,9 @@ def engines(workshop: Path) -> dict[str, Engine]:
     return {name: open_engines(bundle, contract, 1, "native").step for name, contract in contracts.items()}
 
 
-def adapter_of(engine: Engine) -> Adapter:
-    adapter = Adapter.zeros(engine.contract.modules)
-    adapter.values[:] = np.random.default_rng(0).normal(size=adapter.size) * 0.05
-    return adapter
-
-
 def step_of(engine: Engine, rows: str) -> Step:
     batches = Sampler(ROWS[rows], engine.contract, seed=1, calls=2).batches(0)
-    return Step(adapter_of(engine), batches, 1, 0)
+    return Step(random_adapter(engine.contract.modules, size=0.05), batches, 1, 0)
 
 
 def gradient(engine: Engine, estimator: Estimator, rows: str) -> FloatArray:
@@ -82,17 +76,3 @@ def test_tangents_are_the_gradient_along_their_directions(engines: dict[str, Eng
     moved = estimator.gradient(measured.learnt, 1, 0, engine.contract.modules)
     # Of several directions z_i the estimate is mean_i <g, z_i> z_i.
     assert exact @ moved == pytest.approx(float((measured.scalars.mean(-1) ** 2).mean()), rel=1e-3)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(
-    "rule", [Antithetic(QUERIES, 1e-2), OneSided(QUERIES, 1e-2, normalize=False)], ids=["antithetic", "fzoo"]
-)
-def test_copies_change_the_speed_and_nothing_else(engines: dict[str, Engine], rule: Rule, rows: str) -> None:
-    found = {
-        copies: Differences(rule).measure(engines[copies], step_of(engines[copies], rows)).scalars
-        for copies in ("1", "2", str(QUERIES), str(2 * QUERIES))
-    }
-    for scalars in found.values():
-        np.testing.assert_allclose(scalars, found["1"], atol=1e-4)
-    assert np.abs(found["1"]).min() > 1e-3

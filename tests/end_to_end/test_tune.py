@@ -19,12 +19,12 @@ from prge.verbs.settings import parse_settings
 from server_export.tune import decisions
 from server_export.tune.settings import TuneSettings
 from server_export.tune.stages import tune
+from tests.end_to_end.conftest import tune_words
 from tests.verbs import REPOSITORY, prge
 from tests.workshop import write_rows
 
 pytestmark = pytest.mark.timeout(300)
 
-STEPS = 8
 # Files that appear in the stages after rows and plan, and how a process is ended when they do.
 INSTANTS = {
     "before.json": signal.SIGKILL,
@@ -33,14 +33,6 @@ INSTANTS = {
     "search/0.03-8/journal.jsonl": signal.SIGINT,
     "run/checkpoints/step-*": signal.SIGTERM,
 }
-
-
-def words_of(workshop: Path, out: Path) -> list[object]:
-    return [
-        "tune", "--bundle", workshop / "bundle", "--data", workshop / "train.jsonl",
-        "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml", "--out", out,
-        "--steps", STEPS, "--threads", 1,
-    ]  # fmt: skip
 
 
 def end_after(pattern: str, folder: Path, words: list[object], how: signal.Signals) -> str:
@@ -56,14 +48,6 @@ def end_after(pattern: str, folder: Path, words: list[object], how: signal.Signa
             time.sleep(0.01)
         process.send_signal(how)
         return process.communicate(timeout=60)[0]
-
-
-@pytest.fixture(scope="module")
-def tuned(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tuning that nothing disturbed, with its `tune-result.json`."""
-    out = tmp_path_factory.mktemp("tuned") / "out"
-    prge(*words_of(workshop, out), "--json", out.parent / "tune-result.json")
-    return out
 
 
 def result_of(out: Path) -> dict[str, Any]:
@@ -93,7 +77,7 @@ def test_a_tuning_killed_in_every_stage_ends_in_the_same_bits(
     workshop: Path, tuned: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    words = words_of(workshop, out)
+    words = tune_words(workshop, out)
     for pattern, how in INSTANTS.items():
         # The child that it had ends with it: the next one begins at once, and nobody holds a folder.
         told = end_after(pattern, out, words, how)
@@ -107,7 +91,7 @@ def test_a_tuning_killed_in_every_stage_ends_in_the_same_bits(
 
 
 def test_other_settings_in_its_folder_are_refused(workshop: Path, tuned: Path) -> None:
-    done = prge(*words_of(workshop, tuned), "--rank", 4, "--batch-size", 1, check=False)
+    done = prge(*tune_words(workshop, tuned), "--rank", 4, "--batch-size", 1, check=False)
     assert done.returncode == 2
     assert "batch_size was None, is 1" in done.stderr and "rank was 8, is 4" in done.stderr
     assert f"prge tune --resume {tuned}" in done.stderr
@@ -153,16 +137,6 @@ def test_three_rows_and_a_long_one(workshop: Path, tmp_path: Path) -> None:
     assert facts["longest"] <= 32 and facts["targets"] > 100_000
 
 
-@pytest.mark.whole
-def test_three_rows_are_tuned_on_with_one_of_them_to_choose_by(workshop: Path, tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in ("aa bb", "cc dd", "dd aa")])
-    words = ["--bundle", workshop / "bundle", "--out", tmp_path / "out", "--learning-rate", 0.01]
-    prge("tune", rows, *words, "--steps", 3, "--json", tmp_path / "tune-result.json")
-    result = result_of(tmp_path / "out")
-    assert result["score_after"]["examples"] == 1
-    assert result["chosen"]["batch_size"]["value"] == 1
-
-
 def one_class(workshop: Path, folder: Path) -> Path:
     rows = [json.loads(line) for line in (workshop / "train.jsonl").read_text().splitlines()]
     return write_rows(folder / "one.jsonl", [row for row in rows if row["label"] == 0])
@@ -177,14 +151,6 @@ def test_rows_of_one_class_teach_that_class(workshop: Path, tmp_path: Path) -> N
     result = result_of(tmp_path / "out")
     assert result["score_after"]["accuracy"] == 1
     assert result["score_after"]["loss"] < result["score_before"]["loss"]
-
-
-def test_an_encoder_needs_rows_of_every_class(workshop: Path, encoder: Path, tmp_path: Path) -> None:
-    rows = one_class(workshop, tmp_path)
-    words = ["--bundle", encoder, "--task", workshop / "task.yaml", "--out", tmp_path / "out"]
-    done = prge("tune", rows, *words, "--steps", 4, "--learning-rate", 0.03, check=False)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "no training row is of the class 'yes'" in done.stderr and not (tmp_path / "out").exists()
 
 
 @pytest.mark.whole
@@ -228,7 +194,7 @@ def test_rates_that_diverge_in_the_search_are_not_taken(
 ) -> None:
     monkeypatch.setattr(decisions, "RATES", (0.01, 1e30))
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    words = words_of(workshop, tmp_path / "out")[1:]
+    words = tune_words(workshop, tmp_path / "out")[1:]
     result = tune(parse_settings(TuneSettings, [*map(str, words)], "prge tune"))
     assert result["chosen"]["learning_rate"]["value"] < 1
     assert result["score_after"]["loss"] < result["score_before"]["loss"]
@@ -252,7 +218,7 @@ def test_no_room_for_the_bundle_is_told_and_leaves_none(
 @pytest.mark.whole
 def test_a_rate_at_which_all_diverges_is_no_candidate(workshop: Path, tmp_path: Path) -> None:
     """The final run says what to do where the user insists on one."""
-    words = [*words_of(workshop, tmp_path / "out"), "--learning-rate", 1e30]
+    words = [*tune_words(workshop, tmp_path / "out"), "--learning-rate", 1e30]
     done = prge(*words, check=False)
     assert done.returncode == 2 and "the final run diverged" in done.stderr
     assert "give a --learning-rate below 1e+30" in done.stderr

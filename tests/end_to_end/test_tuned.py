@@ -17,17 +17,6 @@ from tests.verbs import REPOSITORY, prge
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module")
-def tuned(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("of") / "letters"
-    prge(
-        "tune", "--bundle", workshop / "bundle", "--data", workshop / "train.jsonl", "--dev",
-        workshop / "dev.jsonl", "--task", workshop / "task.yaml", "--out", folder, "--steps", 20,
-        "--learning-rate", 0.02, "--threads", 1,
-    )  # fmt: skip
-    return folder
-
-
 def answer(*words: object) -> dict[str, object]:
     found: dict[str, object] = json.loads(
         prge("generate", *words, "--prompt", "aa bb ?", "--max-tokens", 8, "--json").stdout

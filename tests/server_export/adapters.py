@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from prge.contract import AdaptedModule
-from prge.files.adapter import Adapter
 from prge.files.peft import read_lora, write_peft
+from tests.templates import random_adapter
 
 RANK = 4
 
@@ -23,8 +21,7 @@ def trained_folder(
     size: float = 0.2,
 ) -> Path:
     """An adapter that changes the answers, a lot unless `size` is less."""
-    adapter = Adapter.zeros(modules)
-    adapter.values[:] = np.random.default_rng(1).standard_normal(adapter.size) * size
+    adapter = random_adapter(modules, 1, size)
     extra = {"state.json": b"{}", **({"head.safetensors": head} if head else {})}
     write_peft(folder, adapter, template, extra)
     return folder

@@ -9,11 +9,7 @@ import pytest
 
 from server_export import stage as module
 from server_export.stage import count_parts, stage
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+from tests.terminals import Terminal
 
 
 def lines(text: str) -> list[str]:

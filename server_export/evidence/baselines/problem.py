@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,8 @@ class ModelProblem:
         self.batch_size = batch_size
         self.seed = seed
         self.heads = Heads()
-        self.modules = bundle.chain.modules
+        # A method trains what it says, whatever the bundle's own adapter is.
+        self.modules = tuple(replace(module, trains_a=False) for module in bundle.chain.modules)
         # Evaluations take no more rows at once than steps, so that none of them is what memory peaks at.
         self.contract = bundle.chain.contract(STACK, batch_size)
         self.positions = position_numbers(base, self.contract.sequence_length)

@@ -83,6 +83,12 @@ def open_target(settings: LeakSettings) -> Target:
         PrgeError: they can't be used, or the model is an encoder.
     """
     bundle = open_bundle(settings.bundle) if settings.bundle is not None else None
+    if bundle is not None and bundle.chain.trains_a:
+        raise ConfigError(
+            "this bundle can't be attacked:",
+            [f"{bundle.folder} trains both matrices, and reports are read as gradients by lora_b"],
+            remedy="export it with --adapter lora-fa",
+        )
     if bundle is not None:
         tokenizer, contract = bundle_tokenizer(bundle), bundle.chain.scoring
         if contract.is_encoder:

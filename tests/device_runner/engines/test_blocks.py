@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,9 @@ import pytest
 import safetensors.numpy
 
 from device_runner.engines import packed_files
-from prge.cli import main
 from prge.errors import BundleError, PrgeError
-from prge.files.bundle import TABLES, file_sha256, open_bundle
-from tests.bundles import read_json, write_manifest
+from prge.files.bundle import TABLES, open_bundle
+from tests.bundles import read_json, rehash, write_manifest
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import POSITIONS, computed, inputs_of, opened
 
@@ -46,14 +44,6 @@ def native_engine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
 def folder(make_chain: Callable[[str], Path], tmp_path: Path) -> Path:
     """A copy of a decoder's bundle to damage."""
     return Path(shutil.copytree(make_chain("llama") / "bundle", tmp_path / "bundle"))
-
-
-def rehash(folder: Path) -> None:
-    """Make the manifest agree with the files, as somebody who means harm would."""
-    manifest = read_json(folder)
-    for name, entry in manifest["files"].items():
-        entry["sha256"], entry["bytes"] = file_sha256(folder / name), (folder / name).stat().st_size
-    write_manifest(folder, manifest)
 
 
 def exchange(folder: Path, one: str, other: str) -> None:
@@ -95,15 +85,6 @@ def refused(folder: Path, engine: str = "native") -> str:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_weights_files_in_each_others_place_are_noticed(folder: Path, engine: str, is_packed: bool) -> None:
-    if is_packed:
-        answer(folder, engine)
-    exchange(folder, BLOCK, OTHER)
-    assert "000.ptd is not the file that the manifest" in refused(folder, engine)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", [BLOCK, EMBEDDING, HEAD])
 def test_a_changed_weights_file_is_noticed_with_a_packed_file_and_without(
     folder: Path, engine: str, name: str
@@ -124,18 +105,6 @@ def test_a_weights_file_that_was_compared_is_not_read_again(
     monkeypatch.setattr(packed_files, "_check_content", lambda file: pytest.fail(f"{file.path} was read"))
     assert answer(folder) == before
     monkeypatch.undo()
-
-
-@pytest.mark.parametrize("name", [PROGRAM, BLOCK, TABLES])
-def test_a_file_that_is_cut_gone_or_a_link_doesnt_open(folder: Path, name: str) -> None:
-    path, content = folder / name, (folder / name).read_bytes()
-    path.write_bytes(content[:-7])
-    assert f"{path} has {len(content) - 7} bytes, the manifest says {len(content)}" in refused(folder)
-    path.unlink()
-    assert f"the bundle lacks its file {name}" in refused(folder)
-    (folder / "elsewhere").write_bytes(content)
-    path.symlink_to(folder / "elsewhere")
-    assert f"{path} is a link" in refused(folder)
 
 
 # Bundles whose hashes are right
@@ -296,14 +265,6 @@ def packed_of(cache: Path) -> list[Path]:
     return sorted(path for path in cache.iterdir() if path.suffix == "" and path.name != "lock")
 
 
-def test_a_damaged_packed_file_is_made_again(folder: Path, cache: Path) -> None:
-    before = answer(folder)
-    largest = max(packed_of(cache), key=lambda path: path.stat().st_size)
-    whole = largest.read_bytes()
-    flip(largest)
-    assert answer(folder) == before and largest.read_bytes() == whole
-
-
 def test_a_packed_file_of_the_way_back_is_made_again_wherever_it_is_damaged(
     folder: Path, cache: Path
 ) -> None:
@@ -328,31 +289,4 @@ def test_packed_files_that_are_gone_meanwhile_end_no_call(folder: Path, cache: P
     assert [array.tobytes() for array in computed(engine, given).values()] == before
 
 
-def test_without_room_a_run_goes_on_and_says_so_once(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = answer(folder)
-    shutil.rmtree(cache)
-    monkeypatch.setattr(packed_files, "_ask_for_room", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
-    bundle = open_bundle(folder)
-    programs = opened(bundle, bundle.chain.scoring)
-    assert programs.notes.count("weights stay in memory instead of packed files") == 1
-    (found,) = programs.step.forward(inputs_of(bundle.chain.scoring)).values()
-    assert found.tobytes() == before
-
-
 # The command line
-
-
-@pytest.mark.parametrize("verb", ["run", "eval"])
-def test_the_command_line_tells_it_and_ends_with_2(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
-) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "aa", "completion": " bb"}) + "\n")
-    flip(folder / HEAD)
-    rows = ["--train", tmp_path / "rows.jsonl", "--out", tmp_path / "run", "--steps", 1]
-    words = [verb, "--bundle", folder, *(rows if verb == "run" else ["--data", tmp_path / "rows.jsonl"])]
-    assert main([*map(str, words)]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith(f"prge {verb}: error: ") and "head-00.ptd is not the file" in message
-    assert "Traceback" not in message

@@ -23,9 +23,7 @@ from tests.device_runner.engines.chains import (
     computed,
     counted_loads,
     inputs_of,
-    loss_of,
     opened,
-    slope_of,
 )
 from tests.tiers import rest
 
@@ -117,21 +115,6 @@ def test_tangents_are_the_models_derivatives(bundle: Bundle, whole: Whole, queri
     same_on_torch(bundle, contract, given, outputs)
 
 
-@pytest.mark.parametrize("batch", ROWS)
-def test_an_exact_step_has_the_models_gradient(bundle: Bundle, whole: Whole, batch: int) -> None:
-    """A question that is asked twice counts twice."""
-    contract = contract_of(bundle, "back", batch)
-    given = inputs_of(contract)
-    found = computed(opened(bundle, contract).step, given)
-    adapter = {name: matrix.requires_grad_() for name, matrix in adapter_of(contract, given).items()}
-    answers = whole.answers(given, adapter)
-    loss_of(answers).backward()
-    assert close(found[contract.answer], answers.detach())
-    for name, matrix in adapter.items():
-        assert close(found[name], matrix.grad)
-    same_on_torch(bundle, contract, given, found)
-
-
 def test_a_slope_of_another_shape_than_the_answers_is_refused(bundle: Bundle) -> None:
     contract = contract_of(bundle, "back", 3)
     engine = opened(bundle, contract).step
@@ -161,21 +144,6 @@ def test_a_row_of_one_token(bundle: Bundle, whole: Whole) -> None:
         given["attention_mask"][:, 0] = 1
     (found,) = opened(bundle, contract).step.forward(given).values()
     assert close(found, whole.answers(given, adapter_of(contract, given, 0)))
-
-
-@pytest.mark.parametrize("folder", rest("bert"), indirect=True)
-def test_an_encoders_first_state(folder: Path, whole: Whole) -> None:
-    bundle = open_bundle(folder / "bundle")
-    bundle = replace(bundle, chain=replace(bundle.chain, pooling="first"))
-    first = replace(whole, pooling="first")
-    contract = contract_of(bundle, "back", 5)
-    given = inputs_of(contract)
-    answers, gradients = opened(bundle, contract).step.gradient(given, slope_of)
-    adapter = {name: matrix.requires_grad_() for name, matrix in adapter_of(contract, given).items()}
-    expected = first.answers(given, adapter)
-    loss_of(expected).backward()
-    assert close(answers, expected.detach())
-    assert all(close(gradients[name], matrix.grad) for name, matrix in adapter.items())
 
 
 # Memory

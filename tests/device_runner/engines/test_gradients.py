@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,16 @@ from tests.device_runner.engines.chains import (
     slope_of,
 )
 from tests.server_export.derive.test_backprop import straight_through
+from tests.tiers import rest
 from tests.workshop import Made
 
-# One export takes most of a minute where nothing else computes.
-pytestmark = [pytest.mark.whole, pytest.mark.timeout(900), needs_compiler]
+pytestmark = needs_compiler
 
 # Of the largest entry; more where autograd in float32 is further from itself in double precision.
 TOLERANCE = 4e-6
 LAYERS = 30
 # What is different in the engine; tests/server_export/derive/test_blocks.py has the graphs of all.
-ARCHITECTURES = ("gpt2", "gemma3", "opt")
+ARCHITECTURES = ("gpt2", "gemma3", "opt", "qwen3", "roberta")
 
 
 def call_of(bundle: Bundle, rows: int, seed: int = 0) -> tuple[Contract, Inputs]:
@@ -58,17 +59,37 @@ def flat(matrices: Mapping[str, Any]) -> Array:
     return np.concatenate([np.asarray(matrix).ravel() for _, matrix in sorted(matrices.items())], dtype=float)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_in_float32_it_is_autograds_but_for_rounding(architecture: str, tmp_path: Path) -> None:
-    folder = export_chain(tmp_path, architecture, roles=["back"])
+@pytest.mark.parametrize(
+    ("architecture", "pooling"),
+    [
+        ("llama", ""),
+        ("llama lora", ""),
+        *rest(*((name, "") for name in ARCHITECTURES), ("bert", "mean"), ("bert", "first")),
+        *rest(("bert lora", "mean")),
+    ],
+)
+def test_in_float32_it_is_autograds_but_for_rounding(
+    architecture: str, pooling: str, make_chain: Callable[[str], Path]
+) -> None:
+    """A question that is asked twice counts twice."""
+    folder = make_chain(architecture)
     bundle = open_bundle(folder / "bundle")
+    if pooling:
+        bundle = replace(bundle, chain=replace(bundle.chain, pooling=pooling))
     for rows in (1, 3, 9):
         contract, given = call_of(bundle, rows)
-        found = flat(opened(bundle, contract).step.gradient(given, slope_of)[1])
+        (answers, gradients), on_torch = (
+            opened(bundle, contract, name).step.gradient(given, slope_of) for name in ("native", "torch")
+        )
+        found = flat(gradients)
+        assert (answers.tobytes(), found.tobytes()) == (on_torch[0].tobytes(), flat(on_torch[1]).tobytes())
         by_autograd = []
         for dtype in (torch.float64, torch.float32):
             adapter = adapter_of(contract, given, dtype)
-            loss_of(Whole.of(folder, dtype).answers(given, adapter)).backward()
+            want = replace(Whole.of(folder, dtype), pooling=bundle.chain.pooling).answers(given, adapter)
+            largest = max(1, float(want.detach().abs().max()))
+            assert np.abs(answers - want.detach().numpy()).max() <= 2e-5 * largest
+            loss_of(want).backward()
             by_autograd.append(flat({name: matrix.grad for name, matrix in adapter.items()}))
         expected, rounded = by_autograd
         own = np.abs(rounded - expected).max()
@@ -82,6 +103,7 @@ def deep(made_once: Made) -> Path:
     return made_once("deep", lambda folder: export_chain(folder, "llama", **settings))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("activations", ["rounded", "as they are"])
 @pytest.mark.parametrize("scale", [0.0, 1.0])
 def test_through_thirty_quantized_layers_it_points_where_autograds_does(
@@ -112,6 +134,7 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
     assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(expected), rel=0.02)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize(("role", "name"), [(BACK, "slope"), (BACK, "state"), (STACK, "state")])
 def test_a_number_that_is_none_shows_through_layers_that_round(

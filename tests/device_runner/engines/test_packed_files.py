@@ -103,18 +103,6 @@ def test_a_file_holds_the_weights_of_all_methods(fp32: Kind, folder: Path) -> No
         assert path.stat().st_size > pages * page
 
 
-def test_an_answer_is_the_same_bits_with_a_packed_file_and_without(kind: Kind, folder: Path) -> None:
-    program, use = Program(kind.program), Use(kind, folder)
-    for block, path in enumerate(kind.weights):
-        for name in METHODS:
-            found = []
-            for weights in (use.open(block), WeightsFile(path)):
-                outputs = room(name, 3, 5)
-                program.load(name, weights=weights).run(example(name, 3, 5), outputs)
-                found.append([output.tobytes() for output in outputs])
-            assert found[0] == found[1]
-
-
 def test_a_name_is_of_program_weights_engine_and_processor(
     fp32: Kind, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

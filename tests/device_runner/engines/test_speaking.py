@@ -16,8 +16,8 @@ from prge.engine import FloatArray
 from prge.errors import BundleError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
-from prge.files.signatures import DECODE, PREFILL, STACK
-from tests.device_runner.engines.chains import POSITIONS, Whole, export_chain
+from tests.device_runner.engines.chains import POSITIONS, Whole
+from tests.templates import random_adapter
 from tests.tiers import rest
 
 # What is different in the engine; tests/server_export/derive/test_continuing.py has the graphs of all.
@@ -44,9 +44,7 @@ def whole(make_chain: Callable[[str], Path]) -> Whole:
 
 
 def adapter_of(bundle: Bundle, seed: int) -> Adapter:
-    adapter = Adapter.zeros(bundle.chain.modules)
-    adapter.values[:] = 0.3 * np.random.default_rng(seed).standard_normal(adapter.size)
-    return adapter
+    return random_adapter(bundle.chain.modules, seed, 0.3)
 
 
 def tokens_of(bundle: Bundle, count: int, seed: int = 0) -> list[int]:
@@ -67,10 +65,8 @@ def difference(found: FloatArray, expected: FloatArray) -> float:
 
 
 @pytest.fixture(params=["llama", "llama lora", *rest(*ARCHITECTURES)])
-def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path], tmp_path: Path) -> Path:
-    if request.param in ("llama", "llama lora"):
-        return make_chain(request.param)
-    return export_chain(tmp_path, request.param, positions=POSITIONS, roles=[STACK, PREFILL, DECODE])
+def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path]) -> Path:
+    return make_chain(request.param)
 
 
 def test_logits_are_the_models_token_by_token(folder: Path) -> None:

@@ -7,17 +7,12 @@ import pytest
 
 from prge.contract import AdaptedModule
 from prge.files.adapter import Adapter, AdapterStack, stack
+from tests.templates import random_adapter
 
 MODULES = (
     AdaptedModule("model.layers.0.q_proj", rank=2, in_features=5, out_features=3),
     AdaptedModule("model.layers.0.v_proj", rank=2, in_features=5, out_features=4),
 )
-
-
-def some_adapter(seed: int = 1) -> Adapter:
-    adapter = Adapter.zeros(MODULES)
-    adapter.values[:] = np.random.default_rng(seed).standard_normal(adapter.size)
-    return adapter
 
 
 def test_values_are_the_modules_one_after_the_other() -> None:
@@ -32,7 +27,7 @@ def test_values_are_the_modules_one_after_the_other() -> None:
 
 
 def test_a_copy_has_its_own_values() -> None:
-    adapter = some_adapter()
+    adapter = random_adapter(MODULES)
     other = adapter.copy()
     other.values[0] += 1
     assert adapter.values[0] != other.values[0]
@@ -45,7 +40,7 @@ def test_a_vector_of_another_kind_is_refused(values: np.ndarray) -> None:
 
 
 def test_stack_puts_the_adapter_into_every_copy() -> None:
-    adapter = some_adapter()
+    adapter = random_adapter(MODULES)
     inputs = stack(adapter, 3)
     assert list(inputs) == [f"lora_b.{module.name}" for module in MODULES]
     for module in MODULES:
@@ -59,7 +54,7 @@ def test_stack_puts_the_adapter_into_every_copy() -> None:
 def test_a_stack_is_filled_in_place_copy_by_copy() -> None:
     buffers = AdapterStack(MODULES, 2)
     before = {name: array.ctypes.data for name, array in buffers.inputs.items()}
-    first, second = some_adapter(1), some_adapter(2)
+    first, second = random_adapter(MODULES, 1), random_adapter(MODULES, 2)
     buffers.fill(0, first.values)
     buffers.fill(1, second.values)
     assert before == {name: array.ctypes.data for name, array in buffers.inputs.items()}
@@ -71,8 +66,8 @@ def test_a_stack_is_filled_in_place_copy_by_copy() -> None:
 def test_a_stack_refuses_what_it_has_no_place_for() -> None:
     buffers = AdapterStack(MODULES, 2)
     with pytest.raises(ValueError, match="copy is 2"):
-        buffers.fill(2, some_adapter().values)
+        buffers.fill(2, random_adapter(MODULES).values)
     with pytest.raises(ValueError, match="copy is -1"):
-        buffers.fill(-1, some_adapter().values)
+        buffers.fill(-1, random_adapter(MODULES).values)
     with pytest.raises(ValueError, match="shape"):
         buffers.fill(0, np.zeros(15, np.float32))

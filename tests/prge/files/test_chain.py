@@ -6,7 +6,6 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from prge.errors import BundleError
 from prge.files.bundle import open_bundle
 from prge.files.chain import Bounds, Chain
 from prge.files.signatures import BACK, STACK, TANGENT
-from tests.bundles import make_bundle, make_chain, read_json, write_manifest
+from tests.bundles import make_bundle, make_chain
 
 Json = Any
 Change = Callable[[Json], object]
@@ -134,6 +133,16 @@ def test_a_mutated_chain_is_read_or_refused_in_our_words(data: st.DataObject) ->
             chain.contract(role, 2, queries=3 if role == TANGENT else 0)
 
 
+def _adapt_instead(block: Json, number: int) -> None:
+    """Another block has the adapted modules of the first that has any."""
+    block["blocks"][number]["modules"], block["blocks"][1]["modules"] = [0, 1], []
+
+
+def _adapt_nothing(block: Json) -> None:
+    for one in (block, *block["blocks"]):
+        one["modules"] = []
+
+
 def _of(kind: int, role: str) -> Callable[[Json], Json]:
     return lambda block: block["kinds"][kind]["methods"][role]
 
@@ -183,6 +192,9 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
             r"block 3 answers \('parts',\) in the role",
         ),
         (lambda b: b.update(readout="pooled"), "block 3 takes .*'targets'"),
+        (lambda b: _adapt_instead(b, 0), "block 0, the first or a head, has adapted modules"),
+        (lambda b: _adapt_instead(b, 3), "block 3, the first or a head, has adapted modules"),
+        (_adapt_nothing, "no block has an adapted module: there is nothing to train"),
     ],
 )
 def test_a_chain_that_no_engine_can_run_is_refused(change: Change, told: str) -> None:
@@ -190,31 +202,6 @@ def test_a_chain_that_no_engine_can_run_is_refused(change: Change, told: str) ->
     change(block)
     with pytest.raises(BundleError, match=f"the manifest describes no .*{told}"):
         Chain.from_json(block)
-
-
-@pytest.mark.parametrize("number", [0, 3])
-def test_only_blocks_between_embedding_and_head_are_adapted(number: int) -> None:
-    block = block_of()
-    block["blocks"][number]["modules"], block["blocks"][1]["modules"] = [0, 1], []
-    with pytest.raises(BundleError, match=f"block {number}, the first or a head, has adapted modules"):
-        Chain.from_json(block)
-
-
-def test_a_chain_that_adapts_nothing_is_refused() -> None:
-    block = block_of()
-    block["modules"] = []
-    for one in block["blocks"]:
-        one["modules"] = []
-    with pytest.raises(BundleError, match="no block has an adapted module: there is nothing to train"):
-        Chain.from_json(block)
-
-
-def test_of_many_problems_the_first_are_told() -> None:
-    block = block_of()
-    block["blocks"] = block["blocks"][:1] + block["blocks"][1:2] * 900
-    with pytest.raises(BundleError) as refused:
-        Chain.from_json(block)
-    assert len(str(refused.value)) < 3000
 
 
 # Roles and contracts
@@ -259,22 +246,3 @@ def test_calls_that_score_take_as_many_rows_as_pass_a_block_together(tmp_path: P
     assert bundle.chain == make_chain()
     scoring = bundle.chain.scoring
     assert (scoring.role, scoring.rows) == ("stack", Bounds().copies * Bounds().batch)
-
-
-def test_files_that_the_chain_names_are_in_the_manifest(tmp_path: Path) -> None:
-    chain = make_chain()
-    kinds = (*chain.kinds[:2], replace(chain.kinds[2], program="programs/gone.pte"))
-    blocks = (*chain.blocks[:3], replace(chain.blocks[3], weights="weights/gone.ptd"))
-    for name, changes in (("programs/gone.pte", {"kinds": kinds}), ("weights/gone.ptd", {"blocks": blocks})):
-        other: Any = replace(chain, **changes)  # type: ignore[arg-type]
-        folder = make_bundle(tmp_path / name.replace("/", "-"), chain)
-        write_manifest(folder, {**read_json(folder), "chain": other.to_json()})
-        with pytest.raises(BundleError, match=f"lists no '{name}'"):
-            open_bundle(folder)
-
-
-def test_a_bundle_without_a_chain_in_its_manifest_is_refused(tmp_path: Path) -> None:
-    folder = make_bundle(tmp_path / "bundle")
-    write_manifest(folder, {**read_json(folder), "chain": None})
-    with pytest.raises(BundleError, match="the manifest's chain can't be read"):
-        open_bundle(folder)

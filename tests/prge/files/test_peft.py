@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from prge.files.peft import (
     PeftAdapter,
     find_adapter,
     read_any,
-    read_arrays,
     read_lora,
     read_peft,
     run_of,
@@ -33,6 +31,7 @@ from prge.files.peft import (
     write_lora,
     write_peft,
 )
+from tests.templates import random_adapter
 
 MODULES = (
     AdaptedModule("model.layers.0.q_proj", rank=2, in_features=5, out_features=3),
@@ -75,9 +74,7 @@ def template(tmp_path: Path) -> Path:
 
 
 def some_adapter(seed: int = 1) -> Adapter:
-    adapter = Adapter.zeros(MODULES)
-    adapter.values[:] = np.random.default_rng(seed).standard_normal(adapter.size)
-    return adapter
+    return random_adapter(MODULES, seed)
 
 
 def test_read_transposes_lora_b(template: Path) -> None:
@@ -114,15 +111,6 @@ def test_the_same_arrays_give_the_same_bytes(tmp_path: Path, template: Path) -> 
         "note.txt",
         "optimizer.safetensors",
     ]
-
-
-def test_extra_arrays_come_back(tmp_path: Path, template: Path) -> None:
-    arrays = {"step": np.array([7]), "moment": np.linspace(0, 1, 5), "empty": np.zeros((0, 2), np.float32)}
-    write_peft(tmp_path / "out", some_adapter(), template, {"optimizer.safetensors": arrays})
-    again = read_arrays(tmp_path / "out/optimizer.safetensors")
-    assert again.keys() == arrays.keys()
-    for name, array in arrays.items():
-        assert np.array_equal(again[name], array) and again[name].dtype == array.dtype
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "a/b", "adapter_model.safetensors", "hashes.json"])
@@ -196,13 +184,6 @@ def test_an_adapter_of_another_base_model_is_refused_where_hash_or_commit_tell(
         read_peft(theirs, MODULES, ours)
 
 
-def test_other_kinds_of_adapter_are_refused(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "other", tensors(), peft_type="IA3", use_dora=True)
-    with pytest.raises(AdapterError) as caught:
-        read_peft(folder, MODULES)
-    assert len(caught.value.problems) == 2
-
-
 def test_a_folder_without_an_adapter_says_what_it_needs(tmp_path: Path, template: Path) -> None:
     with pytest.raises(AdapterError, match="give a folder with"):
         read_peft(tmp_path / "nowhere", MODULES)
@@ -215,13 +196,6 @@ def test_a_folder_without_an_adapter_says_what_it_needs(tmp_path: Path, template
 def test_a_truncated_file_is_refused(template: Path, size: int) -> None:
     path = template / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(AdapterError, match="damaged"):
-        read_peft(template, MODULES)
-
-
-@pytest.mark.parametrize("content", [b"", b"\x00\xff", b"[]", b"{"])
-def test_a_damaged_config_is_refused(template: Path, content: bytes) -> None:
-    (template / "adapter_config.json").write_bytes(content)
     with pytest.raises(AdapterError, match="damaged"):
         read_peft(template, MODULES)
 
@@ -314,7 +288,9 @@ def test_a_folder_that_someone_is_writing_is_left_alone(tmp_path: Path, template
     assert other.is_dir()
 
 
-def test_a_file_that_grows_too_large_leaves_nothing(tmp_path: Path, template: Path) -> None:
+def test_a_full_disk_leaves_the_old_folder(tmp_path: Path, template: Path) -> None:
+    """A limit on the size of files stands for it."""
+    write_peft(tmp_path / "out", some_adapter(1), template)
     code = textwrap.dedent(f"""
         import resource, sys
         sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
@@ -322,34 +298,20 @@ def test_a_file_that_grows_too_large_leaves_nothing(tmp_path: Path, template: Pa
         from prge.errors import RunError
         resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
         try:
-            write_peft({str(tmp_path / "out")!r}, some_adapter(), {str(template)!r})
+            write_peft({str(tmp_path / "out")!r}, some_adapter(2), {str(template)!r}, overwrite=True)
         except RunError as error:
             print(error)
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "can't be written" in done.stdout and "free some storage" in done.stdout, done
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["template"]
-
-
-def test_a_full_disk_leaves_the_old_folder(small_disk: Callable[[str], Path], template: Path) -> None:
-    disk = small_disk("64k")
-    write_peft(disk / "out", some_adapter(1), template)
-    with pytest.raises(RunError, match="No space left on device") as caught:
-        write_peft(disk / "out", some_adapter(2), template, {"big": bytes(1 << 20)}, overwrite=True)
-    assert "free some storage" in str(caught.value)
-    assert np.array_equal(read_peft(disk / "out", MODULES).values, some_adapter(1).values)
-    assert [path.name for path in disk.iterdir()] == ["out"]
+    assert np.array_equal(read_peft(tmp_path / "out", MODULES).values, some_adapter(1).values)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "template"]
 
 
 def test_a_place_that_refuses_says_so(tmp_path: Path, template: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="can't be written"):
         write_peft(tmp_path / "file/out", some_adapter(), template)
-
-
-def test_reading_and_writing_import_no_torch() -> None:
-    code = "import sys, prge.files.peft; assert not {'torch', 'executorch'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
 
 
 def small_model(seed: int = 0) -> Any:
@@ -408,8 +370,7 @@ def test_modules_have_pefts_ranks_and_alphas(tmp_path: Path) -> None:
 def test_an_adapter_with_ranks_of_its_own_goes_out_and_in(tmp_path: Path) -> None:
     written_by_peft(tmp_path / "start", rank_pattern={"0.q_proj": 1})
     modules = read_lora(tmp_path / "start").modules
-    trained = Adapter.zeros(modules)
-    trained.values[:] = np.random.default_rng(2).standard_normal(trained.size)
+    trained = random_adapter(modules, 2)
     write_peft(tmp_path / "out", trained, tmp_path / "start")
     again = read_peft(tmp_path / "out", modules, tmp_path / "start")
     assert again.values.tobytes() == trained.values.tobytes()
@@ -442,20 +403,6 @@ def test_peft_loads_what_is_written(tmp_path: Path) -> None:
     assert again.modules == adapter.modules and again.config == adapter.config
 
 
-def test_peft_loads_an_adapter_of_a_program_that_began_with_peft(tmp_path: Path) -> None:
-    import peft
-
-    written_by_peft(tmp_path / "start")
-    modules = read_lora(tmp_path / "start").modules
-    trained = Adapter.zeros(modules)
-    trained.values[:] = np.random.default_rng(2).standard_normal(trained.size)
-    write_peft(tmp_path / "out", trained, tmp_path / "start")
-    model = peft.PeftModel.from_pretrained(small_model(), str(tmp_path / "out"))
-    for name, lora_b in trained.lora_b.items():
-        layer = model.base_model.model.get_submodule(name)
-        assert np.array_equal(layer.lora_B["default"].weight.detach().T, lora_b)
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -470,7 +417,13 @@ def test_peft_loads_an_adapter_of_a_program_that_began_with_peft(tmp_path: Path)
         ({"deep": functools.reduce(lambda inner, _: [inner], range(99), [])}, "more than 32 levels"),
         ({"target_modules": None}, "target_modules is None"),
         ({"target_modules": [3]}, "target_modules is [3]"),
+        ({"r": [1] * 10_000}, "r is [1, 1"),
         ({"use_rslora": True}, "use_rslora is set"),
+        ({"use_dora": True}, "use_dora is set"),
+        ({"bias": "lora_only"}, "bias is"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is set"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"peft_type": "IA3"}, "IA3"),
         ({"rank_pattern": {"q_proj": 9}}, "q_proj.lora_A is [2, 5], the adapter says rank 9"),
         ({"rank_pattern": {"q_proj": 2.5}}, "rank_pattern is {'q_proj': 2.5}, must map"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern is ['q_proj'], must map"),
@@ -541,23 +494,12 @@ def test_an_adapter_that_is_not_finite_is_never_written(tmp_path: Path, template
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "hashes.json"])
-@pytest.mark.parametrize(
-    "content", [b"[" * 100_000, b"Infinity", b"9" * 5000, b'"\\udc00"', b"[]", b" " * (3 << 20)]
-)
-def test_hostile_documents_are_refused_in_words(template: Path, name: str, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b"\x00\xff", b"{", b"[]", b"[" * 100_000, b" " * (3 << 20)])
+def test_damaged_documents_are_refused_in_words(template: Path, name: str, content: bytes) -> None:
     (template / name).write_bytes(content)
-    with pytest.raises(AdapterError) as caught:
+    with pytest.raises(AdapterError, match=r"damaged|at most") as caught:
         read_peft(template, MODULES)
-    assert name in str(caught.value)
-    assert len(str(caught.value)) < 1000
-
-
-def test_a_config_with_a_list_for_a_rank(template: Path) -> None:
-    (template / "hashes.json").unlink(missing_ok=True)
-    config = json.loads((template / "adapter_config.json").read_text())
-    (template / "adapter_config.json").write_text(json.dumps({**config, "r": [1] * 10_000}))
-    with pytest.raises(AdapterError, match=r"r is \[1, 1"):
-        read_peft(template, MODULES)
+    assert name in str(caught.value) and len(str(caught.value)) < 1000
 
 
 def test_an_adapter_of_the_bundle_needs_no_lora_a_of_its_own(tmp_path: Path, template: Path) -> None:

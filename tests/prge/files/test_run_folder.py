@@ -127,18 +127,6 @@ def test_links_pipes_and_devices_are_neither_followed_nor_waited_for(
             read_metrics(folder)
 
 
-def test_killed_process_loses_no_whole_line(tmp_path: Path) -> None:
-    code = (
-        "import os, signal, sys; from pathlib import Path; from prge.files.run_folder import RunLog; "
-        "log = RunLog(Path(sys.argv[1])); log.text('hello'); "
-        "[log.metric({'event': 'step', 'step': n}) for n in range(3)]; os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    child = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)
-    assert child.returncode == -9
-    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1, 2]
-    assert (tmp_path / LOG).read_text(encoding="utf-8").endswith(" hello\n")
-
-
 def test_a_run_folder_is_its_users_alone(tmp_path: Path) -> None:
     """Its log shows a row, and its journal has what came of rows."""
     RunLog(tmp_path / "run").close()

@@ -7,6 +7,7 @@ import io
 import pytest
 
 from prge.host.progress import Progress, duration
+from tests.terminals import Terminal
 
 
 class Clock:
@@ -66,13 +67,6 @@ def test_quiet_progress_says_nothing() -> None:
         progress.update(1, loss=1.0)
         progress.note("text")
     assert stream.getvalue() == ""
-
-
-class Terminal(io.StringIO):
-    """Text that says that it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def test_progress_on_a_terminal_is_a_bar() -> None:

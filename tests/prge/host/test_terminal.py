@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from prge.host.terminal import write_text
+from tests.terminals import Terminal
 
 # Tells on both streams, opens a file, and reports its number in it.
 WORK = """
@@ -74,10 +75,6 @@ def test_names_that_the_terminal_lacks_are_spelled_out() -> None:
 
 
 def test_control_characters_are_spelled_out_in_a_terminal_alone() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
         write_text(stream, "a\x1b[2J\tb\r\n\x9b")

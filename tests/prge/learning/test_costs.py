@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from prge.contract import AdaptedModule, Contract
+from prge.contract import AdaptedModule
 from prge.errors import BundleError
 from prge.files.signatures import ROLES
 from prge.learning.costs import (
@@ -22,7 +22,7 @@ from prge.learning.costs import (
     run_memory,
     weights_of,
 )
-from tests.bundles import make_small_chain
+from tests.bundles import make_contract, make_small_chain
 
 # Two blocks of width 64: attention's four layers, and a gated inner layer of 128.
 LAYERS = (Layer(64, 64, 8), Layer(64, 128, 4), Layer(128, 64, 2))
@@ -42,17 +42,7 @@ OUTLINE = Outline(
     parameters=64_000 * 2 + 8 * 4096 + 6 * 8192,
     longest=512,
 )
-STACK = Contract(
-    role="stack",
-    readout="logprobs",
-    copies=8,
-    batch_size=2,
-    sequence_length=16,
-    positions=3,
-    width=64,
-    vocabulary_size=1000,
-    modules=OUTLINE.modules,
-)
+STACK = make_contract(copies=8, width=64, vocabulary_size=1000, modules=OUTLINE.modules)
 TANGENT = replace(STACK, role="tangent", copies=1, queries=4)
 EXACT = replace(STACK, role="back", copies=1)
 LAYER_NUMBERS = 8 * 64 * 64 + 6 * 64 * 128

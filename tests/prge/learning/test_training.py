@@ -98,12 +98,22 @@ class Run:
         found = score(self.model, state.adapter, self.examples[:8], state.head)
         return {"loss": found.loss, "value": -found.loss}
 
-    def go(self, engine: Any = None, save: Callable[[TrainingState], object] | None = None) -> TrainingState:
+    def go(
+        self,
+        engine: Any = None,
+        save: Callable[[TrainingState], object] | None = None,
+        constant_rate: float | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> TrainingState:
         journal = Journal(self.folder / "journal.jsonl")
         checkpoints = self.folder / "checkpoints"
         state = self.fresh_state()
         load_latest(checkpoints, state, newest=sum(r["kind"] == "step" for r in journal.records))
-        rate = schedule("cosine", 0.05, self.settings.steps)
+        cosine = schedule("cosine", 0.05, self.settings.steps)
+
+        def rates(step: int) -> dict[str, float]:
+            rate = cosine(step) if constant_rate is None else constant_rate
+            return {"learning_rate": rate, "head_learning_rate": 0.01}
 
         def keep(state: TrainingState) -> None:
             save_checkpoint(checkpoints, state, self.template)
@@ -115,14 +125,14 @@ class Run:
                 engine or self.engine,
                 Sampler(self.examples, self.engine.contract, self.settings.seed),
                 self.estimator,
-                lambda step: {"learning_rate": rate(step), "head_learning_rate": 0.01},
+                rates,
                 state,
                 self.settings,
                 journal,
                 save or keep,
                 self.evaluate,
             )
-            train(learner, self.settings, self.observer)
+            train(learner, self.settings, self.observer, interrupted=interrupted)
             return state
         finally:
             journal.close()
@@ -224,16 +234,6 @@ def test_resumed_from_any_checkpoint_or_from_none(tmp_path: Path) -> None:
         assert _bits(run.go(DyingEngine(run.engine, 0))) == expected
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run")
-    expected = _bits(run.go())
-    newest = tmp_path / "run/checkpoints/step-000012/adapter_model.safetensors"
-    content = bytearray(newest.read_bytes())
-    content[-3] ^= 1
-    newest.write_bytes(content)
-    assert _bits(run.go(DyingEngine(run.engine, 0))) == expected
-
-
 @pytest.mark.parametrize("encoder", [False, True])
 def test_gradients_are_forgotten_and_computed_again_where_a_checkpoint_is_damaged(
     tmp_path: Path, encoder: bool
@@ -300,19 +300,7 @@ def test_evaluations_come_at_the_steps_that_are_named_and_after_the_last(tmp_pat
 
 def test_an_interruption_keeps_what_was_learnt(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    state = run.fresh_state()
-    journal = Journal(run.folder / "journal.jsonl")
-    learner = AdapterLearner(
-        run.engine,
-        Sampler(run.examples, run.engine.contract, 7),
-        run.estimator,
-        lambda step: {"learning_rate": 0.05},
-        state,
-        run.settings,
-        journal,
-        lambda state: save_checkpoint(run.folder / "checkpoints", state, run.template),
-    )
-    train(learner, run.settings, run.observer, interrupted=lambda: state.step == 3)
+    run.go(interrupted=lambda: len(run.observer.steps) == 3)
     assert (run.folder / "checkpoints/step-000003").is_dir()
 
 
@@ -354,23 +342,11 @@ def test_a_tangent_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 
 def test_a_step_that_overflows_is_not_taken(tmp_path: Path) -> None:
     """Adam's first update is the learning rate times the signs of the gradient."""
-    run = Run(tmp_path / "run")
-    with (
-        Journal(run.folder / "journal.jsonl") as journal,
-        pytest.raises(DivergenceError, match=r"step 0: the adapter has \d+ values that are not finite"),
-    ):
-        learner = AdapterLearner(
-            run.engine,
-            Sampler(run.examples, run.engine.contract, 7),
-            run.estimator,
-            lambda step: {"learning_rate": 3.4e38},
-            run.fresh_state(),
-            run.settings,
-            journal,
-            lambda state: save_checkpoint(run.folder / "checkpoints", state, run.template),
-        )
-        train(learner, run.settings, run.observer)
-    assert journal.steps == 0
+    run = Run(tmp_path / "run", evaluate_every=0)
+    with pytest.raises(DivergenceError, match=r"step 0: the adapter has \d+ values that are not finite"):
+        run.go(constant_rate=3.4e38)
+    with Journal(run.folder / "journal.jsonl") as journal:
+        assert journal.steps == 0
     assert not list(run.folder.glob("checkpoints/*"))
 
 
@@ -386,19 +362,8 @@ def test_a_loss_of_development_rows_that_is_not_finite_stops_the_run(tmp_path: P
 def test_a_growing_loss_stops_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", steps=400)
     run.model.weight *= 0.1
-    rate = {"learning_rate": -1.0}
-    learner = AdapterLearner(
-        run.engine,
-        Sampler(run.examples, run.engine.contract, 7),
-        run.estimator,
-        lambda step: rate,
-        run.fresh_state(),
-        run.settings,
-        Journal(run.folder / "journal.jsonl"),
-        lambda state: None,
-    )
     with pytest.raises(DivergenceError, match="the smoothed loss is"):
-        train(learner, run.settings, run.observer)
+        run.go(constant_rate=-1.0)
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
@@ -419,36 +384,14 @@ def test_a_journal_holds_a_scalar_for_every_query_and_example(tmp_path: Path) ->
     assert {len(record["rows"]) for record in records} == {4}
 
 
-def test_the_core_needs_no_torch() -> None:
-    import subprocess
-    import sys
-
-    heavy = "{'torch', 'executorch', 'transformers'}"
-    code = f"import prge.learning.training, sys; assert not {heavy} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_recorded_losses(tmp_path: Path) -> None:
     """A change here means that runs of an older version can't be compared with runs of this one."""
     run = Run(tmp_path / "run")
     run.go()
     with Journal(tmp_path / "run/journal.jsonl") as journal:
         losses = [record["loss"] for record in journal.records if record["kind"] == "step"]
-    np.testing.assert_allclose(
-        losses,
-        [
-            4.171188,
-            4.258299,
-            3.667934,
-            3.926559,
-            3.944267,
-            3.655813,
-            4.008866,
-            3.660753,
-            3.740748,
-            3.001193,
-            3.298386,
-            3.456108,
-        ],
-        rtol=1e-5,
+    recorded = (
+        "4.171188 4.258299 3.667934 3.926559 3.944267 3.655813 "
+        "4.008866 3.660753 3.740748 3.001193 3.298386 3.456108"
     )
+    np.testing.assert_allclose(losses, [*map(float, recorded.split())], rtol=1e-5)

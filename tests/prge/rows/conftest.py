@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from prge.contract import AdaptedModule, Contract
 from prge.rows.tokenizer import Tokenizer
 from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend, prefixed_backend
 
@@ -32,25 +30,6 @@ def prefixed_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def encoder_tokenizer() -> Tokenizer:
     return Tokenizer(encoder_backend(), pad_id=0)
-
-
-@pytest.fixture(scope="session")
-def contract() -> Callable[..., Contract]:
-    def make(**changes: Any) -> Contract:
-        values = {
-            "role": "stack",
-            "readout": "logprobs",
-            "copies": 2,
-            "batch_size": 4,
-            "sequence_length": 48,
-            "positions": 16,
-            "width": 8,
-            "vocabulary_size": 1000,
-            "modules": (AdaptedModule("q_proj", 2, 8, 8),),
-        }
-        return Contract(**{**values, **changes})
-
-    return make
 
 
 @pytest.fixture()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +17,31 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from prge.contract import AdaptedModule, Contract
+from prge.contract import Contract
 from prge.errors import DataError
 from prge.learning.examples import Example, make_batch
-from prge.rows.example_building import BuildOptions, build_examples, load_examples
-from prge.rows.readers import Row, Selection
+from prge.rows.example_building import BuildOptions, build_examples
+from prge.rows.readers import Row
 from prge.rows.report import show_sample
-from prge.rows.sources import read_source
 from prge.rows.task import Task, load_task, parse_task
 from prge.rows.tokenizer import Tokenizer
+from tests.bundles import make_contract
 from tests.prge.rows.chat_templates import CHATML, TURNS
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
-MakeContract = Callable[..., Contract]
 FILM = {"sentence": "the film was a cat ", "label": 1}
 TRUNCATE, SPLIT = BuildOptions("truncate"), BuildOptions("split")
 LONG_WORDS = parse_task(
     {"name": "long", "template": "{text} It was", "label_words": {0: "bad good", 1: "great"}}, "long"
 )
-
-
-@cache
-def tiny() -> Tokenizer:
-    return Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, pad_id=0, prepend_bos=True)
+TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, pad_id=0, prepend_bos=True)
+contract = partial(
+    make_contract, batch_size=4, sequence_length=48, positions=16, width=8, vocabulary_size=1000
+)
 
 
 def program(length: int, positions: int) -> Contract:
-    module = AdaptedModule("q_proj", 2, 8, 8)
-    return Contract("stack", "logprobs", 1, 8, length, positions, 0, 1000, (module,))
+    return make_contract(batch_size=8, sequence_length=length, positions=positions, vocabulary_size=1000)
 
 
 def chat_tokenizer(template: str) -> Tokenizer:
@@ -68,9 +65,9 @@ def problems_of(*arguments: Any, **keywords: Any) -> list[str]:
 # Kinds of rows
 
 
-def test_text(tokenizer: Tokenizer, contract: MakeContract) -> None:
-    [example], report = build_examples(rows({"text": "the film was bad"}), tokenizer, contract())
-    assert show_sample(example, tokenizer) == "row 1\n  <s>[the][ film][ was][ bad]"
+def test_text() -> None:
+    [example], report = build_examples(rows({"text": "the film was bad"}), TOKENIZER, contract())
+    assert show_sample(example, TOKENIZER) == "row 1\n  <s>[the][ film][ was][ bad]"
     assert (example.candidates, example.label) == (1, None)
     assert [slot.weight for slot in example.sequences[0].slots] == [1 / 4] * 4
     assert report.text() == (
@@ -81,43 +78,39 @@ def test_text(tokenizer: Tokenizer, contract: MakeContract) -> None:
     )
 
 
-def test_text_without_bos_learns_all_but_its_first_token(
-    bare_tokenizer: Tokenizer, contract: MakeContract
-) -> None:
+def test_text_without_bos_learns_all_but_its_first_token(bare_tokenizer: Tokenizer) -> None:
     [example], _ = build_examples(rows({"text": "the film was bad"}), bare_tokenizer, contract())
     assert show_sample(example, bare_tokenizer) == "row 1\n  the[ film][ was][ bad]"
 
 
-def test_prompt_and_completion(tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_prompt_and_completion() -> None:
     data = rows({"prompt": "the film was", "completion": " bad"})
-    [example], _ = build_examples(data, tokenizer, contract())
-    assert show_sample(example, tokenizer) == "row 1\n  <s>the film was[ bad][</s>]"
-    [example], _ = build_examples(data, tokenizer, contract(), options=BuildOptions(append_eos=False))
-    assert show_sample(example, tokenizer) == "row 1\n  <s>the film was[ bad]"
+    [example], _ = build_examples(data, TOKENIZER, contract())
+    assert show_sample(example, TOKENIZER) == "row 1\n  <s>the film was[ bad][</s>]"
+    [example], _ = build_examples(data, TOKENIZER, contract(), options=BuildOptions(append_eos=False))
+    assert show_sample(example, TOKENIZER) == "row 1\n  <s>the film was[ bad]"
 
 
-def test_no_eos_where_the_model_has_none(bare_tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_no_eos_where_the_model_has_none(bare_tokenizer: Tokenizer) -> None:
     data = rows({"prompt": "the film was", "completion": " bad"})
     [example], _ = build_examples(data, bare_tokenizer, contract())
     assert show_sample(example, bare_tokenizer) == "row 1\n  the film was[ bad]"
 
 
-def test_completion_that_a_token_would_join_to_its_prompt(
-    tokenizer: Tokenizer, contract: MakeContract
-) -> None:
+def test_completion_that_a_token_would_join_to_its_prompt() -> None:
     data = rows({"prompt": "It was ", "completion": "great"}, {"prompt": "It was", "completion": " great"})
-    examples, report = build_examples(data, tokenizer, contract())
-    assert learnt(examples[0], tokenizer) == "great</s>"
+    examples, report = build_examples(data, TOKENIZER, contract())
+    assert learnt(examples[0], TOKENIZER) == "great</s>"
     assert (
         "  completions encoded apart, a token would straddle the end of the prompt: 1 row (1)"
         in report.text()
     )
 
 
-def test_control_tokens_in_data(tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_control_tokens_in_data() -> None:
     data = rows({"prompt": "a</s>", "completion": " b"})
-    [plain], _ = build_examples(data, tokenizer, contract())
-    [read], _ = build_examples(data, tokenizer, contract(), options=BuildOptions(control_tokens=True))
+    [plain], _ = build_examples(data, TOKENIZER, contract())
+    [read], _ = build_examples(data, TOKENIZER, contract(), options=BuildOptions(control_tokens=True))
     assert plain.sequences[0].tokens.count(2) == 1
     assert read.sequences[0].tokens.count(2) == 2
 
@@ -137,7 +130,7 @@ def test_target_tokens_that_the_tokenizer_cant_spell_are_counted(
     assert (told in report.text()) == bool(unknown)
 
 
-def test_messages(contract: MakeContract) -> None:
+def test_messages() -> None:
     tokenizer = chat_tokenizer(CHATML)
     messages = [
         {"role": "user", "content": "a cat"},
@@ -157,7 +150,7 @@ def turns(*words: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[n % 2], "content": word} for n, word in enumerate(words)]
 
 
-def test_a_chat_that_is_too_long_is_split_between_turns(contract: MakeContract) -> None:
+def test_a_chat_that_is_too_long_is_split_between_turns() -> None:
     """Every answer is learnt once, after as many of the newest turns as there is room for."""
     tokenizer = chat_tokenizer(CHATML)
     told = {"role": "system", "content": "Be kind"}
@@ -206,18 +199,18 @@ def test_splitting_a_chat_loses_no_target_and_repeats_none(words: list[str], roo
     assert all(len(each.sequences[0].tokens) <= room for each in parts)
 
 
-def test_rows_that_cant_be_used_may_be_left_out(tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_rows_that_cant_be_used_may_be_left_out() -> None:
     data = rows({"prompt": "a", "completion": ""}, {"prompt": "a", "completion": " b"}, {"prompt": 3})
     skip = BuildOptions(skip_unusable=True)
-    [example], report = build_examples(data, tokenizer, contract(), options=skip)
+    [example], report = build_examples(data, TOKENIZER, contract(), options=skip)
     assert example.row == 2 and report.rows == 1
     assert report.unusable[1] == "its completion is empty: there is nothing to learn from"
     assert sorted(report.unusable) == [1, 3]
     with pytest.raises(DataError, match="row 1: its completion is empty"):
-        build_examples(data[:1], tokenizer, contract(), options=skip)
+        build_examples(data[:1], TOKENIZER, contract(), options=skip)
 
 
-def test_control_tokens_in_messages_are_reported(contract: MakeContract) -> None:
+def test_control_tokens_in_messages_are_reported() -> None:
     messages = [{"role": "user", "content": "</s>"}, {"role": "assistant", "content": "No"}]
     _, report = build_examples(
         rows({"messages": messages}), chat_tokenizer(CHATML), contract(sequence_length=128)
@@ -225,7 +218,7 @@ def test_control_tokens_in_messages_are_reported(contract: MakeContract) -> None
     assert "messages with control tokens written in them, read as such: 1 row (1)" in report.text()
 
 
-def test_messages_that_a_template_refuses(contract: MakeContract) -> None:
+def test_messages_that_a_template_refuses() -> None:
     reply = {"role": "assistant", "content": "No"}
     data = rows(
         {"messages": [reply, reply]}, {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": 3}
@@ -238,20 +231,20 @@ def test_messages_that_a_template_refuses(contract: MakeContract) -> None:
     ]
 
 
-def test_messages_of_which_a_template_writes_nothing(contract: MakeContract) -> None:
+def test_messages_of_which_a_template_writes_nothing() -> None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     for template, tokens in ((" ", 1), ("{{ '' }}", 0)):
         problems = problems_of(rows({"messages": chat}), chat_tokenizer(template), contract())
         assert problems == [f"row 1: has {tokens} tokens and none to learn from"]
 
 
-def test_messages_without_a_template(tokenizer: Tokenizer, contract: MakeContract) -> None:
-    assert problems_of(rows({"messages": []}), tokenizer, contract()) == [
+def test_messages_without_a_template() -> None:
+    assert problems_of(rows({"messages": []}), TOKENIZER, contract()) == [
         "its rows are messages and the model has no chat template"
     ]
 
 
-def test_instructions_of_a_chat_model_are_messages(contract: MakeContract) -> None:
+def test_instructions_of_a_chat_model_are_messages() -> None:
     data = rows({"instruction": "a cat", "input": "", "output": "No"})
     [example], report = build_examples(data, chat_tokenizer(CHATML), contract(sequence_length=128))
     assert show_sample(example, chat_tokenizer(CHATML)).replace("\n", "|") == (
@@ -260,31 +253,21 @@ def test_instructions_of_a_chat_model_are_messages(contract: MakeContract) -> No
     assert report.text().startswith("the data (Alpaca, as messages): 1 rows")
 
 
-def test_instructions_of_other_models_have_headings(tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_instructions_of_other_models_have_headings() -> None:
     data = rows({"instruction": "the film", "output": "bad", "id": 7})
-    [example], report = build_examples(data, tokenizer, contract(sequence_length=128))
-    assert learnt(example, tokenizer) == "bad</s>"
-    assert tokenizer.decode(example.prompt, special=False).endswith("### Response:\n")
+    [example], report = build_examples(data, TOKENIZER, contract(sequence_length=128))
+    assert learnt(example, TOKENIZER) == "bad</s>"
+    assert TOKENIZER.decode(example.prompt, special=False).endswith("### Response:\n")
     assert "(Alpaca): 1 rows" in report.text()
     assert "  columns: instruction, output; not read: id\n" in report.text()
-
-
-def test_conversations_are_messages(contract: MakeContract) -> None:
-    turns = [{"from": "human", "value": "a cat"}, {"from": "gpt", "value": "No"}]
-    messages = [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "No"}]
-    made = [
-        build_examples(rows(fields), chat_tokenizer(CHATML), contract(sequence_length=128))[0]
-        for fields in ({"conversations": turns}, {"messages": messages})
-    ]
-    assert made[0] == made[1]
 
 
 # Candidates
 
 
-def test_one_token_candidates_share_a_sequence(tokenizer: Tokenizer, contract: MakeContract) -> None:
-    [example], report = build_examples(rows(FILM), tokenizer, contract(), load_task("sst2"))
-    assert show_sample(example, tokenizer) == (
+def test_one_token_candidates_share_a_sequence() -> None:
+    [example], report = build_examples(rows(FILM), TOKENIZER, contract(), load_task("sst2"))
+    assert show_sample(example, TOKENIZER) == (
         "row 1\n  <s>the film was a cat It was\n    -> [Ġterrible]\n    -> [Ġgreat] <- label"
     )
     [sequence] = example.sequences
@@ -295,52 +278,48 @@ def test_one_token_candidates_share_a_sequence(tokenizer: Tokenizer, contract: M
     assert "classes: 1 1" in report.text()
 
 
-def test_more_one_token_candidates_than_positions(tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_more_one_token_candidates_than_positions() -> None:
     task = parse_task(
         {"name": "three", "template": "{t}", "label_words": {0: "Yes", 1: "No", 2: "Maybe"}}, "three"
     )
-    [example], _ = build_examples(rows({"t": "the", "label": 2}), tokenizer, contract(positions=2), task)
+    [example], _ = build_examples(rows({"t": "the", "label": 2}), TOKENIZER, contract(positions=2), task)
     assert [[slot.candidate for slot in each.slots] for each in example.sequences] == [[0, 1], [2]]
     assert make_batch([example], contract(positions=2)).owner.tolist() == [0, 0, -1, -1]
 
 
-def test_longer_candidates_have_a_sequence_each(tokenizer: Tokenizer, contract: MakeContract) -> None:
-    [example], _ = build_examples(rows({"text": "the film", "label": 0}), tokenizer, contract(), LONG_WORDS)
+def test_longer_candidates_have_a_sequence_each() -> None:
+    [example], _ = build_examples(rows({"text": "the film", "label": 0}), TOKENIZER, contract(), LONG_WORDS)
     first, second = example.sequences
-    assert show_sample(example, tokenizer) == (
+    assert show_sample(example, TOKENIZER) == (
         "row 1\n  <s>the film It was[ bad][ good] <- label\n  <s>the film It was[ great]"
     )
     assert [slot.weight for slot in first.slots] == [1 / 2] * 2
     assert [(slot.weight, slot.candidate) for slot in second.slots] == [(1, 1)]
 
 
-def test_prefixed_tokenizer_has_one_token_words(
-    prefixed_tokenizer: Tokenizer, contract: MakeContract
-) -> None:
+def test_prefixed_tokenizer_has_one_token_words(prefixed_tokenizer: Tokenizer) -> None:
     [example], report = build_examples(rows(FILM), prefixed_tokenizer, contract(), load_task("sst2"))
     assert len(example.sequences) == 1 and not report.notes
 
 
-def test_completion_objective_trains_the_right_candidate(
-    tokenizer: Tokenizer, contract: MakeContract
-) -> None:
+def test_completion_objective_trains_the_right_candidate() -> None:
     row = {"premise": "the dog.", "question": "effect", "choice1": "No.", "choice2": "Yes.", "label": 1}
-    [trained], _ = build_examples(rows(row), tokenizer, contract(), load_task("copa"))
+    [trained], _ = build_examples(rows(row), TOKENIZER, contract(), load_task("copa"))
     assert (trained.candidates, trained.label, len(trained.sequences)) == (1, None, 1)
-    assert learnt(trained, tokenizer) == " yes."
-    [scored], _ = build_examples(rows(row), tokenizer, contract(), load_task("copa"), training=False)
+    assert learnt(trained, TOKENIZER) == " yes."
+    [scored], _ = build_examples(rows(row), TOKENIZER, contract(), load_task("copa"), training=False)
     assert (scored.candidates, scored.label, len(scored.sequences)) == (2, 1, 2)
     assert scored.choices == ("No.", "Yes.")
 
 
-def test_answers(tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_answers() -> None:
     row = {"title": "a", "context": "a cat on a mat", "question": "a", "answers": {"text": ["a mat", "mat"]}}
-    [example], _ = build_examples(rows(row), tokenizer, contract(sequence_length=128), load_task("squad"))
-    assert learnt(example, tokenizer) == " a mat</s>"
+    [example], _ = build_examples(rows(row), TOKENIZER, contract(sequence_length=128), load_task("squad"))
+    assert learnt(example, TOKENIZER) == " a mat</s>"
     assert example.answers == ("a mat", "mat")
 
 
-def test_encoder(encoder_tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_encoder(encoder_tokenizer: Tokenizer) -> None:
     encoder = contract(readout="pooled", positions=0)
     [example], report = build_examples(rows(FILM), encoder_tokenizer, encoder, load_task("sst2"))
     assert (
@@ -351,9 +330,7 @@ def test_encoder(encoder_tokenizer: Tokenizer, contract: MakeContract) -> None:
     assert "target tokens" not in report.text()
 
 
-def test_encoder_cuts_the_end_and_keeps_its_special_tokens(
-    encoder_tokenizer: Tokenizer, contract: MakeContract
-) -> None:
+def test_encoder_cuts_the_end_and_keeps_its_special_tokens(encoder_tokenizer: Tokenizer) -> None:
     encoder = contract(readout="pooled", positions=0, sequence_length=5)
     [example], report = build_examples(rows(FILM), encoder_tokenizer, encoder, load_task("sst2"), TRUNCATE)
     assert encoder_tokenizer.decode(example.sequences[0].tokens) == "<s>the film was</s>"
@@ -362,7 +339,7 @@ def test_encoder_cuts_the_end_and_keeps_its_special_tokens(
     assert problem.startswith("row 1: has 7 tokens, the bundle takes 5: shorten it")
 
 
-def test_encoder_without_classes(encoder_tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_encoder_without_classes(encoder_tokenizer: Tokenizer) -> None:
     row = {"premise": "a", "question": "cause", "choice1": "b", "choice2": "c", "label": 0}
     [problem] = problems_of(rows(row), encoder_tokenizer, contract(readout="pooled"), load_task("copa"))
     assert problem == "an encoder knows classes only; the task copa has no label_words"
@@ -371,55 +348,55 @@ def test_encoder_without_classes(encoder_tokenizer: Tokenizer, contract: MakeCon
 # What doesn't fit
 
 
-def test_prompt_loses_its_beginning_and_keeps_bos(tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_prompt_loses_its_beginning_and_keeps_bos() -> None:
     data = [Row(7, FILM), Row(9, {"sentence": "a", "label": 0})]
     examples, report = build_examples(
-        data, tokenizer, contract(sequence_length=5), load_task("sst2"), TRUNCATE
+        data, TOKENIZER, contract(sequence_length=5), load_task("sst2"), TRUNCATE
     )
-    assert tokenizer.decode(examples[0].sequences[0].tokens) == "<s> a cat It was"
+    assert TOKENIZER.decode(examples[0].sequences[0].tokens) == "<s> a cat It was"
     assert (
         "prompts cut at the beginning: 1 row (7); an export with a larger --sequence-length keeps them whole"
         in report.text()
     )
-    assert problems_of(data, tokenizer, contract(sequence_length=5), load_task("sst2")) == [
+    assert problems_of(data, TOKENIZER, contract(sequence_length=5), load_task("sst2")) == [
         "row 7: has a prompt of 8 tokens and 0 after it, the bundle takes 5: shorten it, "
         "export with a larger --sequence-length, or set overflow to truncate"
     ]
 
 
-def test_prompt_is_cut_alike_for_every_candidate(tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_prompt_is_cut_alike_for_every_candidate() -> None:
     [example], _ = build_examples(
         rows({"text": "the film was a cat", "label": 0}),
-        tokenizer,
+        TOKENIZER,
         contract(sequence_length=6),
         LONG_WORDS,
         TRUNCATE,
     )
-    assert [tokenizer.decode(each.tokens) for each in example.sequences] == [
+    assert [TOKENIZER.decode(each.tokens) for each in example.sequences] == [
         "<s> cat It was bad good",
         "<s> cat It was great",
     ]
 
 
-def test_candidates_are_never_cut(tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_candidates_are_never_cut() -> None:
     data = rows({"text": "a", "label": 0})
-    assert problems_of(data, tokenizer, contract(sequence_length=3), LONG_WORDS, TRUNCATE) == [
+    assert problems_of(data, TOKENIZER, contract(sequence_length=3), LONG_WORDS, TRUNCATE) == [
         "row 1: has a candidate of 2 tokens, the bundle takes 3: export with a larger --sequence-length"
     ]
 
 
-def test_long_text_is_refused_cut_or_split(tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_long_text_is_refused_cut_or_split() -> None:
     data = rows({"text": "the film was a cat on a mat and a dog"})
     small = contract(sequence_length=6, positions=3)
-    assert problems_of(data, tokenizer, small) == [
+    assert problems_of(data, TOKENIZER, small) == [
         "row 1: has 12 tokens, the bundle takes 6: shorten it, export with a larger "
         "--sequence-length, or set overflow to truncate or split"
     ]
-    cut, report = build_examples(data, tokenizer, small, options=TRUNCATE)
-    assert [show_sample(each, tokenizer) for each in cut] == ["row 1\n  <s>[the][ film][ was]"]
+    cut, report = build_examples(data, TOKENIZER, small, options=TRUNCATE)
+    assert [show_sample(each, TOKENIZER) for each in cut] == ["row 1\n  <s>[the][ film][ was]"]
     assert "ends cut off, not learnt: 1 row (1); --overflow split keeps them, or" in report.text()
-    split, report = build_examples(data, tokenizer, small, options=SPLIT)
-    assert [show_sample(each, tokenizer)[8:] for each in split] == [
+    split, report = build_examples(data, TOKENIZER, small, options=SPLIT)
+    assert [show_sample(each, TOKENIZER)[8:] for each in split] == [
         "<s>[the][ film][ was]",
         "<s> film was[ a][ cat][ on]",
         "<s> cat on[ a][ mat][ and]",
@@ -428,34 +405,32 @@ def test_long_text_is_refused_cut_or_split(tokenizer: Tokenizer, contract: MakeC
     assert report.notes == {"longer than the bundle takes, split into several examples": [1]}
 
 
-def test_completion_keeps_half_the_program_for_its_prompt(
-    tokenizer: Tokenizer, contract: MakeContract
-) -> None:
+def test_completion_keeps_half_the_program_for_its_prompt() -> None:
     data = rows({"prompt": "the film was a cat on a mat", "completion": " and a dog was bad and good"})
-    [example], report = build_examples(data, tokenizer, contract(sequence_length=8), options=TRUNCATE)
-    assert show_sample(example, tokenizer) == "row 1\n  <s> on a mat[ and][ a][ dog][ was]"
+    [example], report = build_examples(data, TOKENIZER, contract(sequence_length=8), options=TRUNCATE)
+    assert show_sample(example, TOKENIZER) == "row 1\n  <s> on a mat[ and][ a][ dog][ was]"
     assert set(report.notes) == {"prompts cut at the beginning", "ends cut off, not learnt"}
 
 
-def test_split_completion(tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_split_completion() -> None:
     data = rows({"prompt": "the film", "completion": " was a cat on a mat"})
-    examples, _ = build_examples(data, tokenizer, contract(positions=4), options=SPLIT)
-    assert [show_sample(each, tokenizer)[8:] for each in examples] == [
+    examples, _ = build_examples(data, TOKENIZER, contract(positions=4), options=SPLIT)
+    assert [show_sample(each, TOKENIZER)[8:] for each in examples] == [
         "<s>the film[ was][ a][ cat][ on]",
         "<s>the film was a cat on[ a][ mat][</s>]",
     ]
 
 
-def test_split_is_not_for_candidates(tokenizer: Tokenizer, contract: MakeContract) -> None:
-    [problem] = problems_of(rows(FILM), tokenizer, contract(), load_task("sst2"), SPLIT)
+def test_split_is_not_for_candidates() -> None:
+    [problem] = problems_of(rows(FILM), TOKENIZER, contract(), load_task("sst2"), SPLIT)
     assert problem.startswith("overflow split is for texts, completions and messages")
 
 
-def test_program_that_is_too_small_for_anything(tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_program_that_is_too_small_for_anything() -> None:
     for options in (TRUNCATE, SPLIT):
         [problem] = problems_of(
             rows({"prompt": "the film", "completion": " was"}),
-            tokenizer,
+            TOKENIZER,
             contract(sequence_length=2),
             options=options,
         )
@@ -475,21 +450,15 @@ def test_program_that_is_too_small_for_anything(tokenizer: Tokenizer, contract: 
         ({"label": 0}, "sst2", ["row 2: column 'sentence' is missing"]),
     ],
 )
-def test_problems_name_their_row(
-    tokenizer: Tokenizer,
-    contract: MakeContract,
-    fields: dict[str, Any],
-    task: str | None,
-    problems: list[str],
-) -> None:
+def test_problems_name_their_row(fields: dict[str, Any], task: str | None, problems: list[str]) -> None:
     good = FILM if task else {"text": "a cat"}
     data = rows(good, fields, good)
-    assert problems_of(data, tokenizer, contract(), load_task(task) if task else None) == problems
+    assert problems_of(data, TOKENIZER, contract(), load_task(task) if task else None) == problems
 
 
-def test_all_problems_are_collected(tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_all_problems_are_collected() -> None:
     data = rows(*({"sentence": "a", "label": value} for value in range(60)))
-    problems = problems_of(data, tokenizer, contract(), load_task("sst2"), source="train.tsv")
+    problems = problems_of(data, TOKENIZER, contract(), load_task("sst2"), source="train.tsv")
     assert len(problems) == 58
     assert problems[0] == "row 3: column 'label' is 2, the task knows 0, 1"
 
@@ -506,24 +475,13 @@ def test_all_problems_are_collected(tokenizer: Tokenizer, contract: MakeContract
         ({}, None, "its columns are none; known are messages: messages;"),
     ],
 )
-def test_missing_columns_are_told_once(
-    tokenizer: Tokenizer, contract: MakeContract, fields: dict[str, Any], task: str | None, problem: str
-) -> None:
-    [told] = problems_of(rows(*[fields] * 30), tokenizer, contract(), load_task(task) if task else None)
+def test_missing_columns_are_told_once(fields: dict[str, Any], task: str | None, problem: str) -> None:
+    [told] = problems_of(rows(*[fields] * 30), TOKENIZER, contract(), load_task(task) if task else None)
     assert told.startswith(problem)
 
 
-def test_mixed_kinds_and_no_rows(tokenizer: Tokenizer, contract: MakeContract) -> None:
-    assert problems_of(rows({"text": "a"}, {"messages": []}), tokenizer, contract()) == [
-        "it mixes rows of several forms: messages, text"
-    ]
-    assert problems_of([], tokenizer, contract()) == ["it has no rows"]
-
-
-def test_empty_completion_and_prompt(
-    tokenizer: Tokenizer, bare_tokenizer: Tokenizer, contract: MakeContract
-) -> None:
-    assert problems_of(rows({"prompt": "a", "completion": ""}), tokenizer, contract()) == [
+def test_empty_completion_and_prompt(bare_tokenizer: Tokenizer) -> None:
+    assert problems_of(rows({"prompt": "a", "completion": ""}), TOKENIZER, contract()) == [
         "row 1: its completion is empty: there is nothing to learn from"
     ]
     task = Task("a", "{t}", label_words={"0": "Yes", "1": "No"})
@@ -532,15 +490,15 @@ def test_empty_completion_and_prompt(
     ]
 
 
-def test_candidates_that_are_one_token(tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_candidates_that_are_one_token() -> None:
     same = Task("a", "{t}", choices=("x", "y"))
     assert problems_of(
-        rows({"t": "a", "x": "Yes", "y": " Yes", "label": 0}), tokenizer, contract(), same
+        rows({"t": "a", "x": "Yes", "y": " Yes", "label": 0}), TOKENIZER, contract(), same
     ) == ["row 1: has two candidates that are one token: ' Yes' = 'ĠYes', ' Yes' = 'ĠYes'"]
 
 
-def test_tokenizer_of_another_program(tokenizer: Tokenizer, contract: MakeContract) -> None:
-    [problem] = problems_of(rows(FILM), tokenizer, contract(vocabulary_size=310), load_task("sst2"))
+def test_tokenizer_of_another_program() -> None:
+    [problem] = problems_of(rows(FILM), TOKENIZER, contract(vocabulary_size=310), load_task("sst2"))
     assert problem.endswith("(335), the bundle knows 310: the tokenizer is not this bundle's")
 
 
@@ -567,10 +525,10 @@ def check_slots(example: Example, contract: Contract) -> None:
 def test_texts_teach_each_token_by_the_one_before_it(
     text: str, length: int, positions: int, overflow: Any
 ) -> None:
-    contract, tokens = program(length, positions), tiny().encode(text)
+    contract, tokens = program(length, positions), TOKENIZER.encode(text)
     if not tokens:
         return
-    examples, _ = build_examples(rows({"text": text}), tiny(), contract, options=BuildOptions(overflow))
+    examples, _ = build_examples(rows({"text": text}), TOKENIZER, contract, options=BuildOptions(overflow))
     for example in examples:
         check_slots(example, contract)
         for sequence in example.sequences:
@@ -587,8 +545,8 @@ def test_completions_keep_their_boundary(
 ) -> None:
     contract = program(length, positions)
     data = rows({"prompt": prompt, "completion": " " + completion})
-    examples, _ = build_examples(data, tiny(), contract, options=BuildOptions(overflow))
-    wanted = [*tiny().encode_pair(prompt, " " + completion).completion, 2]
+    examples, _ = build_examples(data, TOKENIZER, contract, options=BuildOptions(overflow))
+    wanted = [*TOKENIZER.encode_pair(prompt, " " + completion).completion, 2]
     for example in examples:
         check_slots(example, contract)
         for slot in example.sequences[0].slots:
@@ -607,7 +565,7 @@ def test_candidates_have_weights_that_sum_to_one(text: str, candidates: list[str
     contract = program(length, 44)
     task = Task("a", "{t}", choices_column="c")
     data = rows({"t": text, "c": candidates, "label": 1})
-    [example], _ = build_examples(data, tiny(), contract, task, TRUNCATE)
+    [example], _ = build_examples(data, TOKENIZER, contract, task, TRUNCATE)
     assert (example.candidates, example.label) == (len(candidates), 1)
     check_slots(example, contract)
     if len(example.sequences) > 1:
@@ -620,60 +578,52 @@ def test_candidates_have_weights_that_sum_to_one(text: str, candidates: list[str
 LONG = {"text": "a cat on a mat " * 10}
 
 
-def test_rows_that_would_lose_more_target_tokens_than_allowed_are_refused(
-    tokenizer: Tokenizer, contract: MakeContract
-) -> None:
+def test_rows_that_would_lose_more_target_tokens_than_allowed_are_refused() -> None:
     few = contract(positions=8)
     allowed = BuildOptions(overflow="truncate", max_dropped=0.05)
     with pytest.raises(DataError, match=r"would lose 8\d% of its target tokens") as caught:
-        build_examples(rows(LONG), tokenizer, few, options=allowed)
+        build_examples(rows(LONG), TOKENIZER, few, options=allowed)
     assert "--overflow split" in caught.value.remedy and "--sequence-length" in caught.value.remedy
     for harmless in (replace(allowed, overflow="split"), replace(allowed, max_dropped=1.0), TRUNCATE):
-        assert build_examples(rows(LONG), tokenizer, few, options=harmless)
+        assert build_examples(rows(LONG), TOKENIZER, few, options=harmless)
 
 
-def test_split_rows_lose_nothing_and_what_is_cut_is_counted(
-    tokenizer: Tokenizer, contract: MakeContract
-) -> None:
-    whole = len(tokenizer.encode(LONG["text"]))
+def test_split_rows_lose_nothing_and_what_is_cut_is_counted() -> None:
+    whole = len(TOKENIZER.encode(LONG["text"]))
     few = contract(positions=8)
-    parts, report = build_examples(rows(LONG), tokenizer, few, options=BuildOptions(overflow="split"))
+    parts, report = build_examples(rows(LONG), TOKENIZER, few, options=BuildOptions(overflow="split"))
     assert report.dropped == 0
     assert sum(len(sequence.slots) for part in parts for sequence in part.sequences) == whole
     assert not any(part.cut for part in parts)
-    _, report = build_examples(rows(LONG), tokenizer, few, options=TRUNCATE)
+    _, report = build_examples(rows(LONG), TOKENIZER, few, options=TRUNCATE)
     assert report.dropped == whole - 8
     assert f"{whole - 8} more don't fit" in report.text()
 
 
-def test_all_of_a_long_completion_that_does_not_fit_counts(
-    tokenizer: Tokenizer, contract: MakeContract
-) -> None:
+def test_all_of_a_long_completion_that_does_not_fit_counts() -> None:
     data = rows({"prompt": "a cat", "completion": " on a mat" * 100})
     small = contract(sequence_length=8, positions=7)
-    [example], report = build_examples(data, tokenizer, small, options=TRUNCATE)
-    whole = len(tokenizer.encode_pair("a cat", " on a mat" * 100).completion) + 1
+    [example], report = build_examples(data, TOKENIZER, small, options=TRUNCATE)
+    whole = len(TOKENIZER.encode_pair("a cat", " on a mat" * 100).completion) + 1
     assert report.dropped + len(example.sequences[0].slots) == whole
 
 
-def test_without_another_wish_texts_are_split_and_all_else_is_cut(
-    tokenizer: Tokenizer, contract: MakeContract
-) -> None:
+def test_without_another_wish_texts_are_split_and_all_else_is_cut() -> None:
     auto, few = BuildOptions("auto"), contract(sequence_length=8, positions=7)
-    parts, report = build_examples(rows(LONG), tokenizer, few, options=auto)
+    parts, report = build_examples(rows(LONG), TOKENIZER, few, options=auto)
     assert len(parts) > 1 and report.dropped == 0 and not any(part.cut for part in parts)
     assert "longer than the bundle takes, split into several examples: 1 row (1)" in report.text()
     [cut], report = build_examples(
-        rows({"prompt": "a", "completion": LONG["text"]}), tokenizer, few, options=auto
+        rows({"prompt": "a", "completion": LONG["text"]}), TOKENIZER, few, options=auto
     )
     assert cut.cut and report.dropped > 0
-    [film], _ = build_examples(rows(FILM), tokenizer, contract(sequence_length=5), load_task("sst2"), auto)
+    [film], _ = build_examples(rows(FILM), TOKENIZER, contract(sequence_length=5), load_task("sst2"), auto)
     assert film.cut
 
 
-def test_only_cut_rows_are_marked(tokenizer: Tokenizer, contract: MakeContract) -> None:
+def test_only_cut_rows_are_marked() -> None:
     both = rows({"text": "a cat"}, LONG)
-    examples, _ = build_examples(both, tokenizer, contract(), options=TRUNCATE)
+    examples, _ = build_examples(both, TOKENIZER, contract(), options=TRUNCATE)
     assert [example.cut for example in examples] == [False, True]
 
 
@@ -691,41 +641,3 @@ def test_only_messages_need_jinja2_and_nothing_needs_torch() -> None:
 
 
 # From a file
-
-
-def test_training_and_development_rows_of_one_file(
-    write: Callable[[str, str], Path], tokenizer: Tokenizer, contract: MakeContract
-) -> None:
-    path = write("a.tsv", "sentence\tlabel\n" + "".join(f"a cat\t{n % 2}\n" for n in range(20)))
-    task, parts = load_task("sst2"), []
-    for start, limit in ((0, 12), (12, 8)):
-        selection = Selection(start, limit, shuffle_seed=1)
-        examples, report = load_examples(path, tokenizer, contract(), task, selection)
-        assert report.text().startswith(f"{path} (task sst2): {limit} rows")
-        parts.append([example.row for example in examples])
-    assert sorted(parts[0] + parts[1]) == list(range(1, 21))
-
-
-def test_columns_of_other_names(
-    write: Callable[[str, str], Path], tokenizer: Tokenizer, contract: MakeContract
-) -> None:
-    path = write("a.json", '[{"q": "the film was", "a": " bad"}]')
-    source = read_source(path, columns=["prompt=q", "completion=a"])
-    [example], report = load_examples(source, tokenizer, contract())
-    assert learnt(example, tokenizer) == " bad</s>"
-    assert "  columns: prompt from q, completion from a\n" in report.text()
-    films = write("films.csv", "review,label\nthe film was,1\n")
-    source = read_source(films, columns=["sentence=review"])
-    [example], report = load_examples(source, tokenizer, contract(), load_task("sst2"))
-    assert "  columns: sentence from review, label\n" in report.text()
-
-
-def test_sst2_becomes_examples(shared: Path, tokenizer: Tokenizer, contract: MakeContract) -> None:
-    path = shared / "data" / "sst2" / "train.tsv"
-    selection = Selection(0, 1000, shuffle_seed=0)
-    examples, report = load_examples(
-        path, tokenizer, contract(sequence_length=128), load_task("sst2"), selection, TRUNCATE
-    )
-    assert len(examples) == 1000
-    assert all(len(example.sequences) == 1 and len(example.sequences[0].slots) == 2 for example in examples)
-    assert report.classes["0"] + report.classes["1"] == 1000

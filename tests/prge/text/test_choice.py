@@ -70,22 +70,11 @@ def test_without_temperature_the_most_likely_token_and_of_equal_ones_the_lowest_
     assert choice.choose(logits_of(-1, -1), []) == 0
 
 
-def test_one_candidate_is_the_greedy_choice() -> None:
-    assert set(drawn(logits_of(0, 3, 1, 3), [], top_k=1)) == {1}
-
-
 def test_rare_tokens_are_drawn_only_where_that_was_asked_for() -> None:
     # Five of them are rare one by one; together they come once in five draws.
     logits = np.log(np.array([0.8, *[0.04 * 0.99] * 5], np.float32))
     assert set(drawn(logits, [], 300, temperature=1.0)) == {0}
     assert len(set(drawn(logits, [], 300, temperature=1.0, min_p=0.0))) == 6
-
-
-def test_tokens_come_as_often_as_their_probability() -> None:
-    logits = logits_of(0, 1, 2, 3)
-    counts = np.bincount(drawn(logits, [], 20_000, temperature=2.0, min_p=0.0), minlength=4) / 20_000
-    expected = np.exp(logits / 2) / np.exp(logits / 2).sum()
-    assert np.abs(counts - expected).max() < 0.015  # more than four standard deviations
 
 
 @given(logits=LOGITS, history=st.lists(st.integers(0, VOCABULARY - 1), max_size=5), filters=FILTERS)
@@ -141,20 +130,7 @@ def test_the_same_seed_gives_the_same_tokens() -> None:
     logits = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     assert drawn(logits, [], seed=7) == drawn(logits, [], seed=7) != drawn(logits, [], seed=8)
     # For other machines and versions of numpy to compare with.
-    assert drawn(logits_of(*range(8)), [], 12, seed=7, temperature=4.0) == [
-        7,
-        7,
-        4,
-        5,
-        6,
-        1,
-        6,
-        0,
-        6,
-        4,
-        0,
-        4,
-    ]
+    assert drawn(logits_of(*range(8)), [], 12, seed=7, temperature=4.0) == [*map(int, "774561606404")]
 
 
 def test_without_a_seed_every_answer_differs() -> None:
@@ -166,13 +142,6 @@ def test_logits_stay_as_they_are() -> None:
     logits = logits_of(2, 1, -1)
     drawn(logits, [0, 2], 3, repetition_penalty=2.0, top_p=0.5)
     assert logits.tolist() == [2, 1, -1]
-
-
-def test_repetition_lowers_what_was_there_once_however_often() -> None:
-    greedy = Choice(ChoiceSettings(repetition_penalty=1.5))
-    assert greedy.choose(logits_of(3, 2.5), [0, 0, 0]) == 1
-    assert greedy.choose(logits_of(3, 1.9), [0, 0, 0]) == 0
-    assert greedy.choose(logits_of(-3, -4), [0]) == 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

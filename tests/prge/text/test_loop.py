@@ -112,13 +112,6 @@ def test_a_request_that_comes_later_joins_the_others() -> None:
     assert [1, 2] in speaker.calls
 
 
-def test_more_requests_than_slots_wait() -> None:
-    speaker = NumpySpeaker(slots=2)
-    requests = [make_request([1, 5 + each]) for each in range(7)]
-    answers = Generator(speaker, TOKENIZER).generate(requests)
-    assert [list(answer.tokens) for answer in answers] == [alone(request) for request in requests]
-
-
 def test_a_long_prompt_is_fed_in_pieces_while_others_go_on() -> None:
     speaker = NumpySpeaker(context=4096)
     generator = Generator(speaker, TOKENIZER)

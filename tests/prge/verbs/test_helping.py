@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import rest
+
 if shutil.which("bash") is None:
     pytest.skip("there is no bash", allow_module_level=True)
 
@@ -56,21 +58,23 @@ def tab(tmp_path: Path) -> object:
     ("line", "completed"),
     [
         ("prge t", {"tune"}),
-        ("prge tune rows.jsonl --batch", {"--batch-size"}),
         ("prge run --estimator ", {"tangent", "antithetic", "fzoo", "exact"}),
-        ("prge run --estimator ta", {"tangent"}),
         ("prge run --lr 3 --se", {"--seed", "--select"}),
-        ("prge export --no-", {"--no-cache"}),
-        ("prge android pu", {"push", "pull"}),
-        ("prge android push --ser", {"--serial"}),
-        ("prge fleet join --bu", {"--bundle"}),
-        ("prge doctor --", {"--json", "--config", "--print-config", "--help"}),
-        ("prge cache --clear --js", {"--json"}),
-        ("prge nonsense --", set()),
-        ("prge report -- ", set()),
         ("prge run --bundle ", {"bin/"}),
-        ("prge run --resume ", {"bin/"}),
-        ("prge chat ", set()),
+        *rest(
+            ("prge tune rows.jsonl --batch", {"--batch-size"}),
+            ("prge run --estimator ta", {"tangent"}),
+            ("prge export --no-", {"--no-cache"}),
+            ("prge android pu", {"push", "pull"}),
+            ("prge android push --ser", {"--serial"}),
+            ("prge fleet join --bu", {"--bundle"}),
+            ("prge doctor --", {"--json", "--config", "--print-config", "--help"}),
+            ("prge cache --clear --js", {"--json"}),
+            ("prge nonsense --", set()),
+            ("prge report -- ", set()),
+            ("prge run --resume ", {"bin/"}),
+            ("prge chat ", set()),
+        ),
     ],
 )
 def test_a_line_is_completed(tab: object, line: str, completed: set[str]) -> None:

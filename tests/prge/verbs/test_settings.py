@@ -155,11 +155,7 @@ def test_message_names_the_verb(tmp_path: Path) -> None:
     [
         (b"- a\n- b\n", "holds a list, not a mapping of settings"),
         (b"a: [1\n", "can't be read: not YAML: line 2, column 1"),
-        (b"\xff\xff", "can't be read: it is not UTF-8"),
-        (b"learning_rate: .inf\n", "can't be read: it has inf, which is no finite number"),
-        (b"queries: &a [*a]\n", "can't be read: it has an alias"),
         (b"queries: " + b"[" * 50_000, "can't be read: it has more than 32 levels"),
-        (b"queries: " + b"9" * 5000, "can't be read: it has a number"),
         (b"queries: 2020-99-99\n", "must be a whole number or null, not '2020-99-99'"),
         (b"queries: " + b"a" * 5000, "must be a whole number or null, not 'aaaa"),
         (b"learning_rate: true\n", "learning_rate must be a number, not True"),

@@ -12,19 +12,11 @@ from server_export.graph.core import write_core_operators
 from server_export.graph.rewriting import rewrite
 from server_export.graph.shapes import fill_in_values
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
+from tests.server_export.derive.tangent.graphs import Function
 
 aten = torch.ops.aten
 X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
 INDEX = torch.tensor([[[1], [0], [3]], [[2], [2], [1]]])
-
-
-class Function(nn.Module):
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
 
 
 CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]] = {

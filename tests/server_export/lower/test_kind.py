@@ -299,32 +299,20 @@ def test_two_constants_with_one_key_are_told() -> None:
         lower_kind({"score": program(Chosen(), meta(*STATE))}, SIZES.values())
 
 
-def test_a_missing_constant_is_named(
+def test_constants_that_are_not_the_kinds_are_named(
     lowered: tuple[LoweredKind, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     kind, weights = lowered
-    name = kind.weights.entries[0].name
-    with pytest.raises(BundleError, match=f"no constant {name}"):
-        kind.weights.write(tmp_path / "block.ptd", {n: t for n, t in weights.items() if n != name})
-    assert not (tmp_path / "block.ptd").exists()
-
-
-def test_a_constant_of_another_shape_is_refused(
-    lowered: tuple[LoweredKind, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    kind, weights = lowered
-    name = kind.weights.entries[0].name
+    (fixed,), name = kind.weights.fixed, kind.weights.entries[0].name
+    for changed, told in (
+        ({n: t for n, t in weights.items() if n != name}, f"no constant {name}"),
+        ({**weights, fixed: weights[fixed] + 1}, f"{fixed} differs from that of its kind"),
+    ):
+        with pytest.raises(BundleError, match=told):
+            kind.weights.write(tmp_path / "block.ptd", changed)
+        assert not (tmp_path / "block.ptd").exists()
     with pytest.raises(BundleError, match=f"{name} is torch"):
         kind.weights.write(tmp_path / "block.ptd", {**weights, name: torch.zeros(3)})
-
-
-def test_what_the_program_holds_must_not_differ(
-    lowered: tuple[LoweredKind, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    kind, weights = lowered
-    (name,) = kind.weights.fixed
-    with pytest.raises(BundleError, match=f"{name} differs from that of its kind"):
-        kind.weights.write(tmp_path / "block.ptd", {**weights, name: weights[name] + 1})
 
 
 def test_a_weight_that_another_operator_reads_is_refused() -> None:

@@ -110,10 +110,14 @@ def test_peft_adapts_the_same_layers(
     write_adapter(tmp_path / "adapter", begun)
     loaded = PeftModel.from_pretrained(make_model(architecture), str(tmp_path / "adapter"))
     adapted = {
-        name.removeprefix("base_model.model.").removesuffix(".lora_A.default"): module.weight
+        name.removeprefix("base_model.model."): module
         for name, module in loaded.named_modules()
-        if name.endswith(".lora_A.default")
+        if hasattr(module, "lora_A")
     }
     assert set(adapted) == set(begun.lora_a)
-    for name, weight in adapted.items():
-        assert torch.equal(weight, begun.lora_a[name])
+    for name, module in adapted.items():
+        assert torch.equal(module.lora_A["default"].weight, begun.lora_a[name])
+        assert (
+            module.scaling["default"] == begun.alpha / begun.rank
+            and not module.lora_B["default"].weight.any()
+        )

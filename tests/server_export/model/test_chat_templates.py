@@ -14,7 +14,6 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from prge.contract import AdaptedModule, Contract
 from prge.errors import ConfigError
 from prge.rows.example_building import build_examples
 from prge.rows.readers import Row
@@ -23,22 +22,13 @@ from prge.text.prompts import Prompts
 from server_export.model.chat_templates import PLAIN, give_template, plain_template
 from server_export.model.tokenization import on_device
 from server_export.settings import PrependBos
+from tests.bundles import make_contract
 from tests.prge.rows.chat_templates import CHATML
 from tests.prge.rows.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
 from tests.tiny_models import make_tokenizer
 
 SIZE = 1000
-CONTRACT = Contract(
-    role="stack",
-    readout="logprobs",
-    copies=1,
-    batch_size=1,
-    sequence_length=4096,
-    positions=4096,
-    width=8,
-    vocabulary_size=SIZE,
-    modules=(AdaptedModule("q_proj", 2, 8, 8),),
-)
+CONTRACT = make_contract(copies=1, batch_size=1, sequence_length=4096, positions=4096, vocabulary_size=SIZE)
 
 
 def word_backend() -> Backend:

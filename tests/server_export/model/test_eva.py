@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from prge.contract import AdaptedModule, Contract
 from prge.errors import DataError
 from server_export.model.eva import init_examples, principal_start, tokens_of
 from server_export.model.loading import outline_model
 from server_export.model.start import StartAdapter, start_adapter
 from server_export.model.tokenization import on_device
 from server_export.settings import ExportConfig
+from tests.bundles import make_contract
 from tests.server_export.model.test_inputs import ROWS, expected_inputs, thin_chain
 from tests.tiny_models import VOCABULARY, WIDTH, make_tokenizer, save_model
 
@@ -76,16 +76,8 @@ def test_fewer_directions_than_ranks_are_refused(folder: Path) -> None:
 def rows_of(tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> list[tuple[int, ...]]:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    contract = Contract(
-        role="stack",
-        readout="logprobs",
-        copies=1,
-        batch_size=4,
-        sequence_length=8,
-        positions=7,
-        width=WIDTH,
-        vocabulary_size=VOCABULARY,
-        modules=(AdaptedModule("layer", RANK, WIDTH, WIDTH),),
+    contract = make_contract(
+        copies=1, batch_size=4, sequence_length=8, positions=7, vocabulary_size=VOCABULARY
     )
     tokenizer = on_device(make_tokenizer(), "auto", VOCABULARY)
     settings = config(init_rows=file, **changes)

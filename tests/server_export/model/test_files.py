@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from prge.errors import BundleError
-from server_export.model.files import end_tokens, find_files, read_config, shard_names, stored_numbers
-
-ROOT = Path(__file__).parents[3]
+from server_export.model.files import (
+    end_tokens,
+    fetch_weights,
+    find_files,
+    read_config,
+    shard_names,
+    stored_numbers,
+)
+from tests.server_export.publishing.hub_server import give_environment
 
 
 def write_model(folder: Path, config: object = None, **arrays: Any) -> Path:
@@ -194,17 +198,9 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
         find_files(str(tmp_path), revision="main")
 
 
-HUB = """
-import sys
-from server_export.model.files import fetch_weights, find_files
-files = find_files(*sys.argv[1:])
-fetch_weights(files)
-print(files.revision, [path.name for path in files.weights])
-"""
-
-
-def test_a_hub_model_is_the_commit_of_its_revision(tmp_path: Path) -> None:
+def test_a_hub_model_is_the_commit_of_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was fetched before is found without a network; a folder of the name isn't taken for it."""
+    give_environment(monkeypatch, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
     commit, other = "a" * 40, "b" * 40
     repository = tmp_path / "hub/models--some--model"
     for name in (commit, other):
@@ -212,21 +208,16 @@ def test_a_hub_model_is_the_commit_of_its_revision(tmp_path: Path) -> None:
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text(commit)
     write_model(tmp_path / "some/model")
-    environment = {
-        **os.environ,
-        "HF_HUB_CACHE": str(tmp_path / "hub"),
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(ROOT),
-    }
 
-    def found(*words: str, folder: Path = tmp_path / "hub") -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", HUB, *words], capture_output=True, text=True, env=environment, cwd=folder
-        )
-        return done.stdout.strip() or done.stderr.strip().splitlines()[-2]
+    def found(*words: str) -> str | None:
+        files = find_files(*words)
+        fetch_weights(files)
+        assert [path.name for path in files.weights] == ["model.safetensors"]
+        return files.revision
 
-    assert found("some/model") == f"{commit} ['model.safetensors']"
-    assert found("some/model", other) == f"{other} ['model.safetensors']"
-    assert found("some/model", folder=tmp_path) == "None ['model.safetensors']"
-    assert found("some/model", "main", folder=tmp_path) == f"{commit} ['model.safetensors']"
-    assert "some/other can't be read as a transformers model" in found("some/other")
+    monkeypatch.chdir(tmp_path / "hub")
+    assert (found("some/model"), found("some/model", other)) == (commit, other)
+    with pytest.raises(BundleError, match="some/other can't be read as a transformers model"):
+        found("some/other")
+    monkeypatch.chdir(tmp_path)
+    assert (found("some/model"), found("some/model", "main")) == (None, commit)

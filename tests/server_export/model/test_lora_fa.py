@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from prge.contract import AdaptedModule
 from prge.errors import AdapterError, ConfigError
-from prge.files.peft import read_lora, read_peft
 from server_export.bundle import write_adapter
 from server_export.model.lora_fa import (
     convert_conv1d,
@@ -118,24 +114,6 @@ def test_lora_a_depends_on_the_seed_alone() -> None:
     assert bound * 0.9 < float(q_proj.abs().max()) <= bound
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
-def test_adapter_folder_loads_in_peft_and_here(architecture: str, tmp_path: Path) -> None:
-    from peft import PeftModel
-
-    begun = start(architecture)
-    write_adapter(tmp_path / "adapter", begun)
-    model = PeftModel.from_pretrained(make_model(architecture), str(tmp_path / "adapter"))
-    layers = dict(model.named_modules())
-    for name, matrix in begun.lora_a.items():
-        layer = layers[f"base_model.model.{name}"]
-        assert torch.equal(layer.lora_A["default"].weight, matrix)
-        assert layer.scaling["default"] == begun.alpha / begun.rank
-    modules = [
-        AdaptedModule(name, 4, a.shape[1], len(begun.lora_b[name])) for name, a in begun.lora_a.items()
-    ]
-    assert not read_peft(tmp_path / "adapter", modules).values.any()
-
-
 def train(adapter: Path) -> None:
     """Give an adapter folder numbers in lora_B."""
     weights = load_file(adapter / "adapter_model.safetensors")
@@ -170,33 +148,7 @@ def test_adapter_of_a_model_with_a_head_fits_the_encoder(tmp_path: Path) -> None
     assert next(iter(begun.lora_a)) == "encoder.layer.0.attention.self.query"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"use_rslora": True}, "use_rslora"),
-        ({"use_dora": True}, "use_dora"),
-        ({"bias": "lora_only"}, "bias"),
-        ({"peft_type": "IA3"}, "IA3"),
-        ({"rank_pattern": {"q_proj": 2}}, r"q_proj.lora_A is \[4, 64\], the adapter says rank 2"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"init_lora_weights": "pissa"}, "pissa"),
-        ({"r": 5}, r"lora_A is \[4, 64\], the adapter says rank 5"),
-    ],
-)
-def test_other_kinds_of_adapter_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    write_adapter(tmp_path / "adapter", start("llama"))
-    path = tmp_path / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_bytes()), **change}))
-    with pytest.raises(AdapterError, match=message):
-        read_lora(tmp_path / "adapter")
-
-
 def test_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     write_adapter(tmp_path / "adapter", start("gpt2"))
     with pytest.raises(AdapterError, match=r"the model has no linear layer transformer\.h\.0"):
         start("llama", adapter=tmp_path / "adapter")
-
-
-def test_folder_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match=r"adapter_config\.json"):
-        read_lora(tmp_path)

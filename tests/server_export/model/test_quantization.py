@@ -12,7 +12,6 @@ from torch import nn
 from prge.errors import ConfigError
 from server_export.check.engine import loaded_method
 from server_export.export import ExportConfig
-from server_export.graph.rewriting import rewritten_graph
 from server_export.lower.program import write_program
 from server_export.model import attention, quantization
 from server_export.model.loading import prepare_model
@@ -128,29 +127,3 @@ def test_the_engine_answers_near_the_float_model(tmp_path: Path, scheme: str) ->
     (answers,) = loaded_method(tmp_path / "program.pte", "forward", INPUTS)()
     assert float((expected - exact).pow(2).mean().sqrt() / exact.std()) < (0.1 if scheme == "8da8w" else 0.5)
     torch.testing.assert_close(answers, expected, atol=1e-3, rtol=0)
-
-
-def test_layers_share_zero_points_that_are_all_zero() -> None:
-    program, _ = quantized("llama", "8da8w", num_hidden_layers=2)
-    constants = dict(rewritten_graph(program, INPUTS).named_buffers())
-    zeros = [tensor for name, tensor in constants.items() if name.endswith("zero_point")]
-    assert not any(bool(tensor.any()) for tensor in zeros)
-    assert len({tensor.shape for tensor in zeros}) == len(zeros)
-    scales = [name for name in constants if name.endswith("scale")]
-    assert len(scales) > 2 * len(zeros)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "bert"])
-def test_an_activation_is_quantized_once_for_all_layers_that_read_it(architecture: str) -> None:
-    program, _ = quantized(architecture, "8da8w")
-    graph = rewritten_graph(program, inputs_of(program)).graph
-    targets = [(str(node.target), node) for node in graph.nodes]
-    rounded = [node.args[0] for target, node in targets if target == "torchao.quantize_affine.default"]
-    assert len(set(rounded)) == len(rounded)
-    layers = [
-        node
-        for target, node in targets
-        if target == "aten.linear.default" and "dequantize" in str(node.args[1].target)
-    ]
-    # Of a block: queries, keys and values read one, the attention's output another.
-    assert 0 < len(rounded) <= len(layers) - 2

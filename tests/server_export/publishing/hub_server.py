@@ -13,6 +13,11 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+from huggingface_hub import constants
+
+from server_export.model.files import hub_answers
+
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 OWNER = "me"
 
@@ -85,6 +90,16 @@ class Hub:
         self.private[name] = wanted["visibility"] == "private"
         self.files[name] = {}
         return 200, {"url": f"{self.address}/{name}"}
+
+
+def give_environment(monkeypatch: pytest.MonkeyPatch, **given: str) -> None:
+    """Set variables, and what the hub's library has read of them when it was imported."""
+    hub_answers.cache_clear()
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+        constant = "ENDPOINT" if name == "HF_ENDPOINT" else name
+        if hasattr(constants, constant):
+            monkeypatch.setattr(constants, constant, value == "1" if value in ("0", "1") else value)
 
 
 @contextmanager

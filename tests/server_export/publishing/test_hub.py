@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.server_export.adapters import trained_adapter
-from tests.server_export.publishing.hub_server import TOKEN, Hub, running
+from tests.server_export.publishing.hub_server import TOKEN, Hub, give_environment, running
 from tests.tiny_models import save_model
+from tests.verbs import prge
 
-ROOT = Path(__file__).resolve().parents[3]
 Publish = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -32,38 +30,27 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def publish(trained: Path, hub: Hub, tmp_path: Path) -> Iterator[Publish]:
+def publish(trained: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Publish:
     """Runs the verb with a token, and sees that it is shown and written nowhere."""
 
     def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         given = {
             "HF_ENDPOINT": hub.address,
             "HF_TOKEN": TOKEN,
-            "HF_HOME": str(tmp_path / "home"),
+            "HF_TOKEN_PATH": str(tmp_path / "home/token"),
             "HF_HUB_DISABLE_XET": "1",  # which is a protocol of its own
             "HF_HUB_OFFLINE": "0",
-            "PYTHONPATH": str(ROOT),
         }
-        return subprocess.run(
-            [sys.executable, "-m", "prge.cli", "publish", str(trained), "--out", "out", *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-            cwd=tmp_path,
-            env={**os.environ, **given, **environment},
-        )
-
-    def checked(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        done = run(*words, **environment)
+        with monkeypatch.context() as patch:
+            give_environment(patch, **{**given, **environment})
+            done = prge("publish", trained, "--out", "out", *words, check=False, cwd=tmp_path)
         assert TOKEN not in done.stdout + done.stderr
-        assert not any(
-            TOKEN in path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()
-        )
+        written = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert not any(TOKEN in path.read_text(errors="replace") for path in written)
         assert "Traceback" not in done.stderr
         return done
 
-    yield checked
+    return run
 
 
 @pytest.mark.parametrize(("words", "private"), [([], True), (["--public"], False)])

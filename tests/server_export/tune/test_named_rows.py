@@ -10,25 +10,15 @@ from typing import Any
 
 import pytest
 
-from prge.contract import AdaptedModule, Contract
 from prge.errors import DataError
 from prge.rows.tokenizer import Tokenizer
 from server_export.tune.named_rows import NamedRows
 from server_export.tune.settings import TuneSettings
+from tests.bundles import make_contract
 from tests.prge.rows.chat_templates import CHATML
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
-CONTRACT = Contract(
-    role="stack",
-    readout="logprobs",
-    copies=2,
-    batch_size=4,
-    sequence_length=40,
-    positions=39,
-    width=8,
-    vocabulary_size=1000,
-    modules=(AdaptedModule("q_proj", 2, 8, 8),),
-)
+CONTRACT = make_contract(sequence_length=40, positions=39, width=8, vocabulary_size=1000)
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2)
 CHAT = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, chat_template=CHATML)
 

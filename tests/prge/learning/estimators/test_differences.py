@@ -8,9 +8,10 @@ import pytest
 from prge.files.adapter import Adapter
 from prge.learning.estimators.differences import Antithetic, Differences, OneSided, Rule
 from prge.learning.estimators.directions import Directions
+from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.protocol import Step
 from prge.learning.sampling import Sampler
-from tests.numpy_engine import NumpyEngine, completion_gradient
+from tests.numpy_engine import NumpyEngine, adapter_of
 from tests.rows import random_completions
 
 SEED, STEP = 3, 5
@@ -19,25 +20,6 @@ SEED, STEP = 3, 5
 def _scalars(engine: NumpyEngine, rule: Rule, adapter: Adapter, calls: int = 1) -> np.ndarray:
     batches = Sampler(random_completions(12), engine.contract, SEED, calls).batches(STEP)
     return Differences(rule).measure(engine, Step(adapter, batches, SEED, STEP)).scalars
-
-
-def _adapter(engine: NumpyEngine) -> Adapter:
-    adapter = Adapter.zeros(engine.contract.modules)
-    adapter.values[:] = np.random.default_rng(2).normal(size=adapter.size) * 0.3
-    return adapter
-
-
-def _exact_gradient(engine: NumpyEngine, adapter: Adapter, calls: int = 1) -> np.ndarray:
-    total, count = 0, 0
-    for batch in Sampler(random_completions(12), engine.contract, SEED, calls).batches(STEP):
-        for row in range(batch.examples):
-            slots = [
-                (batch.positions[row, k], batch.targets[row, k]) for k in np.flatnonzero(batch.weights[row])
-            ]
-            lora_b = adapter.lora_b["layer"].astype(np.float64)
-            total = total + completion_gradient(engine, lora_b, batch.tokens[row], slots)
-            count += 1
-    return np.ravel(total / count)
 
 
 @pytest.mark.parametrize("calls", [1, 3])
@@ -50,8 +32,10 @@ def _exact_gradient(engine: NumpyEngine, adapter: Adapter, calls: int = 1) -> np
 )
 def test_scalars_are_directional_derivatives(rule: Rule, tolerance: float, calls: int) -> None:
     engine = NumpyEngine()
-    adapter = _adapter(engine)
-    exact = _exact_gradient(engine, adapter, calls)
+    adapter = adapter_of(engine)
+    batches = Sampler(random_completions(12), engine.contract, SEED, calls).batches(STEP)
+    exact = Exact().measure(engine.exact(), Step(adapter, batches, SEED, STEP)).gradient
+    assert exact is not None
     directions = Directions(SEED, STEP, adapter.size)
     expected = [directions(query) @ exact for query in range(4)]
     np.testing.assert_allclose(_scalars(engine, rule, adapter, calls), expected, atol=tolerance)
@@ -59,7 +43,7 @@ def test_scalars_are_directional_derivatives(rule: Rule, tolerance: float, calls
 
 @pytest.mark.parametrize("rule", [Antithetic(3, 1e-2), OneSided(3, 1e-2)])
 def test_every_number_of_copies_gives_the_same_scalars(rule: Rule) -> None:
-    adapter = _adapter(NumpyEngine())
+    adapter = adapter_of(NumpyEngine())
     reference = _scalars(NumpyEngine(), rule, adapter)
     for copies in (2, 3, 4, 6, 8):
         engine = NumpyEngine().with_copies(copies)
@@ -84,19 +68,6 @@ def test_gradient_is_the_mean_of_scalar_times_direction() -> None:
     directions = Directions(1, 2, len(found))
     expected = sum(s * directions(i).astype(np.float64) for i, s in enumerate(scalars)) / 3
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_estimate_is_unbiased() -> None:
-    """Averaged over many queries it is the exact gradient: size / queries bounds the relative error."""
-    engine = NumpyEngine(copies=64)
-    adapter = _adapter(engine)
-    queries = 4096
-    rule = Antithetic(queries, 1e-3)
-    learnt = {"scalars": _scalars(engine, rule, adapter)}
-    found = Differences(rule).gradient(learnt, SEED, STEP, adapter.modules)
-    exact = _exact_gradient(engine, adapter)
-    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
-    assert error < 1.5 * (adapter.size / queries) ** 0.5
 
 
 @pytest.mark.parametrize("epsilon", [1e-3, 1.0, 10.0])
@@ -129,7 +100,7 @@ def test_clipping_bounds_the_scalars_of_a_step() -> None:
     batches = Sampler(random_completions(12), engine.contract, SEED).batches(STEP)
     rule = Antithetic(4, 1e-2)
     whole, shrunk = (
-        Differences(rule, clip=limit).measure(engine, Step(_adapter(engine), batches, SEED, STEP)).scalars
+        Differences(rule, clip=limit).measure(engine, Step(adapter_of(engine), batches, SEED, STEP)).scalars
         for limit in (0.0, 0.1)
     )
     assert np.sqrt((shrunk**2).mean()) == pytest.approx(0.1)

@@ -172,8 +172,8 @@ def test_the_order_of_a_sum_doesnt_change_a_bit_of_the_gradient(scalars: np.ndar
     random.shuffle(terms)
     cut = on_grid(scalars)
     gradient = []
-    for module, u, v in directions.factors():
-        total = np.zeros((module.rank, module.out_features))
+    for matrix, u, v in directions.factors():
+        total = np.zeros((matrix.rank, matrix.width))
         for term in terms:
             total += cut[term] * np.outer(u[term], v[term])
         gradient.append((total / 12).astype(np.float32).ravel())

@@ -11,14 +11,12 @@ import pytest
 
 from prge.engine import Array, FloatArray, Slope
 from prge.errors import ConfigError
-from prge.files.adapter import Adapter
 from prge.learning.estimators.exact import Exact, check_single_sequences
 from prge.learning.estimators.protocol import Step
 from prge.learning.examples import Batch, Example
-from prge.learning.head import Classifier, CrossFittedHeads, Head
-from prge.learning.objectives import BatchLoss
+from prge.learning.head import Classifier, CrossFittedHeads
 from prge.learning.sampling import Sampler
-from tests.numpy_engine import MODULE, NumpyEngine, NumpyExactEngine
+from tests.numpy_engine import MODULE, NumpyEngine, adapter_of, head_of, head_with, losses_of, slopes_of
 from tests.rows import KINDS_OF_ROWS, choice, classified, completion, random_completions
 
 SEED, STEP = 3, 5
@@ -34,37 +32,6 @@ ROWS: dict[str, Sequence[Example]] = {
 CLASSES = [classified(row, [row % 7, row % 5, row % 3], 3, row % 3) for row in range(1, 12)]
 
 
-def adapter_of(engine: NumpyExactEngine) -> Adapter:
-    adapter = Adapter.zeros(engine.contract.modules)
-    adapter.values[:] = np.random.default_rng(2).normal(size=adapter.size) * 0.3
-    return adapter
-
-
-def head_of(seed: int = 0) -> Head:
-    head = Head(3, 6)
-    head.values[:] = np.random.default_rng(seed).normal(size=head.size)
-    return head
-
-
-def mean_loss(
-    model: NumpyEngine, values: Array, batches: Sequence[Batch], head: Classifier | None = None
-) -> float:
-    """Mean loss of a step's examples, from answers alone."""
-    lora_b = {f"lora_b.{MODULE}": Adapter(model.contract.modules, values).lora_b[MODULE][None]}
-    found = []
-    for batch in batches:
-        outputs = model.forward({**batch.inputs(1, model.contract.is_encoder), **lora_b})
-        found.append(BatchLoss(batch, outputs[model.contract.answer], head=head).losses[0])
-    return float(np.concatenate(found).mean())
-
-
-def slope(loss: Any, values: Array) -> Array:
-    """Central differences of a function of float32 values."""
-    length = 1 / 256
-    steps = np.eye(len(values), dtype=np.float32) * np.float32(length)
-    return np.array([(loss(values + step) - loss(values - step)) / (2 * length) for step in steps])
-
-
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("calls", [1, 2])
 def test_it_is_the_slope_of_the_mean_loss(name: str, calls: int) -> None:
@@ -73,10 +40,10 @@ def test_it_is_the_slope_of_the_mean_loss(name: str, calls: int) -> None:
     adapter = adapter_of(engine)
     batches = Sampler(ROWS[name], engine.contract, SEED, calls).batches(STEP)
     found = Exact().measure(engine, Step(adapter, batches, SEED, STEP))
-    expected = slope(lambda values: mean_loss(model, values, batches), adapter.values)
+    expected = slopes_of(lambda values: losses_of(model, values, batches).mean(), adapter.values)
     assert found.gradient is not None
     np.testing.assert_allclose(found.gradient, expected, atol=1e-4)
-    assert found.loss == pytest.approx(mean_loss(model, adapter.values, batches), rel=1e-6)
+    assert found.loss == pytest.approx(losses_of(model, adapter.values, batches).mean(), rel=1e-6)
     assert engine.calls == calls
     assert found.rows == 3 * 7 * calls
 
@@ -89,7 +56,7 @@ def test_an_encoder_is_scored_by_the_head_of_every_row(folds: int) -> None:
     head: Classifier = CrossFittedHeads([head_of(fold) for fold in range(folds)]) if folds else head_of()
     batches = Sampler(CLASSES, engine.contract, SEED, 2).batches(STEP)
     found = Exact().measure(engine, Step(adapter, batches, SEED, STEP, head))
-    expected = slope(lambda values: mean_loss(model, values, batches, head), adapter.values)
+    expected = slopes_of(lambda values: losses_of(model, values, batches, head).mean(), adapter.values)
     np.testing.assert_allclose(found.gradient, expected, atol=1e-4)
 
 
@@ -98,14 +65,11 @@ def test_a_trained_head_has_its_own_gradient() -> None:
     engine = model.exact()
     adapter, head = adapter_of(engine), head_of()
     batches = Sampler(CLASSES, engine.contract, SEED).batches(STEP)
-
-    def loss(values: Array) -> float:
-        moved = Head(3, 6)
-        moved.values[:] = values
-        return mean_loss(model, adapter.values, batches, moved)
-
     found = Exact().measure(engine, Step(adapter, batches, SEED, STEP, head, head))
-    np.testing.assert_allclose(found.head_gradient, slope(loss, head.values), atol=1e-4)
+    expected = slopes_of(
+        lambda values: losses_of(model, adapter.values, batches, head_with(values)).mean(), head.values
+    )
+    np.testing.assert_allclose(found.head_gradient, expected, atol=1e-4)
 
 
 def test_clipping_shortens_the_whole_gradient() -> None:
