@@ -182,7 +182,7 @@ def _write(
 
 def _tell_targets(config: ExportConfig, source: Source) -> None:
     """Say that linear layers of all kinds are adapted for want of a usual choice."""
-    from server_export.model.lora_fa import usual_target_modules
+    from server_export.model.adapted import usual_target_modules
 
     is_chosen = config.target_modules or config.start_adapter
     if not is_chosen and usual_target_modules(source.loaded.model) is None:

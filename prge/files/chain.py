@@ -339,7 +339,8 @@ class Chain:
                     _get(m, "rank", int),
                     _get(m, "in_features", int),
                     _get(m, "out_features", int),
-                    m.get("trains_a", False) is True,
+                    # Bundles before 0.2.0 are of LoRA-FA, and don't say so.
+                    "trains_a" in m and _get(m, "trains_a", bool),
                 )
                 for m in _all(block, "modules", Mapping)
             ),
@@ -377,7 +378,13 @@ class Chain:
         )
 
 
-_IN_WORDS: dict[type, str] = {int: "a whole number", str: "a text", list: "a list", Mapping: "a mapping"}
+_IN_WORDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    str: "a text",
+    list: "a list",
+    Mapping: "a mapping",
+}
 
 
 def _get(block: Any, name: str, kind: type) -> Any:
@@ -392,7 +399,7 @@ def _all(block: Any, name: str, kind: type) -> tuple[Any, ...]:
 
 def _checked(name: str, value: Any, kind: type) -> Any:
     value = [*value] if isinstance(value, tuple) else value
-    if isinstance(value, bool) or not isinstance(value, kind):
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise BundleError(
             f"the manifest's chain can't be read: {name} is {shown(value)}, must be {_IN_WORDS[kind]}",
             remedy=_REMEDY,

@@ -31,11 +31,14 @@ def setting_meant(key: str, known: Collection[str], written: Callable[[str], str
             return name, f"; here it is {ours}"
     for told in _habits("told").get(key, ()):
         return "", f": {told}"
+    elsewhere = [ours for _, ours in same(key)]
+    if elsewhere:
+        return "", f"; other verbs call it {elsewhere[0]}"
     near = nearest(key, known, 0.6)
     for name, ours in [(near, written(near))] if near else same(nearest(key, names, 0.85)):
         if name in known:
             return name, f"; did you mean {ours}?"
-    return "", "".join(f"; other verbs call it {ours}" for _, ours in same(key)[:1])
+    return "", ""
 
 
 def verb_error(name: str, verbs: Collection[str], prog: str) -> PrgeError:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prge.errors import BundleError
 from prge.files.bundle import Bundle
+from server_export.model.adapted import convert_conv1d
 from server_export.model.base import content_problems, model_problems
 from server_export.model.loading import LoadedModel, load_model
-from server_export.model.lora_fa import convert_conv1d
 from server_export.model.quantization import round_base
 
 

@@ -18,10 +18,10 @@ from server_export.graph.cutting import Block, cut, kinds
 from server_export.graph.modules import give_memory
 from server_export.graph.rewriting import rewrite
 from server_export.graph.rotation import turn_by_layers
+from server_export.model.adapted import CallInputs, conv1d_names, convert_conv1d, insert_lora
 from server_export.model.files import ModelFiles
 from server_export.model.frozen import ADAPTER_WEIGHT, Frozen, freeze
 from server_export.model.loading import LoadedModel
-from server_export.model.lora_fa import CallInputs, conv1d_names, convert_conv1d, insert_lora
 from server_export.model.positions import first_position
 from server_export.model.quantization import GROUP_SIZE, QuantizationReport
 from server_export.model.readout import cut_head

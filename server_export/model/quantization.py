@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from server_export.model.lora_fa import replace_module
+from server_export.model.adapted import replace_module
 
 GROUP_SIZE = 32
 # Below this an int8 table saves nothing that anybody would notice.

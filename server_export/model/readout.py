@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from prge.errors import ConfigError
+from server_export.model.adapted import replace_module
 from server_export.model.loading import LoadedModel
-from server_export.model.lora_fa import replace_module
 from server_export.settings import ExportConfig
 
 Pooling = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from server_export.model.lora_fa import replace_module
+from server_export.model.adapted import replace_module
 
 
 class ConstantRotary(nn.Module):

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from prge.files.peft import PeftAdapter, lora_scale, read_lora
-from server_export.model.blocks import in_top_blocks
-from server_export.model.loading import LoadedModel, parameter_count
-from server_export.model.lora_fa import (
+from server_export.model.adapted import (
     default_target_modules,
     initial_lora_a,
     match_start_adapter,
     match_target_modules,
     normal_targets,
 )
+from server_export.model.blocks import in_top_blocks
+from server_export.model.loading import LoadedModel, parameter_count
 from server_export.settings import ExportConfig
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from server_export.model.adapted import replace_module
 from server_export.model.attention import causal_mask
-from server_export.model.lora_fa import replace_module
 from server_export.model.rotary import rotary_names
 
 

@@ -19,7 +19,7 @@ from prge.contract import Matrix
 from server_export.graph.modules import remove_unused_attributes
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention
-from server_export.model.lora_fa import CallInputs
+from server_export.model.adapted import CallInputs
 from server_export.model.tables import Tables
 
 # No width, vocabulary or number of heads is known to have one of them as a factor.

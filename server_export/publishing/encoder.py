@@ -17,8 +17,8 @@ from prge.engine import Array
 from server_export.check.engine import loaded_method
 from server_export.lower.program import write_program
 from server_export.model import attention, readout
+from server_export.model.adapted import convert_conv1d
 from server_export.model.loading import LoadedModel
-from server_export.model.lora_fa import convert_conv1d
 from server_export.model.positions import position_numbers
 from server_export.model.rotary import make_rotary_constant
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, quantized_and_checked

@@ -21,8 +21,8 @@ from prge.errors import BundleError, ConfigError, told_as_bundle_error
 from server_export.check.engine import opened_method
 from server_export.lower.program import lowered
 from server_export.model import attention
+from server_export.model.adapted import convert_conv1d, replace_module
 from server_export.model.loading import LoadedModel
-from server_export.model.lora_fa import convert_conv1d, replace_module
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, quantized_and_checked
 
 # Of a prompt in one call: the runner cuts longer ones. Memory is planned for it, and products of more rows

@@ -100,7 +100,7 @@ def test_trained_models_write_what_the_merged_model_does(
     trained = trained_adapter(base, tmp_path / "trained", size=0.02)
     bundle, merged = tmp_path / "bundle", tmp_path / "merged"
     roles = ["--roles", "prefill", "decode"]
-    prge("export", "--model", base, "--adapter", trained, "--out", bundle, *roles)
+    prge("export", "--model", base, "--start-adapter", trained, "--out", bundle, *roles)
     words = ["publish", trained, "--model", base, "--format", "merged", "--out", merged]
     assert main([*map(str, words)]) == 0
     done = prge("generate", "--bundle", bundle, "--prompt", *STORIES, "--max-tokens", 60, "--json")

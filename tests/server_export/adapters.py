@@ -32,8 +32,8 @@ def trained_adapter(
 ) -> Path:
     """The same for the model in `base`, without a bundle."""
     from server_export.bundle import write_adapter
+    from server_export.model.adapted import convert_conv1d
     from server_export.model.loading import load_model
-    from server_export.model.lora_fa import convert_conv1d
     from server_export.model.start import start_adapter
     from server_export.settings import ExportConfig
 

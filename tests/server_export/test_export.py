@@ -47,6 +47,7 @@ def test_a_bundle_opens_and_says_what_it_is(llama_bundle: Path, llama_folder: Pa
     # The model has so many positions.
     assert bundle.chain.bounds.tokens == 64
     assert manifest["lora"] == {
+        "adapter": "lora-fa",
         "rank": 4,
         "alpha": 16.0,
         "target_modules": ["q_proj", "v_proj"],
@@ -137,7 +138,10 @@ def test_settings_are_checked_together() -> None:
         ({"init_rows": Path("rows.jsonl")}, "init_rows is given, but init is random"),
         ({"init_task": "sst2"}, "init_task is given, but init is random"),
         ({"spread_ranks": True}, "spread_ranks is given, but init is random"),
-        ({"init": "eva", "init_rows": Path("r"), "adapter": Path("a")}, "adapter is given and brings its"),
+        (
+            {"init": "eva", "init_rows": Path("r"), "start_adapter": Path("a")},
+            "start_adapter is given and brings its",
+        ),
     ],
 )
 def test_an_init_has_its_settings_and_no_other(changes: dict[str, Any], told: str) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from prge.files.peft import WEIGHTS, read_config, weight_name, write_config
 from server_export.evidence.baselines.problem import ModelProblem
-from server_export.model.lora_fa import replace_module
+from server_export.model.adapted import replace_module
 
 
 class AdaptedLinear(nn.Module):

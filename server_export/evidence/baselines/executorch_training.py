@@ -26,7 +26,7 @@ from server_export.evidence.baselines.method import Method, StepResult
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.model import attention, readout
-from server_export.model.lora_fa import replace_module
+from server_export.model.adapted import replace_module
 from server_export.model.rotary import ConstantRotary, make_rotary_constant
 from server_export.quiet import quiet_engine
 

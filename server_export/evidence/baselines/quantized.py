@@ -25,7 +25,7 @@ from server_export.evidence.baselines.layers import Linears, block_linears, inpu
 from server_export.evidence.baselines.method import StepResult
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
-from server_export.model.lora_fa import replace_module
+from server_export.model.adapted import replace_module
 
 LARGEST_CODE = 127
 # Training rows that the units of layer inputs are measured on.

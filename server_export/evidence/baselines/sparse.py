@@ -31,8 +31,8 @@ from server_export.evidence.baselines.backpropagation import Backpropagation
 from server_export.evidence.baselines.layers import block_linears, inputs_noted, merged, shuffled_batches
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
+from server_export.model.adapted import replace_module
 from server_export.model.blocks import block_names
-from server_export.model.lora_fa import replace_module
 
 # Shares of its input channels that a layer may learn with.
 SHARES = (0.25, 1.0)

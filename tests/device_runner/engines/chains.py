@@ -69,7 +69,7 @@ class Whole:
         """From what `export_chain` wrote."""
         from transformers import AutoModel, AutoModelForCausalLM
 
-        from server_export.model.lora_fa import convert_conv1d
+        from server_export.model.adapted import convert_conv1d
 
         bundle = open_bundle(folder / "bundle")
         kind = AutoModel if bundle.chain.is_encoder else AutoModelForCausalLM

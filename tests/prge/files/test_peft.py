@@ -418,7 +418,7 @@ def test_peft_loads_what_is_written(tmp_path: Path) -> None:
         ({"target_modules": None}, "target_modules is None"),
         ({"target_modules": [3]}, "target_modules is [3]"),
         ({"r": [1] * 10_000}, "r is [1, 1"),
-        ({"use_rslora": True}, "use_rslora is set"),
+        ({"use_qalora": True}, "use_qalora is set"),
         ({"use_dora": True}, "use_dora is set"),
         ({"bias": "lora_only"}, "bias is"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is set"),

@@ -16,11 +16,11 @@ from server_export.graph.shapes import with_size
 from server_export.lower import roles
 from server_export.lower.roles import role_graphs
 from server_export.model import traced
+from server_export.model.adapted import convert_conv1d, match_target_modules
 from server_export.model.attention import padding_mask
 from server_export.model.chain import Chain, build_chain
 from server_export.model.files import find_files
 from server_export.model.loading import outline_model
-from server_export.model.lora_fa import convert_conv1d, match_target_modules
 from tests.server_export.derive.tangent.graphs import inputs_of, random, relative_difference
 from tests.tiers import rest
 from tests.tiny_models import ARCHITECTURES, DECODERS, save_model

@@ -10,8 +10,8 @@ from torch import nn
 
 from prge.errors import ConfigError
 from server_export.bundle import write_adapter
+from server_export.model.adapted import convert_conv1d
 from server_export.model.blocks import block_names, blocks_below, in_top_blocks
-from server_export.model.lora_fa import convert_conv1d
 from server_export.settings import ExportConfig
 from tests.server_export.model.starts import start
 from tests.tiny_models import ARCHITECTURES, make_model
@@ -91,8 +91,8 @@ def test_whole_blocks_below_some_layers_are_counted() -> None:
 
 
 def test_an_adapter_that_brings_its_layers_has_no_others() -> None:
-    with pytest.raises(ConfigError, match="adapter is given and brings its layers"):
-        ExportConfig(model="llama", out=Path("unused"), adapter=Path("adapter"), adapt_layers="top:1")
+    with pytest.raises(ConfigError, match="adapt_layers is top:1, but start_adapter is given"):
+        ExportConfig(model="llama", out=Path("unused"), start_adapter=Path("adapter"), adapt_layers="top:1")
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from server_export.model.adapted import convert_conv1d, default_target_modules, match_target_modules
 from server_export.model.chain import Chain, build_chain
 from server_export.model.files import find_files
 from server_export.model.loading import outline_model
-from server_export.model.lora_fa import convert_conv1d, default_target_modules, match_target_modules
 from tests.tiny_models import save_model
 
 RANK, LONGEST = 4, 64

@@ -14,8 +14,8 @@ from server_export.check.engine import loaded_method
 from server_export.export import ExportConfig
 from server_export.lower.program import write_program
 from server_export.model import attention, quantization
+from server_export.model.adapted import convert_conv1d
 from server_export.model.loading import prepare_model
-from server_export.model.lora_fa import convert_conv1d
 from server_export.model.quantization import Int8Embedding, QuantizationReport, quantize
 from server_export.model.readout import at_positions
 from server_export.model.rotary import make_rotary_constant

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prge.errors import BundleError
+from server_export.model.adapted import conv1d_names
 from server_export.model.files import find_files
 from server_export.model.loading import load_model, outline_model
-from server_export.model.lora_fa import conv1d_names
 from server_export.model.weights import Weights
 from tests.tiny_models import make_model, make_tokenizer, save_model
 

@@ -133,9 +133,9 @@ def test_rows_take_the_directions_of_their_example_and_padding_none() -> None:
         for kind, width in (("u", module.rank), ("v", module.out_features))
     }
     directions.fill(inputs, owner)
-    for module, u, v in directions.factors():
-        for kind, factor in (("u", u), ("v", v)):
-            filled = inputs[f"{kind}.{module.name}"]
+    for matrix, u, v in directions.factors():
+        for name, factor in ((matrix.u, u), (matrix.v, v)):
+            filled = inputs[name]
             for row, example in enumerate(owner.tolist()):
                 expected = factor[:, example] if example >= 0 else np.zeros_like(factor[:, 0])
                 assert np.array_equal(filled[:, row], expected)

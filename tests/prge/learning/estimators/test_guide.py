@@ -60,7 +60,7 @@ def test_rank_one_directions_have_a_sign_for_each_axis() -> None:
     directions = RankOneDirections(5, 6, 2, 3, MODULES, guide=guide)
     shapes = [(u.shape[-1], v.shape[-1]) for _, u, v in directions.factors()]
     assert shapes == [(2, 3), (1, 2)]
-    products = [np.outer(u[1, 2], v[1, 2] @ guide.axes[m.name]).ravel() for m, u, v in directions.factors()]
+    products = [np.outer(u[1, 2], v[1, 2] @ guide.axes[m.of]).ravel() for m, u, v in directions.factors()]
     np.testing.assert_allclose(directions(1, 2), np.concatenate(products), rtol=1e-5, atol=1e-6)
 
 

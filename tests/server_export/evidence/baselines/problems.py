@@ -21,8 +21,8 @@ from server_export.bundle import write_adapter
 from server_export.evidence.base import as_exported
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
+from server_export.model.adapted import convert_conv1d
 from server_export.model.loading import prepare_model
-from server_export.model.lora_fa import convert_conv1d
 from server_export.model.quantization import dequantize, quantize
 from server_export.model.start import StartAdapter, start_adapter
 from server_export.settings import ExportConfig

@@ -8,8 +8,8 @@ import torch
 
 from server_export.evidence.leak.rows import Form, Rows
 from server_export.evidence.leak.victim import Victim
+from server_export.model.adapted import convert_conv1d, initial_lora_a, match_target_modules
 from server_export.model.loading import prepare_model
-from server_export.model.lora_fa import convert_conv1d, initial_lora_a, match_target_modules
 from tests.tiny_models import VOCABULARY, make_model
 
 # Which each of the tokenizer's ids before them isn't.

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from prge.errors import AdapterError, ConfigError
 from server_export.bundle import write_adapter
-from server_export.model.lora_fa import (
+from server_export.model.adapted import (
     convert_conv1d,
     default_target_modules,
     initial_lora_a,
@@ -128,7 +128,7 @@ def test_export_starts_from_an_adapter(tmp_path: Path) -> None:
         tmp_path / "adapter", start("llama", rank=3, alpha=7.5, target_modules=["k_proj", "up_proj"])
     )
     train(tmp_path / "adapter")
-    begun = start("llama", adapter=tmp_path / "adapter")
+    begun = start("llama", start_adapter=tmp_path / "adapter")
     assert (begun.rank, begun.alpha, begun.target_modules) == (3, 7.5, ["k_proj", "up_proj"])
     weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     for name in begun.lora_a:
@@ -144,11 +144,11 @@ def test_adapter_of_a_model_with_a_head_fits_the_encoder(tmp_path: Path) -> None
         for name, tensor in load_file(path).items()
     }
     save_file(weights, path)
-    begun = start("bert", adapter=tmp_path / "adapter")
+    begun = start("bert", start_adapter=tmp_path / "adapter")
     assert next(iter(begun.lora_a)) == "encoder.layer.0.attention.self.query"
 
 
 def test_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     write_adapter(tmp_path / "adapter", start("gpt2"))
     with pytest.raises(AdapterError, match=r"the model has no linear layer transformer\.h\.0"):
-        start("llama", adapter=tmp_path / "adapter")
+        start("llama", start_adapter=tmp_path / "adapter")
