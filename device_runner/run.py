@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from device_runner.engines.checkpoints import Checkpoints
+from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.engines.trunk_cache import TrunkCache
 from device_runner.reporting.next_steps import next_steps
@@ -171,7 +171,7 @@ def open_run(plan: RunPlan, inputs: RunInputs, journal: Journal) -> OpenRun:
         settings.memory,
         plan.scoring,
         cache,
-        Checkpoints(settings.checkpoint_dtype, settings.out, settings.memory),
+        KeptStates(settings.checkpoint_dtype, settings.out, settings.memory),
     )
     begin(journal, inputs.identity(settings), settings)
     keep_guide(journal, inputs.bundle, settings)

@@ -1,6 +1,6 @@
 """The contract of an engine: what its calls take and answer, and the adapted modules.
 
-A stack call computes `copies x batch_size` rows, slot-major:
+A stack call computes `copies x batch_size` rows, copy by copy:
 
     row = copy * batch_size + example          rows = copies * batch_size
 

@@ -109,7 +109,7 @@ def _calls(
 
     def call(step: int) -> Contract:
         sequences = [sequence for example in sampler.chosen(step) for sequence in example.sequences]
-        learnt = sum(len(sequence.slots) for sequence in sequences)
+        learnt = sum(len(sequence.targets) for sequence in sequences)
         tokens = max(len(sequence.tokens) for sequence in sequences)
         return estimated.contract(config, estimator, tokens, math.ceil(learnt / config.batch_size))
 

@@ -22,7 +22,7 @@ from server_export.stage import stage
 
 if TYPE_CHECKING:
     from prge.rows.tokenizer import Tokenizer
-    from server_export.model.chain import Chain
+    from server_export.model.chain import ModelChain
     from server_export.model.source import Source
 
 __all__ = ["ExportConfig", "export", "main"]
@@ -128,7 +128,7 @@ def _reader(config: ExportConfig, source: Source, tokenizer: Any) -> tuple[Token
     return on_device(tokenizer, config.prepend_bos, vocabulary), contract
 
 
-def _compare(config: ExportConfig, chain: Chain) -> None:
+def _compare(config: ExportConfig, chain: ModelChain) -> None:
     from server_export.check.chain import difference_from_model
 
     with stage("comparing") as note:
@@ -138,7 +138,7 @@ def _compare(config: ExportConfig, chain: Chain) -> None:
 
 
 def _write(
-    config: ExportConfig, folder: Path, source: Source, tokenizer: Any, context: int, chain: Chain
+    config: ExportConfig, folder: Path, source: Source, tokenizer: Any, context: int, chain: ModelChain
 ) -> dict[str, Any]:
     """Fill a bundle's folder; returns its manifest."""
     from prge.files import chain as manifest

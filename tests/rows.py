@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from prge.learning.examples import Example, Slot, TokenSequence
+from prge.learning.examples import Example, Target, TokenSequence
 
 
 def completion(row: int, tokens: list[int], prompt: int) -> Example:
     """A completion: everything from index `prompt` on is a target."""
     targets = range(prompt, len(tokens))
-    slots = tuple(Slot(i - 1, tokens[i], 1 / len(targets), 0) for i in targets)
-    return Example(row, (TokenSequence(tuple(tokens), slots),), 1, None)
+    read = tuple(Target(i - 1, tokens[i], 1 / len(targets), 0) for i in targets)
+    return Example(row, (TokenSequence(tuple(tokens), read),), 1, None)
 
 
 def choice(row: int, tokens: list[int], words: list[int], label: int) -> Example:
     """One-token candidates at the last position."""
-    slots = tuple(Slot(len(tokens) - 1, word, 1.0, c) for c, word in enumerate(words))
-    return Example(row, (TokenSequence(tuple(tokens), slots),), len(words), label)
+    targets = tuple(Target(len(tokens) - 1, word, 1.0, c) for c, word in enumerate(words))
+    return Example(row, (TokenSequence(tuple(tokens), targets),), len(words), label)
 
 
 def long_choice(row: int, tokens: list[int], candidates: list[list[int]], label: int) -> Example:
@@ -25,10 +25,10 @@ def long_choice(row: int, tokens: list[int], candidates: list[list[int]], label:
     sequences = []
     for c, candidate in enumerate(candidates):
         whole = [*tokens, *candidate]
-        slots = tuple(
-            Slot(len(tokens) - 1 + k, token, 1 / len(candidate), c) for k, token in enumerate(candidate)
+        targets = tuple(
+            Target(len(tokens) - 1 + k, token, 1 / len(candidate), c) for k, token in enumerate(candidate)
         )
-        sequences.append(TokenSequence(tuple(whole), slots))
+        sequences.append(TokenSequence(tuple(whole), targets))
     return Example(row, tuple(sequences), len(candidates), label)
 
 

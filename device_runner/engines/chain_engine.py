@@ -17,8 +17,8 @@ import numpy as np
 
 from device_runner.engines.base import CheckedEngine
 from device_runner.engines.blocks import Blocks
-from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.head import Asked, VocabularyHead, slices
+from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.contract import Contract, Matrix, matrices
 from prge.engine import Array, FloatArray, IntArray
@@ -55,7 +55,7 @@ class ChainEngine(CheckedEngine):
         blocks: of the bundle.
         threads: size of the engine's pool.
         cache: keeps the states that enter the lowest adapted block, row by row.
-        checkpoints: keeps the states that enter the blocks of an exact call.
+        kept: keeps the states that enter the blocks of an exact call.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class ChainEngine(CheckedEngine):
         blocks: Blocks,
         threads: int,
         cache: TrunkCache | None = None,
-        checkpoints: Checkpoints | None = None,
+        kept: KeptStates | None = None,
     ) -> None:
         super().__init__(contract, threads)
         self._cache = cache
-        self._checkpoints = checkpoints or Checkpoints()
+        self._kept = kept or KeptStates()
         self._blocks = blocks
         self._chain = blocks.chain
         self._bounds = blocks.chain.bounds
@@ -139,7 +139,7 @@ class ChainEngine(CheckedEngine):
         ]
         above = range(self._first, self._end)
         tokens = len(rows) * call.length
-        self._checkpoints.begin(len(parts) * len(above), tokens * sum(map(self._blocks.width, above)))
+        self._kept.begin(len(parts) * len(above), tokens * sum(map(self._blocks.width, above)))
         self._pass(parts, STACK, above, keep=True)
         states = self._collected(parts, call)
         if self._chain.is_encoder:
@@ -169,7 +169,7 @@ class ChainEngine(CheckedEngine):
                     name, gradient = ours.name, found[its.gradient]
                     gradients[name] = gradients[name] + gradient if name in gradients else gradient.copy()
                     self._blocks.release(gradient)
-        self._checkpoints.forget()
+        self._kept.forget()
         if not is_finite:
             # A layer that rounds to int8 makes a number of what is none: nobody would see it in the gradient.
             gradients = {name: np.full_like(gradient, np.nan) for name, gradient in gradients.items()}
@@ -241,7 +241,7 @@ class ChainEngine(CheckedEngine):
             for part in parts:
                 found = self._run(number, role, part)
                 if keep:
-                    part.kept.append(self._checkpoints.keep(part.values["state"]))
+                    part.kept.append(self._kept.keep(part.values["state"]))
                 self._release(part.values)
                 part.values = found
 

@@ -122,9 +122,9 @@ class VocabularyHead:
             self._blocks.release(array)
         return answers
 
-    def _slices(self, count: int, slots: int = 1) -> Iterator[slice]:
+    def _slices(self, count: int, rows: int = 1) -> Iterator[slice]:
         """Questions of a call, fewer at once where each takes several rows of logits."""
-        return slices(count, max(FEWEST_TOKENS, self._bounds.states // slots))
+        return slices(count, max(FEWEST_TOKENS, self._bounds.states // rows))
 
 
 def slices(count: int, most: int) -> Iterator[slice]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.chain_engine import ChainEngine
-from device_runner.engines.checkpoints import Checkpoints
 from device_runner.engines.choice import choose
+from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.speaking import ChainSpeaker
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.contract import Contract
@@ -39,7 +39,7 @@ def open_engines(
     memory: int | None = None,
     scoring: Contract | None = None,
     cache: TrunkCache | None = None,
-    checkpoints: Checkpoints | None = None,
+    kept: KeptStates | None = None,
 ) -> Engines:
     """Open the blocks of a bundle, each tried before it is used.
 
@@ -51,7 +51,7 @@ def open_engines(
         memory: bytes of weights that may stay loaded.
         scoring: contract of the calls that score; by default the chain's own.
         cache: keeps what the blocks below the adapter make of rows of steps.
-        checkpoints: keeps the states that enter the blocks of an exact step.
+        kept: keeps the states that enter the blocks of an exact step.
 
     Raises:
         BundleError, EngineError: see device_runner.engines.blocks.Blocks.
@@ -64,6 +64,6 @@ def open_engines(
     contract = contract or scoring
     blocks = Blocks(bundle, backend, {contract.role}, memory, told.append)
     count = backend.runtime.set_threads(threads)
-    step = ChainEngine(contract, blocks, count, cache, checkpoints)
+    step = ChainEngine(contract, blocks, count, cache, kept)
     score = ChainEngine(scoring, blocks, count)
     return Engines(step, score, count, backend.name, blocks, "; ".join(told))

@@ -9,7 +9,7 @@ from itertools import groupby
 
 import numpy as np
 
-from device_runner.engines.checkpoints import Checkpoints
+from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import Answer
@@ -131,10 +131,8 @@ def open_local(
     """
     inputs = read_inputs(bundle, settings)
     sized = plan_steps(plan, settings, bundle, inputs.train, memory)
-    checkpoints = Checkpoints("float32", settings.out, memory)
-    engines = open_engines(
-        bundle, sized.contract, threads, engine, memory, sized.scoring, checkpoints=checkpoints
-    )
+    kept = KeptStates("float32", settings.out, memory)
+    engines = open_engines(bundle, sized.contract, threads, engine, memory, sized.scoring, kept=kept)
     pad, data = inputs.tokenizer.pad_id, inputs.origin["train"]
     return Local(plan, sized.settings, bundle, engines.step, inputs.train, pad, data=data), engines
 

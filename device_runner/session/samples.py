@@ -132,7 +132,7 @@ class Chooser:
 def _asked(example: Example) -> tuple[int, ...]:
     """The tokens that all candidates follow; of an encoder, which has no candidates there, all."""
     first = example.sequences[0]
-    return first.tokens[: first.slots[0].position + 1] if first.slots else first.tokens
+    return first.tokens[: first.targets[0].position + 1] if first.targets else first.tokens
 
 
 class Samples:

@@ -62,7 +62,7 @@ def score(
         by_example = BatchLoss(batch, outputs[contract.answer], head=head).scores[0]
         for (index, example), row in zip(chunk, by_example, strict=True):
             totals[index] += row[: example.candidates]
-    lengths = np.array([sum(len(s.slots) for s in example.sequences) for example in examples])
+    lengths = np.array([sum(len(s.targets) for s in example.sequences) for example in examples])
     most = max(len(total) for total in totals)
     table = np.full((1, len(totals), most), -np.inf)
     for index, total in enumerate(totals):

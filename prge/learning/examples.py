@@ -1,14 +1,14 @@
-"""Examples as sequences with slots to read, and batches of them as the rows of one call.
+"""Examples as sequences with targets to read, and batches of them as the rows of one call.
 
-A slot is one (position, target) of a sequence: the bundle returns its log-probability. Slots are summed
+A target is one (position, token) of a sequence: the bundle returns its log-probability. Targets are summed
 with their weights into the score of a candidate:
 
-    score[example, candidate] = sum over the slots of that candidate of weight * logprob
+    score[example, candidate] = sum over the targets of that candidate of weight * logprob
 
     completion             one sequence, one candidate, weights 1 / completion tokens
-    one-token candidates   one sequence, a slot per candidate, all at the last position of the prompt
+    one-token candidates   one sequence, a target per candidate, all at the last position of the prompt
     longer candidates      a sequence per candidate, weights 1 / candidate tokens
-    encoder                one sequence without slots: the classification head answers the scores
+    encoder                one sequence without targets: the classification head answers the scores
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from prge.engine import Array, IntArray
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Where to read (`position`), what (`target`), its weight, and the candidate that it belongs to."""
+class Target:
+    """Where to read (`position`), what (`token`), its weight, and the candidate that it belongs to."""
 
     position: int
-    target: int
+    token: int
     weight: float
     candidate: int
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """One tokenized sequence with its slots."""
+    """One tokenized sequence with its targets."""
 
     tokens: tuple[int, ...]
-    slots: tuple[Slot, ...] = ()
+    targets: tuple[Target, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Example:
     def prompt(self) -> tuple[int, ...]:
         """The tokens before a completion's first target."""
         (sequence,) = self.sequences
-        return sequence.tokens[: sequence.slots[0].position + 1]
+        return sequence.tokens[: sequence.targets[0].position + 1]
 
 
 def labels_of(examples: Sequence[Example]) -> IntArray:
@@ -141,25 +141,25 @@ def make_batch(
             checks these against the contract beforehand, with row numbers.
     """
     size = contract.batch_size if rows is None else rows
-    slots = max(contract.positions, 1)
+    most = max(contract.positions, 1)
     tokens = np.full((size, contract.sequence_length), pad, np.int64)
     mask = np.zeros_like(tokens)
-    positions, targets, candidate = (np.zeros((size, slots), np.int64) for _ in range(3))
-    weights = np.zeros((size, slots), np.float64)
+    positions, targets, candidate = (np.zeros((size, most), np.int64) for _ in range(3))
+    weights = np.zeros((size, most), np.float64)
     owner = np.full(size, -1, np.int64)
     n = 0
     for index, example in enumerate(examples):
         for sequence in example.sequences:
             length = len(sequence.tokens)
-            if n >= size or length > contract.sequence_length or len(sequence.slots) > slots:
+            if n >= size or length > contract.sequence_length or len(sequence.targets) > most:
                 raise ValueError(f"row {example.row} doesn't fit the bundle")
             tokens[n, :length] = sequence.tokens
             mask[n, :length] = 1
-            for k, slot in enumerate(sequence.slots):
-                positions[n, k] = slot.position
-                targets[n, k] = slot.target
-                weights[n, k] = slot.weight
-                candidate[n, k] = slot.candidate
+            for k, target in enumerate(sequence.targets):
+                positions[n, k] = target.position
+                targets[n, k] = target.token
+                weights[n, k] = target.weight
+                candidate[n, k] = target.candidate
             owner[n] = index
             n += 1
     # An all-masked row would make an encoder's attention and pooling divide by zero.

@@ -121,8 +121,10 @@ class BatchLoss:
             weights, _ = self.head.layers(batch.rows)
             slopes[batch.owner >= 0] = np.matmul(by_score[:, None], weights.astype(np.float64))[:, 0]
             return slopes
-        row, slot = self._read
-        slopes[row, slot] = batch.weights[row, slot] * by_score[batch.owner[row], batch.candidate[row, slot]]
+        row, place = self._read
+        slopes[row, place] = (
+            batch.weights[row, place] * by_score[batch.owner[row], batch.candidate[row, place]]
+        )
         return slopes
 
     def by_head(self, head: Head) -> Float64Array:
@@ -134,15 +136,15 @@ class BatchLoss:
         if self.head is not None:
             asked = self._states(tangents, len(tangents))
         else:
-            row, slot = self._read
-            asked = tangents[:, row, slot]
+            row, place = self._read
+            asked = tangents[:, row, place]
         return float(np.abs(asked).max(initial=0.0))
 
     @cached_property
     def _read(self) -> tuple[Array, Array]:
-        """Rows and slots that count."""
-        row, slot = np.nonzero((self.batch.weights != 0) & (self.batch.owner >= 0)[:, None])
-        return row, slot
+        """Rows and places that count."""
+        row, place = np.nonzero((self.batch.weights != 0) & (self.batch.owner >= 0)[:, None])
+        return row, place
 
     def _states(self, pooled: Array, copies: int) -> FloatArray:
         """The states of the examples, [copies, examples, width], without those of padding rows."""
@@ -150,11 +152,11 @@ class BatchLoss:
 
     def _weighted_sums(self, answers: Array, copies: int) -> Float64Array:
         """What was read, summed with its weights by candidate, f64 [copies, examples, candidates]."""
-        batch, (row, slot) = self.batch, self._read
+        batch, (row, place) = self.batch, self._read
         answers = answers.reshape(copies, len(batch.owner), -1).astype(np.float64)
         most = int(batch.candidates.max())
-        cell = batch.owner[row] * most + batch.candidate[row, slot]
-        weighted = batch.weights[row, slot] * answers[:, row, slot]
+        cell = batch.owner[row] * most + batch.candidate[row, place]
+        weighted = batch.weights[row, place] * answers[:, row, place]
         sums = [np.bincount(cell, copy, batch.examples * most).astype(np.float64) for copy in weighted]
         return np.stack(sums).reshape(copies, batch.examples, most)
 

@@ -4,10 +4,10 @@
     prompt, completion    the completion is learnt, with the end-of-sequence token after it
     messages              what the assistant wrote is learnt
     Alpaca, ShareGPT      become one of the two above (forms.py)
-    a task's candidates   one-token candidates share a sequence, a slot each at the prompt's last token;
+    a task's candidates   one-token candidates share a sequence, a target each at the prompt's last token;
                           longer ones have a sequence each, weights 1 / tokens
     a task's answers      the first answer is learnt
-    a task, encoder       one sequence without slots, and a class
+    a task, encoder       one sequence without targets, and a class
 
 What doesn't fit a bundle is cut, split or refused as `overflow` says, and told in a `DataReport`:
 a prompt loses its beginning, as in MeZO (arXiv 2305.17333); a candidate is never cut; a chat is split between
@@ -160,7 +160,7 @@ def _built(rows: Sequence[Row], make: Callable[[Row], Made], report: DataReport)
     for example in examples:
         for sequence in example.sequences:
             report.lengths.append(len(sequence.tokens))
-            report.slots.append(len(sequence.slots))
+            report.targets.append(len(sequence.targets))
     return examples
 
 
@@ -243,7 +243,7 @@ def _check_dropped(report: DataReport, source: str, limit: float | None) -> None
     """Raise DataError if more target tokens would be left out than the options allow."""
     share = report.dropped_share
     if limit is not None and share > limit:
-        targets = report.dropped + sum(report.slots)
+        targets = report.dropped + sum(report.targets)
         raise DataError(
             f"{source} would lose {share:.0%} of its target tokens",
             [

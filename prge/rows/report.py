@@ -38,7 +38,7 @@ class DataReport:
     rows: int = 0
     examples: int = 0
     lengths: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
     unknown: int = 0
     classes: Counter[str] = field(default_factory=Counter)
     notes: dict[str, list[int]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class DataReport:
     @property
     def dropped_share(self) -> float:
         """Share of the target tokens that didn't fit."""
-        return self.dropped / max(1, self.dropped + sum(self.slots))
+        return self.dropped / max(1, self.dropped + sum(self.targets))
 
     def facts(self) -> dict[str, Any]:
         """What `text` tells, as counts, without a name of the user's."""
@@ -61,7 +61,7 @@ class DataReport:
             "rows": self.rows,
             "examples": self.examples,
             "tokens": sum(self.lengths),
-            "target_tokens": sum(self.slots),
+            "target_tokens": sum(self.targets),
             "longest": max(self.lengths, default=0),
             "dropped_target_tokens": self.dropped,
             "unknown_target_tokens": self.unknown,
@@ -76,14 +76,14 @@ class DataReport:
             f"  tokens in a sequence: {min(self.lengths)} to {max(self.lengths)}, "
             f"mean {sum(self.lengths) / len(self.lengths):.1f}; the bundle takes {self.sequence_length}",
         ]
-        if any(self.slots):
+        if any(self.targets):
             lines.append(
-                f"  target tokens: {sum(self.slots)} of {sum(self.lengths)} tokens, "
-                f"at most {max(self.slots)} in a sequence"
+                f"  target tokens: {sum(self.targets)} of {sum(self.lengths)} tokens, "
+                f"at most {max(self.targets)} in a sequence"
                 + (f"; {self.dropped} more don't fit" if self.dropped else "")
             )
         if self.unknown:
-            lines.append(f"  {unknown_note(self.unknown, sum(self.slots))}")
+            lines.append(f"  {unknown_note(self.unknown, sum(self.targets))}")
         if self.classes:
             lines.append(
                 "  classes: " + ", ".join(f"{name} {count}" for name, count in sorted(self.classes.items()))
@@ -116,16 +116,16 @@ def show_sample(example: Example, tokenizer: Tokenizer) -> str:
     for sequence in example.sequences:
         pieces = tokenizer.pieces(sequence.tokens)
         outside = []
-        for slot in sequence.slots:
-            at = slot.position + 1
-            if at < len(pieces) and sequence.tokens[at] == slot.target:
+        for target in sequence.targets:
+            at = target.position + 1
+            if at < len(pieces) and sequence.tokens[at] == target.token:
                 pieces[at] = f"[{pieces[at]}]"
             else:
-                right = " <- label" if slot.candidate == example.label else ""
-                outside.append(f"[{tokenizer.token(slot.target)}]{right}")
-        mine = {slot.candidate for slot in sequence.slots} == {example.label}
+                right = " <- label" if target.candidate == example.label else ""
+                outside.append(f"[{tokenizer.token(target.token)}]{right}")
+        mine = {target.candidate for target in sequence.targets} == {example.label}
         lines.append("  " + "".join(pieces) + (" <- label" if mine and not outside else ""))
         lines += [f"    -> {line}" for line in outside]
-    if example.label is not None and not any(sequence.slots for sequence in example.sequences):
+    if example.label is not None and not any(sequence.targets for sequence in example.sequences):
         lines.append(f"    -> class {example.label} of {example.candidates}")
     return "\n".join(lines)

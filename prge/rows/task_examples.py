@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from prge.learning.examples import Example, Slot, TokenSequence
+from prge.learning.examples import Example, Target, TokenSequence
 from prge.rows.conversations import INEXACT
 from prge.rows.readers import Row
 from prge.rows.report import ENCODER_CUT, PROMPT_CUT
@@ -83,17 +83,17 @@ def _candidates(
         if len(set(tokens)) < len(tokens):
             raise RowError(f"has two candidates that are one token: {_spelled(reading, texts, pairs)}")
         check_vocabulary(reading, [*prompt, *tokens])
-        slots = [Slot(at, token, 1.0, index) for index, token in enumerate(tokens)]
+        targets = [Target(at, token, 1.0, index) for index, token in enumerate(tokens)]
         size = reading.contract.positions
-        starts = range(0, len(slots), size)
-        return tuple(TokenSequence(prompt, tuple(slots[i : i + size])) for i in starts), is_cut
+        starts = range(0, len(targets), size)
+        return tuple(TokenSequence(prompt, tuple(targets[i : i + size])) for i in starts), is_cut
     sequences = []
     for index, pair in enumerate(pairs):
         check_vocabulary(reading, [*prompt, *pair.completion])
         weight = 1 / len(pair.completion)
         tokens = pair.completion.tolist()
-        slots = [Slot(at + k, token, weight, index) for k, token in enumerate(tokens)]
-        sequences.append(TokenSequence((*prompt, *tokens), tuple(slots)))
+        targets = [Target(at + k, token, weight, index) for k, token in enumerate(tokens)]
+        sequences.append(TokenSequence((*prompt, *tokens), tuple(targets)))
     return tuple(sequences), is_cut
 
 
@@ -129,7 +129,7 @@ def _spelled(reading: Reading, texts: Sequence[str], pairs: Sequence[Pair]) -> s
 
 
 def _encoder_example(reading: Reading, task: Task, row: Row) -> Made:
-    """One sequence without slots, and a class."""
+    """One sequence without targets, and a class."""
     text = task.encoder_text(row.fields)
     if not text.strip():
         raise RowError("has an empty text: there is nothing to learn from")

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prge.contract import Contract
-from prge.learning.examples import Example, Slot, TokenSequence
+from prge.learning.examples import Example, Target, TokenSequence
 from prge.rows.report import END_CUT, PROMPT_CUT, SPLIT
 from prge.rows.task import RowError
 from prge.rows.tokenizer import Ids, Tokenizer
@@ -154,8 +154,8 @@ def learnt(reading: Reading, row: int, masked: Masked) -> Made:
         kept = [*tokens[:begin].tolist(), *tokens[start : chosen[-1] + 1].tolist()]
         unknown += count_unknown(reading, tokens[chosen])
         weight = 1 / len(chosen)
-        slots = [Slot(index - shift - 1, kept[index - shift], weight, 0) for index in chosen]
-        examples.append(Example(row, (TokenSequence(tuple(kept), tuple(slots)),), 1, None))
+        targets = [Target(index - shift - 1, kept[index - shift], weight, 0) for index in chosen]
+        examples.append(Example(row, (TokenSequence(tuple(kept), tuple(targets)),), 1, None))
     return Made(tuple(examples), masked.events + found.events, found.dropped, unknown)
 
 

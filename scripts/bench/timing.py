@@ -22,7 +22,7 @@ from prge.files.bundle import open_bundle, read_chain, read_manifest
 from prge.files.peft import read_peft
 from prge.learning.estimators.protocol import Estimator, Measurement, Step
 from prge.learning.estimators.table import EstimatorName, make_estimator
-from prge.learning.examples import Example, Slot, TokenSequence, make_batch
+from prge.learning.examples import Example, Target, TokenSequence, make_batch
 from prge.verbs.starting import command_of
 
 
@@ -118,7 +118,7 @@ def timed_step(
     examples = []
     for row in range(rows):
         numbers = random.integers(0, bundle.chain.vocabulary_size, tokens).tolist()
-        slots = tuple(Slot(place, numbers[place + 1], 1 / (tokens - 1), 0) for place in range(tokens - 1))
-        examples.append(Example(row, (TokenSequence(tuple(numbers), slots),), 1, None))
+        targets = tuple(Target(place, numbers[place + 1], 1 / (tokens - 1), 0) for place in range(tokens - 1))
+        examples.append(Example(row, (TokenSequence(tuple(numbers), targets),), 1, None))
     step = Step(adapter, [make_batch(examples, plan.contract)], 0, 0)
     return TimedStep(engines, make_estimator(plan.settings), step)

@@ -16,7 +16,7 @@ from prge.files.chain import TABLE
 from prge.learning.vocabulary import Reading
 from server_export.graph.modules import replace_tensor
 from server_export.lower.chain import LoweredChain
-from server_export.model.chain import Chain
+from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock
 from server_export.model.loading import load_model
 from server_export.model.readout import log_probabilities
@@ -45,7 +45,7 @@ class ChainVerification:
         return asdict(self)
 
 
-def verify_chain(chain: Chain, lowered: LoweredChain, folder: Path, scheme: str) -> ChainVerification:
+def verify_chain(chain: ModelChain, lowered: LoweredChain, folder: Path, scheme: str) -> ChainVerification:
     """Run every role of every kind on the weights of one of its blocks, in the engine and in PyTorch.
 
     Raises:
@@ -77,7 +77,7 @@ def verify_chain(chain: Chain, lowered: LoweredChain, folder: Path, scheme: str)
     return ChainVerification(differences, tolerance)
 
 
-def difference_from_model(chain: Chain, name_or_path: str, revision: str | None) -> float:
+def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | None) -> float:
     """Largest difference between the blocks in float32, in PyTorch, and transformers' own model.
 
     Of log-probabilities or states, of two rows without adapter. The model is in memory as a whole.
@@ -116,7 +116,7 @@ def difference_from_model(chain: Chain, name_or_path: str, revision: str | None)
     return difference
 
 
-def _answers(chain: Chain, tokens: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+def _answers(chain: ModelChain, tokens: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
     """What the blocks compute one after the other; `beside` is of a head, or of an encoder's attention."""
     state, done = tokens, count_parts(chain.end)
     for number in range(chain.end):
@@ -145,7 +145,7 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _example(
-    chain: Chain, program: ExportedProgram, names: Sequence[str], tables: Sequence[int]
+    chain: ModelChain, program: ExportedProgram, names: Sequence[str], tables: Sequence[int]
 ) -> list[torch.Tensor]:
     """Random inputs in the shapes that the program was traced with."""
     generator = torch.Generator().manual_seed(0)

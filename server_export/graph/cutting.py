@@ -25,7 +25,7 @@ _STATE_DIMENSIONS = 3
 
 
 @dataclass(frozen=True)
-class Block:
+class ModelBlock:
     """A stretch of a model.
 
     `graph_module` has the placeholders `state` or what the model's graph takes, then `table_0`, ..., then the
@@ -41,7 +41,7 @@ class Block:
     signature: tuple[Any, ...]
 
 
-def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list[Block]:
+def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list[ModelBlock]:
     """The blocks of a model's graph in order; a graph without points to cut at is one block.
 
     Args:
@@ -69,7 +69,7 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     ]
 
 
-def kinds(blocks: Sequence[Block]) -> list[int]:
+def kinds(blocks: Sequence[ModelBlock]) -> list[int]:
     """The number of each block's kind: that of the first block of the same signature."""
     first: dict[Any, int] = {}
     return [first.setdefault(block.signature, number) for number, block in enumerate(blocks)]
@@ -179,7 +179,7 @@ def _block(
     adapter: Collection[str],
     table: Any,
     is_first: bool,
-) -> Block:
+) -> ModelBlock:
     needed = _between(end, start)
     graph = Graph()
     values: dict[Node, Node] = {}
@@ -215,7 +215,7 @@ def _block(
             values[node] = graph.node_copy(node, values.__getitem__)
     graph.output((values[end],))
     weights = tuple(dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"))
-    return Block(
+    return ModelBlock(
         as_module(graph_module, graph), weights, tuple(tables), trained, _signature(graph_module, graph)
     )
 

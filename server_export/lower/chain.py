@@ -14,12 +14,12 @@ from prge.files import chain as manifest
 from prge.files.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.files.chain import Bounds
 from prge.files.signatures import DECODE, PREFILL, STACK
-from server_export.graph.cutting import Block
+from server_export.graph.cutting import ModelBlock
 from server_export.lower.cache import ProgramCache
 from server_export.lower.roles import LoweredRoles, lower_roles
 from server_export.memory import give_back_freed
-from server_export.model.chain import Chain
-from server_export.model.tables import Table
+from server_export.model.chain import ModelChain
+from server_export.model.tables import ModelTable
 from server_export.stage import count_parts
 
 EMBEDDING, BLOCK, HEAD = "embedding", "block", "head"
@@ -38,7 +38,7 @@ class LoweredChain:
 
 
 def lower_chain(
-    chain: Chain,
+    chain: ModelChain,
     folder: Path,
     roles: Collection[str],
     bounds: Bounds,
@@ -92,7 +92,7 @@ def lower_chain(
 
 
 def _lowered_kind(
-    chain: Chain,
+    chain: ModelChain,
     first: int,
     roles: Collection[str],
     bounds: Bounds,
@@ -119,12 +119,12 @@ def _lowered_kind(
     )
 
 
-def _layers(chain: Chain, block: Block) -> list[str]:
+def _layers(chain: ModelChain, block: ModelBlock) -> list[str]:
     """The adapted layers of a block, in order."""
     return list(dict.fromkeys(chain.adapter[name].of for name in block.adapter))
 
 
-def _kind_name(chain: Chain, first: int, programs: Collection[str]) -> str:
+def _kind_name(chain: ModelChain, first: int, programs: Collection[str]) -> str:
     if first == 0:
         return EMBEDDING
     if first >= chain.end:
@@ -136,13 +136,13 @@ def _program(name: str) -> str:
     return f"{PROGRAMS}/{name}.pte"
 
 
-def _block_name(chain: Chain, number: int) -> str:
+def _block_name(chain: ModelChain, number: int) -> str:
     if number >= chain.end:
         return HEAD if len(chain.head_rows) == 1 else f"{HEAD}-{number - chain.end:02d}"
     return EMBEDDING if number == 0 else f"{number - 1:03d}"
 
 
-def _write_tables(path: Path, tables: list[Table]) -> None:
+def _write_tables(path: Path, tables: list[ModelTable]) -> None:
     values: dict[str, torch.Tensor] = {
         str(number): table.values.contiguous().clone()
         for number, table in enumerate(tables)

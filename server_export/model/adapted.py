@@ -68,7 +68,7 @@ class StackedLoraLinear(nn.Module):
         self.scale = scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [copies x batch, ..., in] -> [copies x batch, ..., out]; rows are slot-major."""
+        """x [copies x batch, ..., in] -> [copies x batch, ..., out]; rows are copy by copy."""
         *given, lora_b = (self.inputs.adapter[matrix.name] for matrix in self.module.matrices)
         copies, rank, _ = lora_b.shape
         base = self.base(x)

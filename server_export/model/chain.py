@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from prge.contract import AdaptedModule, Matrix, matrices
 from prge.errors import BundleError
 from prge.learning.vocabulary import pieces_of
-from server_export.graph.cutting import Block, cut, kinds
+from server_export.graph.cutting import ModelBlock, cut, kinds
 from server_export.graph.modules import give_memory
 from server_export.graph.rewriting import rewrite
 from server_export.graph.rotation import turn_by_layers
@@ -25,7 +25,7 @@ from server_export.model.loading import LoadedModel
 from server_export.model.positions import first_position
 from server_export.model.quantization import GROUP_SIZE, QuantizationReport
 from server_export.model.readout import cut_head
-from server_export.model.tables import TABLE, Tables, make_rotary_tables
+from server_export.model.tables import TABLE, ModelTables, make_rotary_tables
 from server_export.model.traced import COPIES, WHOLE_PREFIX, trace
 from server_export.model.weights import Weights
 
@@ -33,7 +33,7 @@ _BASE = ".base."
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModelKind:
     """The graph of all blocks of a kind, in marker sizes, and how a block's weights become its tensors."""
 
     graph_module: GraphModule
@@ -41,17 +41,17 @@ class Kind:
 
 
 @dataclass
-class Chain:
+class ModelChain:
     """A model's blocks in order.
 
     `kind_of` has each block's number in `kinds`; `adapter` the trained matrix of each placeholder;
     `head_rows` the rows of a head's tensors that each of its blocks has: a piece of the vocabulary.
     """
 
-    blocks: list[Block]
+    blocks: list[ModelBlock]
     kind_of: list[int]
-    kinds: dict[int, Kind]
-    tables: Tables
+    kinds: dict[int, ModelKind]
+    tables: ModelTables
     modules: tuple[AdaptedModule, ...]
     adapter: dict[str, Matrix]
     weights: Weights
@@ -102,7 +102,7 @@ class Chain:
             "int8" if embeddings else "fp32",
         )
 
-    def in_scheme(self, scheme: str) -> Chain:
+    def in_scheme(self, scheme: str) -> ModelChain:
         """The same blocks, whose frozen weights are of another scheme."""
         return replace(self, kinds=_kinds(self.blocks, self.kind_of, scheme, self.end), scheme=scheme)
 
@@ -133,7 +133,7 @@ def build_chain(
     transposed: Collection[str] = (),
     scheme: str = "fp32",
     copies: int = COPIES,
-) -> Chain:
+) -> ModelChain:
     """Cut a model into blocks.
 
     Args:
@@ -155,7 +155,7 @@ def build_chain(
     transposed = {*transposed, *plain_layers(model)}
     weights = Weights(files, model, transposed)
     head_rows, head = _head_rows(model) if outline.is_decoder else ([], "")
-    inputs, tables = CallInputs(), Tables(longest)
+    inputs, tables = CallInputs(), ModelTables(longest)
     modules = insert_lora(model, {name: a.to("meta") for name, a in lora_a.items()}, inputs, scales)
     make_rotary_tables(model, tables)
     trained = matrices(modules)
@@ -165,7 +165,7 @@ def build_chain(
     kind_of = kinds(blocks)
     end = len(blocks) - len(head_rows)
     _check_adapter(blocks, traced.adapter, end)
-    return Chain(
+    return ModelChain(
         blocks,
         kind_of,
         _kinds(blocks, kind_of, scheme, end),
@@ -181,7 +181,7 @@ def build_chain(
     )
 
 
-def _check_adapter(blocks: Sequence[Block], adapter: Mapping[str, Matrix], end: int) -> None:
+def _check_adapter(blocks: Sequence[ModelBlock], adapter: Mapping[str, Matrix], end: int) -> None:
     for number in (0, *range(end, len(blocks))):
         if adapted := list(dict.fromkeys(adapter[name].of for name in blocks[number].adapter)):
             raise BundleError(
@@ -199,14 +199,16 @@ def _head_rows(model: torch.nn.Module) -> tuple[list[Sequence[int]], str]:
     return rows, cut_head(model, len(rows[0]))
 
 
-def _kinds(blocks: Sequence[Block], kind_of: Sequence[int], scheme: str, end: int) -> dict[int, Kind]:
+def _kinds(
+    blocks: Sequence[ModelBlock], kind_of: Sequence[int], scheme: str, end: int
+) -> dict[int, ModelKind]:
     made = {}
     for number in sorted(set(kind_of)):
         graph_module, frozen = freeze(blocks[number], scheme, number >= end)
         rewrite(graph_module)
         turn_by_layers(graph_module)
         give_memory(graph_module)
-        made[number] = Kind(graph_module, frozen)
+        made[number] = ModelKind(graph_module, frozen)
     return made
 
 

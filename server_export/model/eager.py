@@ -13,7 +13,7 @@ from prge.contract import matrices
 from server_export.graph.cutting import TABLE_PREFIX
 from server_export.graph.modules import attribute
 from server_export.graph.shapes import resized
-from server_export.model.chain import Chain, layer_of
+from server_export.model.chain import ModelChain, layer_of
 from server_export.model.frozen import ADAPTER_WEIGHT
 from server_export.model.traced import BATCH, COPIES, TOKENS
 
@@ -33,7 +33,7 @@ class EagerBlock(Interpreter):
         BundleError: the files lack a weight, or it isn't finite.
     """
 
-    def __init__(self, chain: Chain, number: int) -> None:
+    def __init__(self, chain: ModelChain, number: int) -> None:
         self._chain, self._number = chain, number
         kind = chain.kind_of[number]
         super().__init__(chain.kinds[kind].graph_module)

@@ -16,7 +16,7 @@ from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.readers import Selection, read_rows, select_rows
 from prge.rows.task import load_task
 from prge.rows.tokenizer import Tokenizer
-from server_export.model.chain import Chain
+from server_export.model.chain import ModelChain
 from server_export.model.inputs import watch_inputs
 from server_export.model.principal import Directions, Principal, spread_ranks
 from server_export.model.start import StartAdapter
@@ -58,7 +58,7 @@ def tokens_of(examples: Sequence[Example], most: int) -> list[tuple[int, ...]]:
 
 
 def principal_start(
-    start: StartAdapter, chain: Chain, rows: Sequence[Sequence[int]], spread: bool
+    start: StartAdapter, chain: ModelChain, rows: Sequence[Sequence[int]], spread: bool
 ) -> tuple[StartAdapter, dict[str, float]]:
     """An untrained adapter with principal directions as `lora_a`.
 
@@ -87,7 +87,7 @@ def principal_start(
 
 
 def _principal_directions(
-    start: StartAdapter, chain: Chain, rows: Sequence[Sequence[int]], count: int
+    start: StartAdapter, chain: ModelChain, rows: Sequence[Sequence[int]], count: int
 ) -> dict[str, Directions]:
     """Of what each layer of an adapter sees: `count` directions, or as many as the rows have.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from server_export.graph.cutting import Block
+from server_export.graph.cutting import ModelBlock
 from server_export.graph.modules import as_module, copied, remove_unused_attributes
 from server_export.graph.rewriting import remove_identities
 from server_export.graph.shapes import without_memory
@@ -87,7 +87,7 @@ def _plain(name: str) -> str:
     return name.replace(".", "_")
 
 
-def freeze(block: Block, scheme: str, is_head: bool = False) -> tuple[GraphModule, Frozen]:
+def freeze(block: ModelBlock, scheme: str, is_head: bool = False) -> tuple[GraphModule, Frozen]:
     """The graph of a block's kind, quantized, and how its tensors are made.
 
     Args:

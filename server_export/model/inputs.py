@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from server_export.model.attention import padding_mask
-from server_export.model.chain import Chain
+from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock, Watch
 from server_export.stage import count_parts
 
@@ -19,7 +19,7 @@ from server_export.stage import count_parts
 _TOKENS = 2048
 
 
-def watch_inputs(chain: Chain, rows: Sequence[Sequence[int]], watch: Watch) -> Iterator[None]:
+def watch_inputs(chain: ModelChain, rows: Sequence[Sequence[int]], watch: Watch) -> Iterator[None]:
     """Run a chain in PyTorch, as the model is without an adapter; yields when a block has seen all rows.
 
     Args:

@@ -6,7 +6,7 @@ import copy
 from dataclasses import dataclass, replace
 
 from prge.learning.costs import Outline
-from server_export.model.chain import Chain, build_chain, plain_layers
+from server_export.model.chain import ModelChain, build_chain, plain_layers
 from server_export.model.files import ModelFiles, fetch_weights, find_files
 from server_export.model.loading import LoadedModel, check_size, outline_model
 from server_export.model.outline import outline_of
@@ -53,7 +53,7 @@ class Source:
         """The same model with another adapter."""
         return replace(self, start=start, costs=outline_of(start, self.longest))
 
-    def chain(self, scheme: str, context: int) -> Chain:
+    def chain(self, scheme: str, context: int) -> ModelChain:
         """The model's blocks, for texts of up to `context` tokens; they can be made once."""
         start = self.start
         return build_chain(
@@ -66,7 +66,7 @@ class Source:
             scheme=scheme,
         )
 
-    def thin_chain(self, scheme: str, context: int) -> Chain:
+    def thin_chain(self, scheme: str, context: int) -> ModelChain:
         """The same of a copy with LoRA-FA of rank 1, which leaves this one to be traced."""
         start = self.start.starting_from({name: a[:1] for name, a in self.start.lora_a.items()})
         copied = replace(

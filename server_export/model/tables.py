@@ -34,7 +34,7 @@ TABLE = torch.ops.prge.table.default
 
 
 @dataclass(frozen=True)
-class Table:
+class ModelTable:
     """What a table holds for sequences of some length.
 
     `kind` is `causal`, a mask f32 [members, length, length] that lets a token see itself and `window` - 1
@@ -60,7 +60,7 @@ class Table:
         return self.values[:length].unsqueeze(0)
 
 
-class Tables:
+class ModelTables:
     """The tables that a model asks for; its blocks know them by their place in `all`.
 
     Args:
@@ -69,7 +69,7 @@ class Tables:
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
-        self.all: list[Table] = []
+        self.all: list[ModelTable] = []
         self._numbers: dict[Hashable, int] = {}
 
     def causal(self, length: int, window: int | None, members: int) -> torch.Tensor:
@@ -77,21 +77,21 @@ class Tables:
         window = None if window is None or window >= self.longest else window
         return self.ask(
             ("causal", window, members),
-            lambda: Table("causal", window, members=members),
+            lambda: ModelTable("causal", window, members=members),
             (members, length, length),
             torch.float32,
         )
 
     def positions(self, length: int, first: int) -> torch.Tensor:
         """Numbers of positions i64 [1, length]."""
-        return self.ask("positions", lambda: Table("positions", first=first), (1, length), torch.long)
+        return self.ask("positions", lambda: ModelTable("positions", first=first), (1, length), torch.long)
 
     def zeros(self, length: int) -> torch.Tensor:
         """Types of tokens i64 [1, length]: all are of the first."""
-        return self.ask("zeros", lambda: Table("zeros"), (1, length), torch.long)
+        return self.ask("zeros", lambda: ModelTable("zeros"), (1, length), torch.long)
 
     def ask(
-        self, key: Hashable, make: Callable[[], Table], shape: Sequence[int], dtype: torch.dtype
+        self, key: Hashable, make: Callable[[], ModelTable], shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """A table in the graph that is traced; the same key gives the same one."""
         if key not in self._numbers:
@@ -109,7 +109,9 @@ class TableRotary(nn.Module):
         values: cosines and sines f32 [longest, width] by type of layer.
     """
 
-    def __init__(self, tables: Tables, values: dict[str | None, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(
+        self, tables: ModelTables, values: dict[str | None, tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
         super().__init__()
         self.tables = tables
         self.values = values
@@ -122,7 +124,7 @@ class TableRotary(nn.Module):
         return tuple(
             self.tables.ask(
                 (id(self), layer_type, part),
-                lambda part=part: Table("rotary", values=self.values[layer_type][part]),  # type: ignore[misc]
+                lambda part=part: ModelTable("rotary", values=self.values[layer_type][part]),  # type: ignore[misc]
                 (1, length, self.values[layer_type][part].shape[-1]),
                 torch.float32,
             )
@@ -130,7 +132,7 @@ class TableRotary(nn.Module):
         )
 
 
-def make_rotary_tables(model: nn.Module, tables: Tables) -> int:
+def make_rotary_tables(model: nn.Module, tables: ModelTables) -> int:
     """Make tables of every rotary embedding of a model, which may lack its weights; returns how many."""
     names = rotary_names(model)
     for name in names:

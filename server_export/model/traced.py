@@ -20,7 +20,7 @@ from server_export.graph.modules import remove_unused_attributes
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention
 from server_export.model.adapted import CallInputs
-from server_export.model.tables import Tables
+from server_export.model.tables import ModelTables
 
 # No width, vocabulary or number of heads is known to have one of them as a factor.
 BATCH, TOKENS, COPIES = 7919, 6007, 5003
@@ -48,7 +48,7 @@ class _Whole(nn.Module):
         self,
         model: nn.Module,
         inputs: CallInputs,
-        tables: Tables,
+        tables: ModelTables,
         adapter: Sequence[Matrix],
         first_position: int,
     ) -> None:
@@ -88,7 +88,7 @@ class _Whole(nn.Module):
 def trace(
     model: nn.Module,
     inputs: CallInputs,
-    tables: Tables,
+    tables: ModelTables,
     adapter: Sequence[Matrix],
     is_decoder: bool,
     first_position: int,

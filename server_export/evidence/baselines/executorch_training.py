@@ -97,7 +97,7 @@ class ExecutorchTraining(Method):
         self._contract = replace(
             problem.contract,
             sequence_length=max(len(sequence.tokens) for sequence in sequences),
-            positions=max(len(sequence.slots) for sequence in sequences),
+            positions=max(len(sequence.targets) for sequence in sequences),
         )
         self._parameters = {
             f"model.{name}.lora_b": layer.lora_b for name, layer in insert_adapter(problem).items()
@@ -166,9 +166,9 @@ def _unfit(what: str, problem: str) -> ConfigError:
 def _weights(batch: Batch, candidates: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     rows, positions = batch.weights.shape
     weights = np.zeros((batch.examples * candidates, rows * positions), np.float32)
-    row, slot = np.nonzero(batch.weights)
-    cell = batch.owner[row] * candidates + batch.candidate[row, slot]
-    weights[cell, row * positions + slot] = batch.weights[row, slot]
+    row, place = np.nonzero(batch.weights)
+    cell = batch.owner[row] * candidates + batch.candidate[row, place]
+    weights[cell, row * positions + place] = batch.weights[row, place]
     return weights
 
 

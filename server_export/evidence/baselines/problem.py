@@ -90,10 +90,10 @@ class ModelProblem:
             head = heads.cross_fitted or heads.head
             answers = self._pooled(batch.tokens, batch.attention_mask)
         else:
-            row, slot = np.nonzero(batch.weights)
-            asked = batch.positions[row, slot], batch.targets[row, slot]
+            row, place = np.nonzero(batch.weights)
+            asked = batch.positions[row, place], batch.targets[row, place]
             logprobs = self._log_probabilities(batch.tokens, row, *asked)
-            where = torch.from_numpy(row), torch.from_numpy(slot)
+            where = torch.from_numpy(row), torch.from_numpy(place)
             answers = logprobs.new_zeros(batch.weights.shape).index_put(where, logprobs)
         loss = BatchLoss(batch, answers.detach().numpy(), head=head)
         # The answers times their slopes: it has the loss's derivatives, and gets its value.

@@ -84,7 +84,7 @@ def known_form(examples: Sequence[Example], begin: int, length: int) -> Form:
     is_text, problem = first.label is None, ""
     if any(len(example.sequences) != 1 for example in examples):
         problem = "their candidates have several tokens, or are many"
-    elif is_text and any(len(each.slots) != len(each.tokens) - max(begin, 1) for each in sequences):
+    elif is_text and any(len(each.targets) != len(each.tokens) - max(begin, 1) for each in sequences):
         problem = "only a part of their tokens is learnt"
     if problem:
         remedy = "give rows of texts, or a task whose candidates are one token each"
@@ -99,7 +99,7 @@ def known_form(examples: Sequence[Example], begin: int, length: int) -> Form:
         before += 1
     while after < shortest - before and len({row[-1 - after] for row in rows}) == 1:
         after += 1
-    classes = tuple(slot.target for slot in sequences[0].slots)
+    classes = tuple(target.token for target in sequences[0].targets)
     return Form(rows[0][:before], length, rows[0][len(rows[0]) - after :], classes)
 
 

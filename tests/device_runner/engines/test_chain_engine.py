@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from device_runner.engines.checkpoints import Checkpoints
+from device_runner.engines.kept_states import KeptStates
 from prge.contract import Contract, matrices
 from prge.errors import EngineError
 from prge.files.bundle import Bundle, open_bundle
@@ -203,13 +203,13 @@ def test_many_calls_take_no_more_buffers_than_the_first(
     assert counts[0] == counts[-1] > 0
 
 
-def test_checkpoints_in_a_file_change_no_bit_and_in_float16_little(bundle: Bundle, tmp_path: Path) -> None:
+def test_kept_states_in_a_file_change_no_bit_and_in_float16_little(bundle: Bundle, tmp_path: Path) -> None:
     contract = contract_of(bundle, "back", 9)
     given = inputs_of(contract)
     expected = computed(opened(bundle, contract).step, given)
-    in_file, half = Checkpoints("float32", tmp_path, 0), Checkpoints("float16")
-    in_a_file = computed(opened(bundle, contract, checkpoints=in_file).step, given)
-    rounded = computed(opened(bundle, contract, checkpoints=half).step, given)
+    in_file, half = KeptStates("float32", tmp_path, 0), KeptStates("float16")
+    in_a_file = computed(opened(bundle, contract, kept=in_file).step, given)
+    rounded = computed(opened(bundle, contract, kept=half).step, given)
     for name, array in expected.items():
         assert np.array_equal(in_a_file[name], array)
         np.testing.assert_allclose(rounded[name], array, atol=5e-3 * np.abs(array).max())

@@ -53,7 +53,7 @@ def rows(*fields: Mapping[str, Any]) -> list[Row]:
 
 
 def learnt(example: Example, tokenizer: Tokenizer) -> str:
-    return tokenizer.decode([slot.target for each in example.sequences for slot in each.slots])
+    return tokenizer.decode([target.token for each in example.sequences for target in each.targets])
 
 
 def problems_of(*arguments: Any, **keywords: Any) -> list[str]:
@@ -69,7 +69,7 @@ def test_text() -> None:
     [example], report = build_examples(rows({"text": "the film was bad"}), TOKENIZER, contract())
     assert show_sample(example, TOKENIZER) == "row 1\n  <s>[the][ film][ was][ bad]"
     assert (example.candidates, example.label) == (1, None)
-    assert [slot.weight for slot in example.sequences[0].slots] == [1 / 4] * 4
+    assert [target.weight for target in example.sequences[0].targets] == [1 / 4] * 4
     assert report.text() == (
         "the data (text): 1 rows, 1 examples, 1 sequences\n"
         "  columns: text\n"
@@ -171,7 +171,7 @@ def test_a_chat_that_is_too_long_is_split_between_turns() -> None:
     assert "split between turns into several examples: 1 row (1)" in report.text()
     cut, report = build_examples(rows({"messages": chat}), tokenizer, program, options=TRUNCATE)
     assert [each.sequences for each in cut] == [examples[1].sequences] and cut[0].cut
-    assert report.dropped == len(examples[0].sequences[0].slots)
+    assert report.dropped == len(examples[0].sequences[0].targets)
     assert (
         "chats without their older turns, not learnt: 1 row (1); --overflow split keeps them" in report.text()
     )
@@ -192,7 +192,7 @@ def test_splitting_a_chat_loses_no_target_and_repeats_none(words: list[str], roo
         rows({"messages": chat}), tokenizer, program(room, room - 1), options=BuildOptions("auto")
     )
     wanted, found = (
-        [slot.target for each in examples for slot in each.sequences[0].slots]
+        [target.token for each in examples for target in each.sequences[0].targets]
         for examples in ([whole], parts)
     )
     assert found == wanted and report.dropped == 0
@@ -271,8 +271,8 @@ def test_one_token_candidates_share_a_sequence() -> None:
         "row 1\n  <s>the film was a cat It was\n    -> [Ġterrible]\n    -> [Ġgreat] <- label"
     )
     [sequence] = example.sequences
-    assert {slot.position for slot in sequence.slots} == {len(sequence.tokens) - 1}
-    assert [(slot.weight, slot.candidate) for slot in sequence.slots] == [(1, 0), (1, 1)]
+    assert {target.position for target in sequence.targets} == {len(sequence.tokens) - 1}
+    assert [(target.weight, target.candidate) for target in sequence.targets] == [(1, 0), (1, 1)]
     assert (example.candidates, example.label) == (2, 1)
     assert (example.choices, example.answers) == (("terrible", "great"), ("great",))
     assert "classes: 1 1" in report.text()
@@ -283,7 +283,7 @@ def test_more_one_token_candidates_than_positions() -> None:
         {"name": "three", "template": "{t}", "label_words": {0: "Yes", 1: "No", 2: "Maybe"}}, "three"
     )
     [example], _ = build_examples(rows({"t": "the", "label": 2}), TOKENIZER, contract(positions=2), task)
-    assert [[slot.candidate for slot in each.slots] for each in example.sequences] == [[0, 1], [2]]
+    assert [[target.candidate for target in each.targets] for each in example.sequences] == [[0, 1], [2]]
     assert make_batch([example], contract(positions=2)).owner.tolist() == [0, 0, -1, -1]
 
 
@@ -293,8 +293,8 @@ def test_longer_candidates_have_a_sequence_each() -> None:
     assert show_sample(example, TOKENIZER) == (
         "row 1\n  <s>the film It was[ bad][ good] <- label\n  <s>the film It was[ great]"
     )
-    assert [slot.weight for slot in first.slots] == [1 / 2] * 2
-    assert [(slot.weight, slot.candidate) for slot in second.slots] == [(1, 1)]
+    assert [target.weight for target in first.targets] == [1 / 2] * 2
+    assert [(target.weight, target.candidate) for target in second.targets] == [(1, 1)]
 
 
 def test_prefixed_tokenizer_has_one_token_words(prefixed_tokenizer: Tokenizer) -> None:
@@ -325,7 +325,7 @@ def test_encoder(encoder_tokenizer: Tokenizer) -> None:
     assert (
         show_sample(example, encoder_tokenizer) == "row 1\n  <s>the film was a cat</s>\n    -> class 1 of 2"
     )
-    assert (example.candidates, example.label, example.sequences[0].slots) == (2, 1, ())
+    assert (example.candidates, example.label, example.sequences[0].targets) == (2, 1, ())
     assert make_batch([example], encoder).attention_mask[0].sum() == 7
     assert "target tokens" not in report.text()
 
@@ -511,11 +511,11 @@ WORDY = st.lists(st.sampled_from("the film was bad good a cat dog".split()), max
 def check_slots(example: Example, contract: Contract) -> None:
     for sequence in example.sequences:
         assert 0 < len(sequence.tokens) <= contract.sequence_length
-        assert 0 < len(sequence.slots) <= contract.positions
-        for slot in sequence.slots:
-            assert 0 <= slot.position < len(sequence.tokens)
+        assert 0 < len(sequence.targets) <= contract.positions
+        for target in sequence.targets:
+            assert 0 <= target.position < len(sequence.tokens)
     for candidate in range(example.candidates):
-        weights = [s.weight for each in example.sequences for s in each.slots if s.candidate == candidate]
+        weights = [s.weight for each in example.sequences for s in each.targets if s.candidate == candidate]
         assert np.isclose(sum(weights), 1)
     make_batch([example], contract)
 
@@ -533,8 +533,8 @@ def test_texts_teach_each_token_by_the_one_before_it(
         check_slots(example, contract)
         for sequence in example.sequences:
             assert sequence.tokens[0] == 1
-            assert all(sequence.tokens[slot.position + 1] == slot.target for slot in sequence.slots)
-    targets = [slot.target for example in examples for slot in example.sequences[0].slots]
+            assert all(sequence.tokens[target.position + 1] == target.token for target in sequence.targets)
+    targets = [target.token for example in examples for target in example.sequences[0].targets]
     assert targets == (tokens if overflow == "split" else tokens[: len(targets)])
 
 
@@ -549,9 +549,9 @@ def test_completions_keep_their_boundary(
     wanted = [*TOKENIZER.encode_pair(prompt, " " + completion).completion, 2]
     for example in examples:
         check_slots(example, contract)
-        for slot in example.sequences[0].slots:
-            assert example.sequences[0].tokens[slot.position + 1] == slot.target
-    targets = [slot.target for example in examples for slot in example.sequences[0].slots]
+        for target in example.sequences[0].targets:
+            assert example.sequences[0].tokens[target.position + 1] == target.token
+    targets = [target.token for example in examples for target in example.sequences[0].targets]
     assert targets == (wanted if overflow == "split" else wanted[: len(targets)])
 
 
@@ -570,7 +570,7 @@ def test_candidates_have_weights_that_sum_to_one(text: str, candidates: list[str
     check_slots(example, contract)
     if len(example.sequences) > 1:
         for sequence in example.sequences:
-            assert all(sequence.tokens[slot.position + 1] == slot.target for slot in sequence.slots)
+            assert all(sequence.tokens[target.position + 1] == target.token for target in sequence.targets)
 
 
 # Nothing is left out in silence
@@ -593,7 +593,7 @@ def test_split_rows_lose_nothing_and_what_is_cut_is_counted() -> None:
     few = contract(positions=8)
     parts, report = build_examples(rows(LONG), TOKENIZER, few, options=BuildOptions(overflow="split"))
     assert report.dropped == 0
-    assert sum(len(sequence.slots) for part in parts for sequence in part.sequences) == whole
+    assert sum(len(sequence.targets) for part in parts for sequence in part.sequences) == whole
     assert not any(part.cut for part in parts)
     _, report = build_examples(rows(LONG), TOKENIZER, few, options=TRUNCATE)
     assert report.dropped == whole - 8
@@ -605,7 +605,7 @@ def test_all_of_a_long_completion_that_does_not_fit_counts() -> None:
     small = contract(sequence_length=8, positions=7)
     [example], report = build_examples(data, TOKENIZER, small, options=TRUNCATE)
     whole = len(TOKENIZER.encode_pair("a cat", " on a mat" * 100).completion) + 1
-    assert report.dropped + len(example.sequences[0].slots) == whole
+    assert report.dropped + len(example.sequences[0].targets) == whole
 
 
 def test_without_another_wish_texts_are_split_and_all_else_is_cut() -> None:

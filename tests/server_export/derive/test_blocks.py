@@ -18,7 +18,7 @@ from server_export.lower.roles import role_graphs
 from server_export.model import traced
 from server_export.model.adapted import convert_conv1d, match_target_modules
 from server_export.model.attention import padding_mask
-from server_export.model.chain import Chain, build_chain
+from server_export.model.chain import ModelChain, build_chain
 from server_export.model.files import find_files
 from server_export.model.loading import outline_model
 from tests.server_export.derive.tangent.graphs import inputs_of, random, relative_difference
@@ -64,7 +64,7 @@ class Kind:
         return self.inputs["state"]
 
 
-def chain_of(architecture: str, folder: Path, scheme: str, rank: int, trains_a: bool = False) -> Chain:
+def chain_of(architecture: str, folder: Path, scheme: str, rank: int, trains_a: bool = False) -> ModelChain:
     path = save_model(folder / "model", architecture)
     with torch.device("meta"):
         convert_conv1d(twin := outline_model(str(path)).model)
@@ -93,7 +93,7 @@ def kinds_of(architecture: str, folder: Path, scheme: str = "fp32", rank: int = 
     ]
 
 
-def kind_of(chain: Chain, number: int, is_head: bool) -> Kind:
+def kind_of(chain: ModelChain, number: int, is_head: bool) -> Kind:
     block, kind = chain.blocks[number], chain.kinds[number]
     for name, tensor in chain.tensors(number).items():
         attribute(kind.graph_module, name).copy_(tensor)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from server_export.graph.cutting import Block, cut, kinds
+from server_export.graph.cutting import ModelBlock, cut, kinds
 from server_export.graph.rewriting import rewritten_graph
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 3, 5, 8, 16
@@ -51,7 +51,7 @@ def graph_of(model: Model, adapted: int) -> GraphModule:
     return rewritten_graph(model, (tokens, mask, *[torch.zeros(WIDTH, WIDTH)] * adapted))
 
 
-def blocks_of(model: Model, adapted: int = 0) -> tuple[GraphModule, list[Block]]:
+def blocks_of(model: Model, adapted: int = 0) -> tuple[GraphModule, list[ModelBlock]]:
     graph = graph_of(model, adapted)
     names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")][2:]
     return graph, cut(graph, names, table=None)

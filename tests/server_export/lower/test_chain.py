@@ -15,7 +15,7 @@ from prge.files.chain import Bounds
 from prge.files.signatures import BACK, STACK, TANGENT
 from server_export.check.chain import FLOAT_TOLERANCE, verify_chain
 from server_export.lower.chain import LoweredChain, lower_chain
-from server_export.model.chain import Chain, build_chain
+from server_export.model.chain import ModelChain, build_chain
 from server_export.model.files import find_files
 from server_export.model.loading import outline_model
 from tests.tiny_models import WIDTH, save_model
@@ -30,7 +30,7 @@ LAYERS = 3
 class Written:
     """A chain and what was written of it."""
 
-    chain: Chain
+    chain: ModelChain
     lowered: LoweredChain
     folder: Path
 

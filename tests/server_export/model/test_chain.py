@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from server_export.model.adapted import convert_conv1d, default_target_modules, match_target_modules
-from server_export.model.chain import Chain, build_chain
+from server_export.model.chain import ModelChain, build_chain
 from server_export.model.files import find_files
 from server_export.model.loading import outline_model
 from tests.tiny_models import save_model
@@ -22,7 +22,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return save_model(tmp_path / "model", request.param)
 
 
-def chain_of(folder: Path, **settings: Any) -> Chain:
+def chain_of(folder: Path, **settings: Any) -> ModelChain:
     outline = outline_model(str(folder))
     with torch.device("meta"):
         convert_conv1d(twin := outline_model(str(folder)).model)

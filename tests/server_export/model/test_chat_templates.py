@@ -81,7 +81,7 @@ def learnt(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> tuple[list[i
     (example,), report = build_examples([Row(1, {"messages": messages})], tokenizer, CONTRACT)
     assert not report.notes
     (sequence,) = example.sequences
-    return list(sequence.tokens), [slot.position + 1 for slot in sequence.slots]
+    return list(sequence.tokens), [target.position + 1 for target in sequence.targets]
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["end token", "no end token"])

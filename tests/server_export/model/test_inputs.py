@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from server_export.model.adapted import ALL_LINEAR, convert_conv1d, match_target_modules
-from server_export.model.chain import Chain, build_chain
+from server_export.model.chain import ModelChain, build_chain
 from server_export.model.files import find_files
 from server_export.model.inputs import watch_inputs
 from server_export.model.loading import load_model, outline_model
@@ -23,7 +23,7 @@ ROWS = [
 ]
 
 
-def thin_chain(folder: Path, names: Sequence[str]) -> Chain:
+def thin_chain(folder: Path, names: Sequence[str]) -> ModelChain:
     """A chain in float32 with an adapter of rank 1 on some layers."""
     outline = outline_model(str(folder))
     with torch.device("meta"):

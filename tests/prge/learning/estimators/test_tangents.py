@@ -194,7 +194,7 @@ def test_the_largest_tangent_of_all_calls_is_told() -> None:
 
         def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
             outputs = super().forward(inputs)
-            # Three of the four slots of a completion are read.
+            # Three of the four targets of a completion are read.
             self.largest = max(self.largest, float(np.abs(outputs["dlogprobs"][..., :3]).max()))
             return outputs
 

@@ -13,7 +13,7 @@ from prge.files.bundle import open_bundle
 from prge.files.peft import read_peft
 from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.protocol import Step
-from prge.learning.examples import Example, Slot, TokenSequence, make_batch
+from prge.learning.examples import Example, Target, TokenSequence, make_batch
 from server_export.evidence.leak.rows import Form, Rows
 from server_export.evidence.leak.settings import LeakSettings
 from server_export.evidence.leak.target import open_target
@@ -25,11 +25,11 @@ def example_of(form: Form, rows: Rows) -> Example:
     """The first of some rows as a device reads it."""
     tokens = (*form.before, *rows.tokens[0].tolist(), *form.after)
     if form.classes:
-        slots = [Slot(len(tokens) - 1, token, 1.0, index) for index, token in enumerate(form.classes)]
-        return Example(1, (TokenSequence(tokens, tuple(slots)),), len(slots), int(rows.labels[0]))
+        targets = [Target(len(tokens) - 1, token, 1.0, index) for index, token in enumerate(form.classes)]
+        return Example(1, (TokenSequence(tokens, tuple(targets)),), len(targets), int(rows.labels[0]))
     first = max(len(form.before), 1)
-    slots = [Slot(at - 1, tokens[at], 1 / (len(tokens) - first), 0) for at in range(first, len(tokens))]
-    return Example(1, (TokenSequence(tokens, tuple(slots)),), 1, None)
+    targets = [Target(at - 1, tokens[at], 1 / (len(tokens) - first), 0) for at in range(first, len(tokens))]
+    return Example(1, (TokenSequence(tokens, tuple(targets)),), 1, None)
 
 
 def test_gradients_are_the_engines(workshop: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from prge.host.atomic import storage_error
 _ALIGNMENT = 64
 
 
-class Checkpoints:
+class KeptStates:
     """Room for the states of one call after the other.
 
     Args:
