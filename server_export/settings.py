@@ -40,7 +40,8 @@ class ExportConfig:
     """Folder to write the bundle to."""
 
     adapter: AdapterKind = "lora-fa"
-    """What a device trains: `lora-fa`, lora_b alone, or `lora`, both matrices."""
+    """What a device trains: `lora-fa`, lora_b alone, or `lora`, both matrices. A PEFT folder to begin with is
+    `--start-adapter`."""
 
     start_adapter: Path | None = None
     """PEFT LoRA folder to start from; gives both matrices, ranks, alpha and target modules."""

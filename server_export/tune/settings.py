@@ -111,13 +111,18 @@ class TuneSettings(RowsFlags):
         if self.bundle is not None:
             exports = (
                 *("chat_template", "prepend_bos"),
-                *("quantize", "sequence_length", "target_modules", "adapt_layers", "init", "adapter"),
+                *("quantize", "sequence_length", "target_modules", "adapt_layers", "init"),
             )
             problems += [
                 f"--{name.replace('_', '-')} belongs to an export, but --bundle is given"
                 for name in exports
                 if getattr(self, name) is not None
             ]
+            if self.adapter is not None:
+                problems.append(
+                    f"--adapter is {self.adapter}, but --bundle is given: a bundle is of one kind, which "
+                    f"`prge export --adapter {self.adapter}` chooses"
+                )
         if self.quantize is not None and self.quantize not in SCHEMES:
             problems.append(f"--quantize is {self.quantize!r}, must be one of {', '.join(SCHEMES)}")
         lengths = [f"--{name}" for name in ("steps", "epochs", "minutes") if getattr(self, name) is not None]
