@@ -40,7 +40,13 @@ def end_after(pattern: str, folder: Path, words: list[object], how: signal.Signa
     command = [sys.executable, "-m", "prge.cli", *map(str, words)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Tests that a shell runs in the background were told to ignore Ctrl-C, and would hand that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         until = time.monotonic() + 120
         while not any(folder.glob(pattern)):

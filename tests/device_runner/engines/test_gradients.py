@@ -92,7 +92,8 @@ def test_in_float32_it_is_autograds_but_for_rounding(
             loss_of(want).backward()
             by_autograd.append(flat({name: matrix.grad for name, matrix in adapter.items()}))
         expected, rounded = by_autograd
-        own = np.abs(rounded - expected).max()
+        # Gradients of lora_a are sums over a layer's outputs too.
+        own = np.abs(rounded - expected).max() * (2 if bundle.chain.trains_a else 1)
         assert np.abs(found - expected).max() <= max(TOLERANCE * np.abs(expected).max(), own)
 
 

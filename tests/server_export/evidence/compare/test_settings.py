@@ -46,7 +46,7 @@ def test_flags_win_over_a_preset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--preset", "demos"], "must be one of demo, minilm-sst2"),
+        (["--preset", "demos"], "--preset is 'demos'; did you mean demo?"),
         (["--preset", "minilm-sst2"], "--model is missing"),
         (["--preset", "minilm-sst2", "--model", "x"], "--data is missing"),
         (["--preset", "demo", "--model", "/nowhere/model"], "there is no such folder"),
