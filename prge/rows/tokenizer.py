@@ -182,15 +182,11 @@ class Tokenizer:
         tail = ids[count:] if exact else self._continuation(completion, control)
         return Pair(head.ids, tail, exact)
 
-    def encode_continuation(self, text: str, *, control: bool = False) -> list[int]:
+    def _continuation(self, text: str, control: bool) -> Ids:
         """Token ids of a text that follows another one.
 
         SentencePiece-like tokenizers put a space before a text; after a line break they don't.
         """
-        ids: list[int] = self._continuation(text, control).tolist()
-        return ids
-
-    def _continuation(self, text: str, control: bool) -> Ids:
         anchor = self.ids("\n", control=control)
         joined = self.ids("\n" + text, control=control)
         if np.array_equal(joined[: len(anchor)], anchor):
