@@ -37,7 +37,7 @@ from prge.errors import EngineError
 from prge.files.bundle import Bundle, check_content
 from prge.files.chain import TABLE, Interface
 from prge.files.peft import scaled_lora_a
-from prge.files.signatures import DECODE, STACK
+from prge.files.signatures import DECODE, PREFILL, STACK
 
 
 class Blocks:
@@ -284,7 +284,7 @@ class Blocks:
     def _tried(self, number: int, role: str) -> list[Array]:
         """Inputs of a method that reach every weight and the last rows of tables: the same at every call."""
         chain, block, random = self.chain, self.chain.blocks[number], np.random.default_rng(0)
-        bounds = chain.bounds
+        bounds = chain.bounds.of_call
         # Positions are indices: the program of the first block may have fewer than the manifest says.
         tokens = bounds.tokens if number == 0 else min(TRIED.tokens, bounds.tokens)
         sizes = replace(TRIED, tokens=tokens, states=min(TRIED.states, bounds.states))
@@ -293,7 +293,7 @@ class Blocks:
             dtype, shape = self._shapes.of(number, role, name, sizes)
             if name.startswith(TABLE):
                 # The last of a text's positions, or those of a row.
-                start = bounds.context - 1 if role == DECODE and number == 0 else 0
+                start = bounds.context - shape[1] if role in (PREFILL, DECODE) and number == 0 else 0
                 return self.tables.of(block.tables[int(name.removeprefix(TABLE))], shape[1], start)
             if dtype == "int64":
                 most = chain.piece_words if name == "targets" else chain.vocabulary_size

@@ -4,13 +4,14 @@
     slope of logprobs -> head -> slope of states -> blocks, the last one first -> gradient
 
 A call takes its rows at their own length, and computes what no adapter changes once for all copies. One that
-is larger than the bundle's bounds runs in parts; all of them pass a block before the next block is loaded.
+is larger than the bundle's bounds runs in parts; all of them pass a block before the next block is loaded. A
+row that is longer than a call is a part of its own, which passes each block in pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -19,10 +20,11 @@ from device_runner.engines.base import CheckedEngine
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.head import Asked, VocabularyHead, slices
 from device_runner.engines.kept_states import KeptStates
+from device_runner.engines.pieces import Pieces
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.contract import Contract, Matrix, matrices
 from prge.engine import Array, FloatArray, IntArray
-from prge.files.chain import FEWEST_TOKENS, MASKED, TABLE
+from prge.files.chain import FEWEST_TOKENS, KEYS, MASKED, TABLE, VALUES, Bounds
 from prge.files.signatures import BACK, STACK, TANGENT
 
 Arrays = dict[str, Array]
@@ -37,14 +39,19 @@ class Part:
         values: the state by name, in the shape that blocks take.
         beside: what every block is given beside it.
         adapter: the call's inputs of adapted modules for this part, by their names in the call.
-        kept: of a way back, the states that entered the blocks.
+        kept: of a way back, the states that entered the blocks, and of a row in pieces keys and values.
     """
 
     rows: IntArray
     values: Arrays
     beside: Arrays
     adapter: Arrays = field(default_factory=dict)
-    kept: list[Array] = field(default_factory=list)
+    kept: list[Arrays] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens of its rows."""
+        return int(self.beside["ones"].shape[1])
 
 
 class ChainEngine(CheckedEngine):
@@ -75,6 +82,7 @@ class ChainEngine(CheckedEngine):
         self._first = blocks.chain.lowest_adapted
         self._end = blocks.chain.end
         self._head = VocabularyHead(blocks)
+        self._pieces = Pieces(blocks)
 
     def _call(self, inputs: Arrays) -> Sequence[Array]:
         call = _Call(inputs, self._contract)
@@ -88,10 +96,11 @@ class ChainEngine(CheckedEngine):
             parts = self._parts_of_one_copy(call, numbers[0], call.adapter)
         else:
             below = self._below(call, numbers[:1] if call.has_equal_copies else numbers)
+            bounds = self._bounds_of(call)
             parts = [
                 self._part(call, numbers[mine, rows], below, {n: a[mine] for n, a in call.adapter.items()})
-                for mine in slices(copies, self._bounds.copies)
-                for rows in slices(batch, self._bounds.batch)
+                for mine in slices(copies, bounds.copies)
+                for rows in slices(batch, bounds.batch)
             ]
         self._pass(parts, STACK, range(self._first, self._end))
         return self._answer(call, self._collected(parts, call))
@@ -135,11 +144,10 @@ class ChainEngine(CheckedEngine):
         stacked = {name: array[None] for name, array in call.adapter.items()}
         parts = [
             self._part(call, rows[None, batch], below, stacked)
-            for batch in slices(len(rows), self._bounds.batch)
+            for batch in slices(len(rows), self._bounds_of(call).batch)
         ]
         above = range(self._first, self._end)
-        tokens = len(rows) * call.length
-        self._kept.begin(len(parts) * len(above), tokens * sum(map(self._blocks.width, above)))
+        self._make_room_to_keep(parts, above)
         self._pass(parts, STACK, above, keep=True)
         states = self._collected(parts, call)
         if self._chain.is_encoder:
@@ -150,7 +158,7 @@ class ChainEngine(CheckedEngine):
             answers = call.asked.told(reading.logprobs)
             by_state = self._head.back(call.asked, states, reading, call.asked.gathered(slope(answers)))
         for part in parts:
-            part.values = {"slope": np.ascontiguousarray(by_state[part.rows[0]])}
+            part.values = {"slope": np.ascontiguousarray(by_state[part.rows[0], : part.length])}
             part.adapter = call.adapter
             part.beside = {
                 name: array[0] if name == "padding" else array for name, array in part.beside.items()
@@ -159,7 +167,8 @@ class ChainEngine(CheckedEngine):
         is_finite = bool(np.isfinite(by_state).all())
         for number in reversed(above):
             for part in parts:
-                part.values["state"] = part.kept.pop()[0].astype(np.float32, copy=False)
+                kept = {n: a.astype(np.float32, copy=False) for n, a in part.kept.pop().items()}
+                part.values |= {**kept, "state": kept["state"][0]}
                 found = self._run(number, BACK, part)
                 passed = (part.values["state"], found["slope"])
                 is_finite &= all(bool(np.isfinite(array).all()) for array in passed)
@@ -208,9 +217,9 @@ class ChainEngine(CheckedEngine):
         self, call: _Call, rows: IntArray, adapter: Arrays, from_tokens: bool = False
     ) -> list[Part]:
         """Rows of one adapter, many in a call: in the place of copies, that get the same adapter."""
-        below = None if from_tokens else self._below(call, rows[None])
-        whole = len(rows) // self._bounds.batch * self._bounds.batch
-        groups = [rows[:whole].reshape(-1, self._bounds.batch), rows[whole:].reshape(1, -1)]
+        below, bounds = None if from_tokens else self._below(call, rows[None]), self._bounds_of(call)
+        whole = len(rows) // bounds.batch * bounds.batch
+        groups = [rows[:whole].reshape(-1, bounds.batch), rows[whole:].reshape(1, -1)]
         return [
             self._part(
                 call,
@@ -220,18 +229,19 @@ class ChainEngine(CheckedEngine):
             )
             for group in groups
             if group.size
-            for mine in slices(len(group), self._bounds.copies)
+            for mine in slices(len(group), bounds.copies)
         ]
 
     def _part(self, call: _Call, rows: IntArray, below: FloatArray | None, adapter: Arrays) -> Part:
         """Some rows of a call; without states from `below` they enter the embedding."""
+        length = call.length if call.length <= self._bounds.piece else call.length_of(rows)
         if below is None:
-            values: Arrays = {"tokens": call.tokens[rows]}
+            values: Arrays = {"tokens": call.tokens[rows, :length]}
         else:
             # With one copy for all, every copy's rows are its rows.
             states = below.reshape(-1, *below.shape[2:])
-            values = {"state": states[rows % len(states)]}
-        beside: Arrays = {"ones": call.ones}
+            values = {"state": states[rows % len(states), :length]}
+        beside: Arrays = {"ones": call.ones[:, :length]}
         if self._chain.is_encoder:
             beside["padding"] = call.padding[rows]
         return Part(rows, values, beside, adapter)
@@ -240,22 +250,26 @@ class ChainEngine(CheckedEngine):
         for number in numbers:
             for part in parts:
                 found = self._run(number, role, part)
+                kept = {"state": part.values["state"]} if keep else {}
+                kept |= {name: found.pop(name) for name in (KEYS, VALUES) if name in found}
                 if keep:
-                    part.kept.append(self._kept.keep(part.values["state"]))
+                    part.kept.append({name: self._kept.keep(array) for name, array in kept.items()})
                 self._release(part.values)
                 part.values = found
 
     def _run(self, number: int, role: str, part: Part) -> Arrays:
-        block = self._chain.blocks[number]
         inputs = {**part.values, **part.beside}
-        length = part.beside["ones"].shape[1]
-        for index, table in enumerate(block.tables):
-            inputs[f"{TABLE}{index}"] = self._blocks.tables.of(table, length)
         for ours, its in self._matrices(number):
             for given, asked in ((ours.name, its.name), (ours.u, its.u), (ours.v, its.v)):
                 if given in part.adapter:
                     inputs[asked] = part.adapter[given]
-        found = self._blocks.run(number, role, inputs)
+        if part.length > self._bounds.piece:
+            in_pieces = self._pieces.back if role == BACK else self._pieces.stack
+            found = in_pieces(number, inputs)
+        else:
+            for index, table in enumerate(self._chain.blocks[number].tables):
+                inputs[f"{TABLE}{index}"] = self._blocks.tables.of(table, part.length)
+            found = self._blocks.run(number, role, inputs)
         if role == STACK and number < self._end:
             found["state"] = found["state"].reshape(*part.rows.shape, *found["state"].shape[1:])
         return found
@@ -276,9 +290,25 @@ class ChainEngine(CheckedEngine):
         states = np.empty((1 + max(int(part.rows.max()) for part in parts), call.length, width), np.float32)
         for part in parts:
             state = part.values.pop("state")
-            states[part.rows] = state
+            states[part.rows, : part.length] = state
+            # Of rows in pieces; nothing is asked there.
+            states[part.rows, part.length :] = 0
             self._blocks.release(state)
         return states
+
+    def _bounds_of(self, call: _Call) -> Bounds:
+        """The most of each size in one part of a call."""
+        return self._bounds if call.length <= self._bounds.piece else replace(self._bounds, copies=1, batch=1)
+
+    def _make_room_to_keep(self, parts: Sequence[Part], blocks: range) -> None:
+        numbers = arrays = 0
+        for part in parts:
+            in_pieces = part.length > self._bounds.piece
+            arrays += len(blocks) * (3 if in_pieces else 1)
+            for block in blocks:
+                of_token = self._blocks.width(block) + in_pieces * self._pieces.kept_numbers(block)
+                numbers += part.rows.size * part.length * of_token
+        self._kept.begin(arrays, numbers)
 
     # From states to answers
 
@@ -298,6 +328,10 @@ class _Call:
         self.tokens: IntArray = given["tokens"][:, : self.length]
         self.adapter = {name: array for name, array in given.items() if name not in self._of_rows}
         self.ones = np.ones((1, self.length, 1), np.float32)
+
+    def length_of(self, rows: IntArray) -> int:
+        """Tokens that the answers of some of its rows depend on."""
+        return max(self.alone(int(row)).length for row in rows.ravel())
 
     def _longest(self) -> int:
         """Tokens that the answers depend on: none behind an asked position, nor behind an encoder's mask."""

@@ -13,10 +13,10 @@ from typing import Any
 from device_runner.engines.base import DTYPES, Tensors
 from device_runner.engines.tables import Tables
 from prge.files.chain import PAST_KEYS, PAST_VALUES, TABLE, Bounds, Chain
-from prge.files.signatures import DECODE, PREFILL, STACK
+from prge.files.signatures import DECODE, PREFILL, PREFILL_BACK, STACK
 
 # Sizes that a method is tried with before it is used.
-TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4)
+TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4, piece=4)
 
 
 class Shapes:
@@ -49,7 +49,7 @@ class Shapes:
         if name.startswith(TABLE):
             length = 1 if role == DECODE else sizes.tokens
             dtype, shape = self._tables.tensor(block.tables[_index(name)], length)
-            rows = {PREFILL: (1,), DECODE: (sizes.sequences,)}.get(role, shape[:1])
+            rows = {PREFILL: (1,), PREFILL_BACK: (1,), DECODE: (sizes.sequences,)}.get(role, shape[:1])
             return dtype, (*rows, *shape[1:])
         mask = chain.causal_table(number)
         entering, leaving = self.widths[number]
@@ -85,17 +85,18 @@ def read_heads(chain: Chain, programs: Sequence[Any]) -> list[AttentionHeads]:
     """The heads of every block's attention, as its program has them; none where it has no role for texts."""
     found = []
     for block in chain.blocks:
-        method, program = chain.kinds[block.kind].methods.get(DECODE), programs[block.kind]
+        methods, program = chain.kinds[block.kind].methods, programs[block.kind]
+        role = DECODE if DECODE in methods else PREFILL
+        sequences = chain.bounds.sequences if role == DECODE else 1
         shapes: dict[str, tuple[int, ...]] = {}
-        if method is not None and DECODE in program.methods:
-            tensors = program.signature(DECODE).inputs
-            shapes = {name: tensor[1] for name, tensor in zip(method.inputs, tensors, strict=False) if tensor}
+        if role in methods and role in program.methods:
+            tensors = program.signature(role).inputs
+            names = methods[role].inputs
+            shapes = {name: tensor[1] for name, tensor in zip(names, tensors, strict=False) if tensor}
         keys, values = shapes.get(PAST_KEYS, ()), shapes.get(PAST_VALUES, ())
         fits = len(keys) == len(values) == 3
         found.append(
-            AttentionHeads(keys[0] // chain.bounds.sequences, keys[2], values[2])
-            if fits
-            else AttentionHeads(0, 0, 0)
+            AttentionHeads(keys[0] // sequences, keys[2], values[2]) if fits else AttentionHeads(0, 0, 0)
         )
     return found
 
@@ -141,7 +142,7 @@ def problems_of(chain: Chain, shapes: Shapes, programs: Sequence[Any], number: i
                 yield f"{role} has {len(tensors)} {what}s, the manifest {len(names)}"
                 continue
             for name, tensor in zip(names, tensors, strict=True):
-                expected = shapes.of(number, role, name, chain.bounds, what == "output")
+                expected = shapes.of(number, role, name, chain.bounds.of_call, what == "output")
                 found = (DTYPES.get(tensor[0], str(tensor[0])), tensor[1]) if tensor else ("no tensor", ())
                 if found != expected:
                     yield (

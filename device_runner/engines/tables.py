@@ -12,7 +12,7 @@ from prge.engine import Array
 from prge.errors import BundleError
 from prge.files.bundle import TABLES, Bundle
 from prge.files.chain import MASKED, Chain
-from prge.files.signatures import DECODE
+from prge.files.signatures import PREFILL
 
 # Tables of one length, of which masks of long rows take megabytes.
 _KEPT = 8
@@ -31,7 +31,8 @@ class Tables:
         self._rotary: dict[int, Any] = {}
         path = bundle.file(TABLES)
         rotary = [number for number, table in enumerate(chain.tables) if table.kind == "rotary"]
-        longest = max(chain.bounds.tokens, chain.bounds.context if DECODE in chain.roles else 0)
+        writes = PREFILL in chain.roles
+        longest = max(chain.bounds.tokens, chain.bounds.context if writes else 0)
         try:
             # Rows are read when they are asked for: a model's longest text has many.
             stored: Any = safe_open(path, "numpy") if rotary else None

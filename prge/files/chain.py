@@ -10,15 +10,17 @@ tables, and `<n>` of an adapter's inputs counts the block's adapted modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from prge.contract import LARGEST_SIZE, STEP_ROLES, AdaptedModule, Contract
 from prge.errors import BundleError, ConfigError, shown
 from prge.files.signatures import (
+    ALL_ROLES,
+    BACK,
     DECODE,
     PREFILL,
-    ROLES,
+    PREFILL_BACK,
     STACK,
     Signature,
     of_block,
@@ -29,13 +31,15 @@ TABLES = ("causal", "rotary", "positions", "zeros")
 POOLINGS = ("mean", "first")
 TABLE = "table."
 KEYS, VALUES, PAST_KEYS, PAST_VALUES = "keys", "values", "past_keys", "past_values"
+SLOPE_KEYS, SLOPE_VALUES = "slope_keys", "slope_values"
+SLOPE_PAST_KEYS, SLOPE_PAST_VALUES = "slope_past_keys", "slope_past_values"
 SEEN, CAUSAL, OWN = "seen", "causal", "own"
 _MOST_BLOCKS = 1024
 # Of what is wrong with a chain: one mistake can show in every block.
 _SHOWN = 8
 # torch.export takes a size of 1 for another program.
 FEWEST_TOKENS = 2
-# Of a batch in one call, and of a row with as many queries as short ones have.
+# Of a batch in one call, and of a row with as many queries as short ones have, or of a piece of a long one.
 _MOST_TOKENS, _SHORT = 512, 256
 # What attention adds where a token isn't seen: exp of it and any score is exactly 0 in float32, and no sum
 # overflows.
@@ -45,7 +49,10 @@ _REMEDY = "export the bundle again with this version of prge"
 
 @dataclass(frozen=True)
 class Bounds:
-    """The most of each size in one call of a method; `states` is of a decoder's head."""
+    """The most of each size in one call of a method; `states` is of a decoder's head.
+
+    A row has up to `tokens`. One of more than `piece` passes the blocks in pieces; 0 stands for `tokens`.
+    """
 
     copies: int = 8
     batch: int = 4
@@ -54,20 +61,38 @@ class Bounds:
     states: int = 128
     sequences: int = 16
     context: int = 2048
+    piece: int = 0
+
+    def __post_init__(self) -> None:
+        if self.piece == 0:
+            object.__setattr__(self, "piece", self.tokens)
 
     @classmethod
-    def for_rows(cls, tokens: int, context: int = 0) -> Bounds:
+    def for_rows(cls, tokens: int, context: int = 0, is_encoder: bool = False) -> Bounds:
         """What is usual for rows of so many tokens, and texts of `context`.
 
-        Memory is planned for a call of all bounds at once.
+        Memory is planned for a call of all bounds at once. An encoder's rows are whole: their tokens look at
+        those behind.
         """
+        piece = tokens if is_encoder or tokens <= _MOST_TOKENS else _SHORT
         return cls(
             # Programs are traced, and verified, with 2 rows.
-            batch=max(2, min(cls.batch, _MOST_TOKENS // tokens)),
-            queries=cls.queries if tokens <= _SHORT else cls.queries // 2,
+            batch=max(2, min(cls.batch, _MOST_TOKENS // piece)),
+            queries=cls.queries if piece <= _SHORT else cls.queries // 2,
             tokens=tokens,
             context=max(tokens, context),
+            piece=piece,
         )
+
+    @property
+    def of_call(self) -> Bounds:
+        """The same with the tokens that pass a block together."""
+        return replace(self, tokens=self.piece)
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether rows may be longer than a call."""
+        return self.piece < self.tokens
 
 
 @dataclass(frozen=True)
@@ -154,9 +179,11 @@ class Chain:
         if self.width < 1:
             yield f"width is {shown(self.width)}, must be at least 1"
         for name, size in asdict(self.bounds).items():
-            least = FEWEST_TOKENS if name in ("tokens", "states") else 1
+            least = FEWEST_TOKENS if name in ("tokens", "states", "piece") else 1
             if not least <= size <= LARGEST_SIZE:
                 yield f"the bound of {name} is {shown(size)}, must be {least} to {LARGEST_SIZE}"
+        if self.bounds.piece > self.bounds.tokens:
+            yield f"pieces of rows have {self.bounds.piece} tokens, rows {self.bounds.tokens}"
         for table in self.tables:
             window = 1 if table.window is None else table.window
             if (
@@ -192,8 +219,8 @@ class Chain:
         """What a block's methods ask for, or answer, otherwise than an engine expects."""
         modules = len(block.modules)
         for role, method in self.kinds[block.kind].methods.items():
-            if role not in ROLES:
-                yield f"block {number} has the role {shown(role)}, this version knows {', '.join(ROLES)}"
+            if role not in ALL_ROLES:
+                yield f"block {number} has the role {shown(role)}, this version knows {', '.join(ALL_ROLES)}"
                 continue
             signature, asked = self.signature(number, role), {*method.inputs}
             allowed = signature.allowed(modules)
@@ -250,12 +277,21 @@ class Chain:
         """The roles that all blocks have which need it: those of steps from the lowest adapted one on."""
         needing = {role: self.blocks[self.lowest_adapted :] for role in STEP_ROLES}
         if not self.is_encoder:
-            needing |= {PREFILL: self.blocks[: self.end], DECODE: self.blocks}
+            needing |= {
+                PREFILL: self.blocks[: self.end],
+                DECODE: self.blocks,
+                PREFILL_BACK: self.blocks[self.lowest_adapted : self.end],
+            }
         return tuple(
             role
             for role, blocks in needing.items()
             if all(role in self.kinds[block.kind].methods for block in blocks)
         )
+
+    def longest(self, role: str) -> int:
+        """Most tokens of a row in calls of a role of steps."""
+        in_pieces = {STACK: PREFILL, BACK: PREFILL_BACK}.get(role)
+        return self.bounds.tokens if in_pieces in self.roles else self.bounds.piece
 
     def causal_table(self, number: int) -> Table | None:
         """The mask of a block's attention, if it has one."""
@@ -297,7 +333,7 @@ class Chain:
                 f"the bundle lacks the role {role}, it has {', '.join(self.roles)}",
                 remedy="choose another estimator, or export it with that role",
             )
-        tokens = max(length, FEWEST_TOKENS) if length else self.bounds.tokens
+        tokens = max(length, FEWEST_TOKENS) if length else self.longest(role)
         return Contract(
             role=role,
             readout=self.readout,
@@ -344,9 +380,7 @@ class Chain:
                 )
                 for m in _all(block, "modules", Mapping)
             ),
-            bounds=Bounds(
-                **{item.name: _get(_get(block, "bounds", Mapping), item.name, int) for item in fields(Bounds)}
-            ),
+            bounds=_bounds(_get(block, "bounds", Mapping)),
             tables=tuple(
                 Table(
                     _get(t, "kind", str),
@@ -405,3 +439,9 @@ def _checked(name: str, value: Any, kind: type) -> Any:
             remedy=_REMEDY,
         )
     return value
+
+
+def _bounds(block: Mapping[str, Any]) -> Bounds:
+    # Bundles before 0.2.0 have whole rows, and don't say so.
+    block = {"piece": 0, **block}
+    return Bounds(**{item.name: _get(block, item.name, int) for item in fields(Bounds)})

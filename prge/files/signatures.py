@@ -12,9 +12,10 @@ adapted module of the block; what has a `?` is taken only if the block's graph u
     past                     tokens before, and one that stands for none of them: 1 + context
     words                    of a piece of the vocabulary
 
-`seen`, `causal` and `own` are added to the scores of the tokens before, of the call's own, and of the one
-token. `padding` is added to an encoder's attention. A head takes picked states, `targets` as its piece counts
-them and a `shift`, and answers `parts` for prge.learning.vocabulary to add up.
+`prefill_back` is the way back of a piece of a row; what later pieces say of its keys and values comes in as
+slopes. `seen`, `causal` and `own` are added to the scores of the tokens before, of the call's own, and of the
+one token. `padding` is added to an encoder's attention. A head takes picked states, `targets` as its piece
+counts them and a `shift`, and answers `parts` for prge.learning.vocabulary to add up.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ from dataclasses import dataclass
 from prge.contract import STEP_ROLES
 
 STACK, TANGENT, BACK = STEP_ROLES
-PREFILL, DECODE = "prefill", "decode"
+PREFILL, DECODE, PREFILL_BACK = "prefill", "decode", "prefill_back"
+# What an export is asked for, and what follows from it where rows are longer than a piece.
 ROLES = (*STEP_ROLES, PREFILL, DECODE)
+ALL_ROLES = (*ROLES, PREFILL_BACK)
+# Roles of steps: of an adapter they have an input for what is trained, and no other.
+OF_STEPS = (*STEP_ROLES, PREFILL_BACK)
 
 _BLOCK = {
     STACK: "state[copies batch tokens entering] lora_a.*[copies rank in]? lora_b.*[copies rank out]?"
@@ -44,6 +49,8 @@ _BLOCK = {
     " -> state[1 tokens leaving]",
     DECODE: "state[sequences 1 entering] lora_a.*[sequences rank in]? lora_b.*[sequences rank out]?"
     " ones[1 1 1]? -> state[sequences 1 leaving]",
+    PREFILL_BACK: "state[1 tokens entering] slope[1 tokens leaving] lora_a.*[rank in]? lora_b.*[rank out]?"
+    " ones[1 tokens 1]? -> slope[1 tokens entering] gradient_a.*[rank in] gradient.*[rank out]",
 }
 # What a block that looks at the tokens before has besides.
 _ATTENTION = {
@@ -52,6 +59,9 @@ _ATTENTION = {
     DECODE: "past_keys[sequences*heads past key] past_values[sequences*heads past value]"
     " seen[sequences*heads 1 past] own[1 1 past]"
     " -> keys[sequences*heads 1 key] values[sequences*heads 1 value]",
+    PREFILL_BACK: "past_keys[heads past key] past_values[heads past value] seen[members*tokens past]"
+    " causal[members*tokens tokens] slope_keys[heads tokens key] slope_values[heads tokens value]"
+    " -> slope_past_keys[heads past key] slope_past_values[heads past value]",
 }
 # The first block takes these in place of a state.
 _TOKENS = {
@@ -136,7 +146,7 @@ class Signature:
 def of_block(role: str, is_first: bool = False, attends: bool = False, trains_a: bool = False) -> Signature:
     """The signature of a block with a state, in a role; `trains_a`: both matrices of an adapter."""
     found = Signature.parse(_BLOCK[role])
-    if role in STEP_ROLES and not trains_a:
+    if role in OF_STEPS and not trains_a:
         found = Signature(_without(found.inputs, _OF_LORA_A), _without(found.outputs, _OF_LORA_A))
     if is_first:
         rest = _without(found.inputs, _STATES)

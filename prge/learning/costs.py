@@ -250,7 +250,7 @@ def run_memory(
         engine: which way of calling the runtime.
         memory: bytes of weights that may stay loaded; by default all may.
     """
-    bounds = Bounds.for_rows(outline.longest)
+    bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     role = contract.role
     loaded = {STACK, BACK} if contract.is_exact else {role}
     kept = weights.packed + (weights.packed_transposed if contract.is_exact else 0)
@@ -349,7 +349,7 @@ def export_memory(outline: Outline, scheme: str, roles: Collection[str]) -> int:
     verified, the engine has room for the largest call of a block, and the table of embeddings, the largest
     tensor, is there several times.
     """
-    bounds = Bounds.for_rows(outline.longest)
+    bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     sizes = _largest_rows(bounds)
     arena = max(_block_arena(outline, role, *sizes[role], outline.longest) for role in sizes if role in roles)
     verified = arena + (16 if scheme == "fp32" else 11) * outline.table_numbers

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from prge.errors import BundleError
 from prge.files.chain import CAUSAL, OWN, PAST_KEYS, PAST_VALUES, SEEN
+from server_export.graph.mixed_parts import MIXED_PARTS
 from server_export.graph.modules import as_module, copied
 from server_export.graph.shapes import fill_in_values
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
@@ -178,7 +179,7 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
     causal = given(CAUSAL, members * tokens, tokens) if rows == 1 else None
     own = given(OWN, 1, 1, past) if rows != 1 else None
 
-    def scores_of_both(writer: Writer) -> Node:
+    def scores_of_past(writer: Writer) -> Node:
         # XNNPACK packs keys from where they lie: a transposition before a product is none of its own.
         products = writer.call(aten.bmm.default, query, writer.call(aten.transpose.int, past_keys, 1, 2))
         if own is not None:
@@ -186,23 +187,25 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
         found = {product: products}
         for node in between:
             found[node] = writer.call(node.target, *(found.get(each, each) for each in node.args))
-        before = writer.plus(found[scores], seen)
-        if causal is None:
-            return before
-        return writer.call(aten.cat.default, [before, writer.plus(scores, causal)], -1)
+        return writer.plus(found[scores], seen)
+
+    def mixed_with_one(writer: Writer) -> Node:
+        weight = writer.call(aten.slice.Tensor, softmax, -1, 0, 1)
+        mixture = writer.call(aten.bmm.default, softmax, past_values)
+        return writer.plus(mixture, writer.times(weight, values))
 
     def mixed_of_both(writer: Writer) -> Node:
-        if causal is None:
-            weight = writer.call(aten.slice.Tensor, softmax, -1, 0, 1)
-            mixture = writer.call(aten.bmm.default, softmax, past_values)
-            return writer.plus(mixture, writer.times(weight, values))
-        return writer.call(aten.bmm.default, softmax, writer.call(aten.cat.default, [past_values, values], 1))
+        within = writer.plus(scores, causal)
+        return writer.call(MIXED_PARTS, scores_of_past(writer), within, past_values, values)
 
     writer = Writer(graph_module)
-    writer.replace(masked, scores_of_both)
-    del softmax.meta["val"]
-    fill_in_values(graph_module)
-    writer.replace(mixed, mixed_of_both)
+    if causal is None:
+        writer.replace(masked, scores_of_past)
+        del softmax.meta["val"]
+        fill_in_values(graph_module)
+        writer.replace(mixed, mixed_with_one)
+    else:
+        writer.replace(mixed, mixed_of_both)
     output = graph.output_node()
     output.args = ((*output.args[0], keys, values),)
 

@@ -13,6 +13,7 @@ import torch
 import torch.ao.quantization.fx._decomposed
 from torch.fx import GraphModule, Node
 
+from server_export.graph.mixed_parts import MIXED_PARTS
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.graph.writing import Rule, Writer, apply_rules, registrar
 
@@ -72,6 +73,15 @@ def _softmax_parts(writer: Writer, node: Node, logits: Node, shift: Node, index:
     total = writer.total(writer.call(aten.exp.default, writer.minus(logits, shift)))
     chosen = writer.minus(writer.call(aten.gather.default, logits, -1, index), shift)
     return writer.call(aten.cat.default, [chosen, total], -1)
+
+
+@_rule(MIXED_PARTS)
+def _mixed_parts(
+    writer: Writer, node: Node, before: Node, within: Node, past_values: Node, values: Node
+) -> Node:
+    scores = writer.call(aten.cat.default, [before, within], -1)
+    weights = writer.call(aten._softmax.default, scores, -1, False)
+    return writer.call(aten.bmm.default, weights, writer.call(aten.cat.default, [past_values, values], 1))
 
 
 @_rule("torchao.dequantize_affine.default")

@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from prge.contract import STEP_ROLES
 from prge.files import chain as manifest
 from prge.files.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.files.chain import Bounds
-from prge.files.signatures import DECODE, PREFILL, STACK
+from prge.files.signatures import BACK, DECODE, OF_STEPS, PREFILL, PREFILL_BACK, STACK
 from server_export.graph.cutting import ModelBlock
 from server_export.lower.cache import ProgramCache
 from server_export.lower.roles import LoweredRoles, lower_roles
@@ -60,6 +59,8 @@ def lower_chain(
     """
     if not chain.generates:
         roles = {*roles} - {PREFILL, DECODE}
+    if bounds.has_pieces:
+        roles = {*roles, PREFILL, *([PREFILL_BACK] if BACK in roles else [])}
     (folder / PROGRAMS).mkdir()
     (folder / WEIGHTS).mkdir()
     part = count_parts(_OF_A_KIND * len(chain.kinds) + len(chain.blocks))
@@ -111,7 +112,7 @@ def _lowered_kind(
         kind.graph_module,
         {name: replace(chain.adapter[name], of=place[chain.adapter[name].of]) for name in block.adapter},
         kind.frozen.stored,
-        {STACK, *(role for role in roles if is_stepped or role not in STEP_ROLES)},
+        {STACK, *(role for role in roles if is_stepped or role not in OF_STEPS)},
         bounds,
         first >= chain.end,
         cache,

@@ -15,9 +15,26 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from prge.contract import Matrix
-from prge.files.chain import TABLE, Bounds, Interface
-from prge.files.signatures import BACK, DECODE, PREFILL, STACK, TANGENT, of_block, of_head
-from server_export.derive.backprop.joint import backpropagate
+from prge.files.chain import (
+    PAST_KEYS,
+    PAST_VALUES,
+    SLOPE_KEYS,
+    SLOPE_VALUES,
+    TABLE,
+    Bounds,
+    Interface,
+)
+from prge.files.signatures import (
+    BACK,
+    DECODE,
+    PREFILL,
+    PREFILL_BACK,
+    STACK,
+    TANGENT,
+    of_block,
+    of_head,
+)
+from server_export.derive.backprop.joint import SLOPE, backpropagate
 from server_export.derive.backprop.layers import transposed_names, with_transposed
 from server_export.derive.continuing import FROZEN_PREFIX, continued, logits
 from server_export.derive.tangent.transform import Dense, RankOne, differentiate
@@ -117,8 +134,11 @@ def role_graphs(
         graphs[TANGENT] = differentiate(copied(one_copy), seeds, QUERIES, TOKENS)
     if BACK in roles:
         graphs[BACK] = backpropagate(one_copy, [STATE, *adapter], list(adapter), TOKENS)
+    one_row = with_size(one_copy, BATCH, 1)
     if PREFILL in roles and not is_head:
-        graphs[PREFILL] = continued(with_size(one_copy, BATCH, 1), frozen, 1, TOKENS, PAST)
+        graphs[PREFILL] = continued(one_row, frozen, 1, TOKENS, PAST)
+    if PREFILL_BACK in roles and not is_head:
+        graphs[PREFILL_BACK] = _back_of_a_piece(one_row, list(adapter))
     if DECODE in roles:
         one_token = with_size(with_size(several, BATCH, 1), TOKENS, 1)
         graphs[DECODE] = logits(one_token) if is_head else continued(one_token, frozen, COPIES, 1, PAST)
@@ -129,6 +149,14 @@ def role_graphs(
     return graphs
 
 
+def _back_of_a_piece(one_row: GraphModule, adapter: list[str]) -> GraphModule:
+    piece = continued(one_row, [], 1, TOKENS, PAST)
+    looks_back = len(piece.graph.output_node().args[0]) > 1
+    before = [PAST_KEYS, PAST_VALUES] if looks_back else []
+    slopes = [SLOPE, SLOPE_KEYS, SLOPE_VALUES] if looks_back else [SLOPE]
+    return backpropagate(piece, [STATE, *before, *adapter], adapter, TOKENS, slopes)
+
+
 def sizes_of(role: str, bounds: Bounds, is_head: bool) -> dict[str, Size]:
     """The sizes that a call of a kind's method chooses."""
     if role == DECODE:
@@ -136,9 +164,9 @@ def sizes_of(role: str, bounds: Bounds, is_head: bool) -> dict[str, Size]:
             "copies": Size(COPIES, 7, 1, bounds.sequences),
             "past": Size(PAST, 13, 2, 1 + bounds.context),
         }
-    if role == PREFILL:
+    if role in (PREFILL, PREFILL_BACK):
         return {
-            "tokens": Size(TOKENS, 5, 2, bounds.tokens),
+            "tokens": Size(TOKENS, 5, 2, bounds.piece),
             "past": Size(PAST, 13, 2, 1 + bounds.context, after=TOKENS),
         }
     if is_head:
@@ -146,7 +174,7 @@ def sizes_of(role: str, bounds: Bounds, is_head: bool) -> dict[str, Size]:
     return {
         "copies": Size(COPIES, 3, 1, bounds.copies),
         "batch": Size(BATCH, 2, 1, bounds.batch),
-        "tokens": Size(TOKENS, 5, 2, bounds.tokens),
+        "tokens": Size(TOKENS, 5, 2, bounds.piece),
         "queries": Size(QUERIES, 4, 1, bounds.queries),
     }
 
@@ -167,11 +195,11 @@ def _interface(graph: GraphModule, role: str, adapter: Mapping[str, Matrix], is_
             return "targets" if is_head else "padding"
         return name
 
+    gradients = [matrix.gradient for matrix in adapter.values()] if role in (BACK, PREFILL_BACK) else []
     outputs = (of_head(role) if is_head else of_block(role)).answers(0)
-    if role == BACK:
-        outputs += [matrix.gradient for matrix in adapter.values()]
-    if len(graph.graph.output_node().args[0]) > len(outputs):
+    if len(graph.graph.output_node().args[0]) > len(outputs) + len(gradients):
         outputs = of_block(role, attends=True).answers(0)
+    outputs += gradients
     return Interface(tuple(map(name_of, graph.graph.find_nodes(op="placeholder"))), tuple(outputs))
 
 

@@ -23,14 +23,19 @@ from torch.fx.node import map_arg
 from prge.errors import BundleError, told_as_bundle_error
 from server_export.derive.backprop.layers import FROZEN, Expansion, Layer, replace_layers
 from server_export.derive.backprop.rules import ONES, RULES
+from server_export.graph.mixed_parts import MIXED_PARTS, MixedParts
 from server_export.graph.modules import as_module, attribute, copied
 from server_export.graph.rewriting import rewrite
 from server_export.graph.shapes import fill_in_values
 from server_export.graph.softmax_parts import SOFTMAX_PARTS, SoftmaxParts
 from server_export.graph.writing import apply_rules
 
-# What autograd goes through instead of an operator.
-_WITH_A_BACKWARD_PASS = {SOFTMAX_PARTS: SoftmaxParts.apply}
+# What autograd goes through instead of an operator; a view of the engine asks nothing of strides.
+_WITH_A_BACKWARD_PASS = {
+    SOFTMAX_PARTS: SoftmaxParts.apply,
+    MIXED_PARTS: MixedParts.apply,
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+}
 _REMEDY = "leave back out of --roles, and please report it with the name of the model"
 
 SLOPE = "slope"
@@ -41,29 +46,30 @@ def backpropagate(
     wanted: Sequence[str],
     adapter: Sequence[str],
     tokens: int,
+    slopes: Sequence[str] = (SLOPE,),
 ) -> GraphModule:
     """Make a graph that goes through a block and back; it computes the forward pass again.
 
     No constant of it has a shape that depends on rows or tokens, if these differ from all widths.
 
     Args:
-        graph_module: rewritten, of one copy; its nodes carry `meta["val"]`, and it has one output. Its
-            constants are shared.
+        graph_module: rewritten, of one copy; its nodes carry `meta["val"]`. Its constants are shared.
         wanted: inputs whose slopes are outputs, in this order.
         adapter: inputs that are the adapter's, its last ones, [1, rank, out]; the result takes and returns
             [rank, out].
         tokens: of a row; states of a decoder's head. No constant is as long as this.
+        slopes: names of the loss's derivatives by the graph's outputs, in order.
 
     Returns:
-        A module whose last input, `slope`, is the loss's derivative by the answer. It takes `ones` f32
-        [1, tokens, 1] before the adapter, unless nothing reads it. Constants of the way back have names that
-        begin with `transposed_`; those of the forward pass keep theirs.
+        A module whose last inputs are the slopes. It takes `ones` f32 [1, tokens, 1] before the adapter,
+        unless nothing reads it. Constants of the way back have names that begin with `transposed_`; those of
+        the forward pass keep theirs.
 
     Raises:
         BundleError: the answer doesn't depend on what is wanted, or an operator has no derivative.
     """
     graph_module = copied(graph_module)
-    inputs = _inputs(graph_module, adapter, tokens)
+    inputs = _inputs(graph_module, adapter, tokens, slopes)
     layers = replace_layers(graph_module)
     known = [str(node.target) for node in graph_module.graph.find_nodes(op="placeholder")]
     constants = list(dict.fromkeys(str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")))
@@ -74,8 +80,9 @@ def backpropagate(
         given = dict(zip(inputs, arguments[len(constants) :], strict=True))
         given |= {name: given[name].detach().requires_grad_() for name in wanted}
         values = {name: given[name].unsqueeze(0) if name in adapter else given[name] for name in known}
-        answer = _run(graph_module.graph, values | tensors_of)
-        found = torch.autograd.grad(answer, [given[name] for name in wanted], given[SLOPE], allow_unused=True)
+        answers = _run(graph_module.graph, values | tensors_of)
+        inwards = [given[name] for name in slopes]
+        found = torch.autograd.grad(answers, [given[name] for name in wanted], inwards, allow_unused=True)
         _check_used(wanted, found)
         return found
 
@@ -92,10 +99,12 @@ def backpropagate(
     return result
 
 
-def _inputs(graph_module: GraphModule, adapter: Sequence[str], tokens: int) -> dict[str, torch.Tensor]:
+def _inputs(
+    graph_module: GraphModule, adapter: Sequence[str], tokens: int, slopes: Sequence[str]
+) -> dict[str, torch.Tensor]:
     """Inputs of the result in order, without memory."""
     known = {str(node.target): node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")}
-    (answer,) = graph_module.graph.output_node().args[0]
+    answers = graph_module.graph.output_node().args[0]
     inputs = {
         name: torch.empty_like(value, device="meta") for name, value in known.items() if name not in adapter
     }
@@ -103,12 +112,15 @@ def _inputs(graph_module: GraphModule, adapter: Sequence[str], tokens: int) -> d
     inputs |= {
         name: torch.empty(known[name].shape[1:], dtype=known[name].dtype, device="meta") for name in adapter
     }
-    inputs[SLOPE] = torch.empty(answer.meta["val"].shape, device="meta")
+    inputs |= {
+        name: torch.empty(answer.meta["val"].shape, device="meta")
+        for name, answer in zip(slopes, answers, strict=True)
+    }
     return inputs
 
 
-def _run(graph: Graph, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The graph's answer of inputs and constants by name; what it doesn't depend on isn't computed."""
+def _run(graph: Graph, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The graph's answers of inputs and constants by name; what it doesn't depend on isn't computed."""
     output = graph.output_node()
     needed = {output}
     for node in reversed(graph.nodes):
@@ -125,9 +137,7 @@ def _run(graph: Graph, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
             arguments, named = map_arg((node.args, node.kwargs), values.__getitem__)
             target: Any = _WITH_A_BACKWARD_PASS.get(node.target, node.target)
             values[node] = target(*arguments, **named)
-    (answer,) = output.args[0]
-    result: torch.Tensor = values[answer]
-    return result
+    return [values[answer] for answer in output.args[0]]
 
 
 def _check_used(wanted: Sequence[str], slopes: Sequence[torch.Tensor | None]) -> None:

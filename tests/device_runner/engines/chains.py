@@ -47,9 +47,7 @@ def export_chain(
             ExportConfig(
                 model=str(folder / "model"),
                 out=folder / "bundle",
-                rank=2,
-                sequence_length=TOKENS,
-                **settings,
+                **{"rank": 2, "sequence_length": TOKENS, **settings},
             )
         )
     return folder

@@ -10,14 +10,23 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 
 from prge.errors import BundleError
-from prge.files.chain import CAUSAL, MASKED, OWN, PAST_KEYS, PAST_VALUES, SEEN
-from prge.files.signatures import DECODE, PREFILL, STACK
+from prge.files.chain import (
+    CAUSAL,
+    MASKED,
+    OWN,
+    PAST_KEYS,
+    PAST_VALUES,
+    SEEN,
+    SLOPE_KEYS,
+    SLOPE_VALUES,
+)
+from prge.files.signatures import BACK, DECODE, PREFILL, PREFILL_BACK, STACK
 from server_export.derive.continuing import FROZEN_PREFIX, continued
 from server_export.graph.modules import attribute
 from server_export.graph.shapes import fill_in_values, with_size
 from server_export.lower.roles import PAST, role_graphs
 from server_export.model.traced import BATCH, COPIES, TOKENS
-from tests.server_export.derive.tangent.graphs import inputs_of, random
+from tests.server_export.derive.tangent.graphs import inputs_of, random, relative_difference
 from tests.server_export.derive.test_blocks import chain_of
 from tests.tiers import rest
 from tests.tiny_models import DECODERS
@@ -28,6 +37,7 @@ RANK = 4
 # What came before, and what comes: more than the window of those that have one.
 BEFORE, AFTER = 6, 3
 LENGTH = BEFORE + AFTER
+ROLES = {STACK, BACK, PREFILL, DECODE, PREFILL_BACK}
 
 
 class Block:
@@ -40,7 +50,7 @@ class Block:
         for name, tensor in chain.tensors(number).items():
             attribute(kind.graph_module, name).copy_(tensor)
         adapted = {name: chain.adapter[name] for name in self.block.adapter}
-        self.graphs = role_graphs(kind.graph_module, adapted, {STACK, PREFILL, DECODE}, is_head=False)
+        self.graphs = role_graphs(kind.graph_module, adapted, ROLES, is_head=False)
         self.tables = [chain.tables.all[table] for table in self.block.tables]
         self.adapter = {name: random(1, each.rank, each.width).float() for name, each in adapted.items()}
         self.frozen = {FROZEN_PREFIX + name: chain.lora_a[each.of][None] for name, each in adapted.items()}
@@ -54,6 +64,8 @@ class Block:
             graph = with_size(graph, marker, size)
         for matrices in (self.adapter, self.frozen):
             given |= {name: matrix.expand(rows, -1, -1) for name, matrix in matrices.items()}
+        if role in (BACK, PREFILL_BACK):
+            given |= {name: matrix[0] for name, matrix in self.adapter.items()}
         return list(graph(*(given[name] for name in inputs_of(graph))))
 
     def tables_of(self, start: int, end: int) -> dict[str, torch.Tensor]:
@@ -128,6 +140,41 @@ def test_tokens_that_come_later_are_answered_as_in_the_whole(architecture: str, 
     )
     assert torch.allclose(answer[:, 0], torch.stack([w[BEFORE] for w in whole]), atol=1e-5)
     assert keys.shape == (len(both[0]), 1, both[0].shape[-1]) and values.shape[:2] == keys.shape[:2]
+
+
+@pytest.mark.parametrize("architecture", ["llama", *rest(*(name for name in DECODERS if name != "llama"))])
+def test_the_way_back_in_pieces_is_that_of_the_whole(architecture: str, tmp_path: Path) -> None:
+    """The last piece first: it answers what the piece before is given for its keys and values."""
+    block = Block(architecture, tmp_path)
+    state, slope = (random(1, LENGTH, block.width, seed=seed).float() for seed in range(2))
+    tables = {f"table_{number}": table.of(LENGTH) for number, table in enumerate(block.tables)}
+    ones = torch.ones(1, LENGTH, 1)
+    expected = block.call(BACK, 1, LENGTH, 1, state=state, slope=slope, ones=ones, **tables)
+
+    def piece(role: str, start: int, end: int, **given: torch.Tensor) -> list[torch.Tensor]:
+        mask = block.mask(start, end)
+        of_past = {SEEN: mask[:, :start] if start else torch.full((len(mask), 2), MASKED)}
+        given |= {"state": state[:, start:end], "slope": slope[:, start:end], "ones": ones[:, start:end]}
+        past = max(start, 2)
+        return block.call(
+            role, 1, end - start, past, **given, **block.tables_of(start, end), **of_past,
+            **{CAUSAL: mask[:, start:]},
+        )  # fmt: skip
+
+    shapes = {n.name: n.meta["val"].shape for n in block.graphs[PREFILL].graph.nodes if "past_" in n.name}
+    nothing = {name: torch.zeros(shape[0], 2, shape[2]) for name, shape in shapes.items()}
+    _, keys, values = piece(PREFILL, 0, BEFORE, **nothing)
+    of_own = {SLOPE_KEYS: keys[:, :AFTER] * 0, SLOPE_VALUES: values[:, :AFTER] * 0}
+    past = {PAST_KEYS: keys, PAST_VALUES: values}
+    last, by_keys, by_values, *later = piece(PREFILL_BACK, BEFORE, LENGTH, **past, **of_own)
+    of_own = {SLOPE_KEYS: by_keys, SLOPE_VALUES: by_values}
+    (
+        first,
+        *_,
+    ) = rest_of = piece(PREFILL_BACK, 0, BEFORE, **nothing, **of_own)
+    found = [torch.cat([first, last], 1), *(a + b for a, b in zip(rest_of[3:], later, strict=True))]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_difference(ours, theirs) < 1e-5
 
 
 def test_scores_of_another_kind_are_refused() -> None:

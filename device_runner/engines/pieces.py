@@ -1,0 +1,180 @@
+"""Rows that are longer than a call: a block takes them in pieces, each with the keys and values before it.
+
+    forward   the first piece first; its keys and values are the past of those behind it
+    back      the last piece first; what it says of the past's keys and values is a slope of those before it
+
+A piece is as long as its scores allow, of which each token has one for every token before, so memory grows
+with a row's length alone. A sliding window's past is the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from device_runner.engines.blocks import Blocks
+from prge.engine import Array, FloatArray
+from prge.files.chain import (
+    CAUSAL,
+    FEWEST_TOKENS,
+    KEYS,
+    MASKED,
+    PAST_KEYS,
+    PAST_VALUES,
+    SEEN,
+    SLOPE_KEYS,
+    SLOPE_PAST_KEYS,
+    SLOPE_PAST_VALUES,
+    SLOPE_VALUES,
+    TABLE,
+    VALUES,
+)
+from prge.files.signatures import PREFILL, PREFILL_BACK
+
+Arrays = dict[str, Array]
+
+# Scores of a block's heads in one call: 8 MB, of which a way back holds several.
+_MOST_SCORES = 1 << 21
+# Layers of fewer tokens take longer for each.
+_SHORTEST = 32
+
+
+class Pieces:
+    """One row through the blocks, as `Blocks.run` takes rows that fit into a call.
+
+    Args:
+        blocks: of a bundle with the role `prefill`, and `prefill_back` for the way back.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._chain = blocks.chain
+
+    def stack(self, number: int, inputs: Arrays) -> Arrays:
+        """A block's answer.
+
+        Args:
+            number: of the block.
+            inputs: `tokens` [1, 1, tokens] or `state` [1, 1, tokens, width], and the adapter's
+                [1, rank, width].
+
+        Returns:
+            `state` [1, tokens, width], and what a way back needs of attention: `keys` and `values`
+            [heads, tokens, width].
+        """
+        name = "state" if number else "tokens"
+        entering = inputs[name][0]
+        length = entering.shape[1]
+        found = {"state": np.empty((1, length, self._blocks.width(number + 1)), np.float32)}
+        attends = self._chain.attends(number)
+        if attends:
+            heads = self._blocks.heads(number)
+            found[KEYS] = np.empty((heads.count, length, heads.key_width), np.float32)
+            found[VALUES] = np.empty((heads.count, length, heads.value_width), np.float32)
+        adapter = {**self._frozen(number), **inputs}
+        for piece in self._pieces(number, length):
+            given = {**adapter, **self._beside(number, piece, found)}
+            given[name] = entering[:, piece]
+            answer = self._blocks.run(number, PREFILL, given)
+            found["state"][:, piece] = answer["state"]
+            if attends:
+                found[KEYS][:, piece] = answer[KEYS]
+                found[VALUES][:, piece] = answer[VALUES]
+            self._release(answer)
+        return found
+
+    def back(self, number: int, inputs: Arrays) -> Arrays:
+        """A block's way back.
+
+        Args:
+            number: of the block.
+            inputs: `state` and `slope` [1, tokens, width], the keys and values of `stack`, and the adapter's.
+
+        Returns:
+            `slope` by the state and the adapter's gradients.
+        """
+        state, slope = inputs["state"], inputs["slope"]
+        found: Arrays = {"slope": np.empty_like(state)}
+        attends = self._chain.attends(number)
+        by_keys, by_values = (np.zeros_like(inputs[name]) if attends else state for name in (KEYS, VALUES))
+        for piece in reversed([*self._pieces(number, state.shape[1])]):
+            given = {**inputs, **self._beside(number, piece, inputs)}
+            given |= {"state": _cut(state, piece), "slope": _cut(slope, piece)}
+            if attends:
+                given |= {SLOPE_KEYS: _cut(by_keys, piece), SLOPE_VALUES: _cut(by_values, piece)}
+            answer = self._blocks.run(number, PREFILL_BACK, given)
+            found["slope"][:, piece] = answer["slope"]
+            if attends:
+                past = slice(self._first_seen(number, piece.start), piece.start)
+                known = past.stop - past.start
+                by_keys[:, past] += answer[SLOPE_PAST_KEYS][:, -known:][:, :known]
+                by_values[:, past] += answer[SLOPE_PAST_VALUES][:, -known:][:, :known]
+            for name, array in answer.items():
+                if name.startswith("gradient"):
+                    found[name] = found[name] + array if name in found else array.copy()
+            self._release(answer)
+        return found
+
+    def kept_numbers(self, number: int) -> int:
+        """Numbers of a token's keys and values."""
+        heads = self._blocks.heads(number)
+        return heads.count * (heads.key_width + heads.value_width)
+
+    def _pieces(self, number: int, length: int) -> Iterator[slice]:
+        mask = self._chain.causal_table(number)
+        heads = self._blocks.heads(number).count * mask.members if mask else 0
+        start = 0
+        while start < length:
+            size = self._chain.bounds.piece
+            while size > _SHORTEST and heads * size * (start + size) > _MOST_SCORES:
+                size //= 2
+            # No piece has one token alone.
+            size -= length - start - size == 1
+            yield slice(start, min(start + size, length))
+            start += size
+
+    def _first_seen(self, number: int, position: int) -> int:
+        """The first token that one at this position looks at."""
+        mask = self._chain.causal_table(number)
+        return 0 if mask is None or mask.window is None else max(0, position - mask.window + 1)
+
+    def _frozen(self, number: int) -> Arrays:
+        """The bundle's own matrices before `lora_b`."""
+        modules = [self._chain.modules[module].name for module in self._chain.blocks[number].modules]
+        return {f"lora_a.{index}": self._blocks.lora_a[name][None] for index, name in enumerate(modules)}
+
+    def _beside(self, number: int, piece: slice, known: Arrays) -> Arrays:
+        """What a block is given beside a piece's state and adapter: tables, masks, and the past."""
+        tables, size = self._blocks.tables, piece.stop - piece.start
+        given: Arrays = {"ones": np.ones((1, size, 1), np.float32)}
+        for index, table in enumerate(self._chain.blocks[number].tables):
+            if self._chain.tables[table].kind == "causal":
+                # What a piece's tokens see of each other is the same wherever it begins.
+                given[CAUSAL] = tables.of(table, size).reshape(-1, size)
+            else:
+                given[f"{TABLE}{index}"] = tables.of(table, size, piece.start)
+        mask = self._chain.causal_table(number)
+        if mask is None:
+            return given
+        first = self._first_seen(number, piece.start)
+        past = max(piece.start - first, FEWEST_TOKENS)
+        for past_name, name in ((PAST_KEYS, KEYS), (PAST_VALUES, VALUES)):
+            array = given[past_name] = np.zeros((len(known[name]), past, known[name].shape[-1]), np.float32)
+            array[:, past - (piece.start - first) :] = known[name][:, first : piece.start]
+        seen = np.zeros((mask.members, size, past), np.float32)
+        seen[..., : past - (piece.start - first)] = MASKED
+        if mask.window is not None:
+            before = np.arange(piece.start - past, piece.start)
+            behind = np.arange(piece.start, piece.stop)[:, None] - before >= mask.window
+            seen[:, behind] = MASKED
+        given[SEEN] = seen.reshape(-1, past)
+        return given
+
+    def _release(self, values: Arrays) -> None:
+        for array in values.values():
+            self._blocks.release(array)
+
+
+def _cut(array: FloatArray, piece: slice) -> FloatArray:
+    return np.ascontiguousarray(array[:, piece])
