@@ -113,7 +113,7 @@ class ChainEngine(CheckedEngine):
         directions = {name for each in matrices(self._contract.modules) for name in (each.u, each.v)}
         for mine in slices(queries, self._bounds.queries):
             parts = []
-            for batch in slices(rows, self._bounds.batch):
+            for batch in slices(rows, self._bounds_of(call).batch):
                 adapter = {
                     name: np.ascontiguousarray(array[mine, batch]) if name in directions else array
                     for name, array in call.adapter.items()
@@ -125,9 +125,9 @@ class ChainEngine(CheckedEngine):
             self._pass(parts, TANGENT, range(self._first, self._end))
             if tangents is None:
                 states = self._collected(parts, call)
-                tangents = np.empty((queries, *states.shape), np.float32)
+                tangents = np.zeros((queries, *states.shape), np.float32)
             for part in parts:
-                tangents[mine, part.rows] = part.values["d_state"]
+                tangents[mine, part.rows, : part.length] = part.values["d_state"]
                 self._release(part.values)
         assert states is not None and tangents is not None
         if self._chain.is_encoder:
@@ -264,8 +264,8 @@ class ChainEngine(CheckedEngine):
                 if given in part.adapter:
                     inputs[asked] = part.adapter[given]
         if part.length > self._bounds.piece:
-            in_pieces = self._pieces.back if role == BACK else self._pieces.stack
-            found = in_pieces(number, inputs)
+            in_pieces = {STACK: self._pieces.stack, TANGENT: self._pieces.tangent, BACK: self._pieces.back}
+            found = in_pieces[role](number, inputs)
         else:
             for index, table in enumerate(self._chain.blocks[number].tables):
                 inputs[f"{TABLE}{index}"] = self._blocks.tables.of(table, part.length)

@@ -13,7 +13,7 @@ from typing import Any
 from device_runner.engines.base import DTYPES, Tensors
 from device_runner.engines.tables import Tables
 from prge.files.chain import PAST_KEYS, PAST_VALUES, TABLE, Bounds, Chain
-from prge.files.signatures import DECODE, PREFILL, PREFILL_BACK, STACK
+from prge.files.signatures import DECODE, PREFILL, STACK
 
 # Sizes that a method is tried with before it is used.
 TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4, piece=4)
@@ -49,7 +49,7 @@ class Shapes:
         if name.startswith(TABLE):
             length = 1 if role == DECODE else sizes.tokens
             dtype, shape = self._tables.tensor(block.tables[_index(name)], length)
-            rows = {PREFILL: (1,), PREFILL_BACK: (1,), DECODE: (sizes.sequences,)}.get(role, shape[:1])
+            rows = {PREFILL: (1,), DECODE: (sizes.sequences,)}.get(role, shape[:1])
             return dtype, (*rows, *shape[1:])
         mask = chain.causal_table(number)
         entering, leaving = self.widths[number]

@@ -21,6 +21,7 @@ from prge.files.chain import (
     KEYS,
     MASKED,
     PAST_KEYS,
+    PAST_ONES,
     PAST_VALUES,
     SEEN,
     SLOPE_KEYS,
@@ -30,7 +31,7 @@ from prge.files.chain import (
     TABLE,
     VALUES,
 )
-from prge.files.signatures import PREFILL, PREFILL_BACK
+from prge.files.signatures import PREFILL, PREFILL_BACK, PREFILL_TANGENT
 
 Arrays = dict[str, Array]
 
@@ -44,7 +45,7 @@ class Pieces:
     """One row through the blocks, as `Blocks.run` takes rows that fit into a call.
 
     Args:
-        blocks: of a bundle with the role `prefill`, and `prefill_back` for the way back.
+        blocks: of a bundle with the roles for pieces that are asked for.
     """
 
     def __init__(self, blocks: Blocks) -> None:
@@ -81,6 +82,35 @@ class Pieces:
             if attends:
                 found[KEYS][:, piece] = answer[KEYS]
                 found[VALUES][:, piece] = answer[VALUES]
+            self._release(answer)
+        return found
+
+    def tangent(self, number: int, inputs: Arrays) -> Arrays:
+        """A block's answer and its tangents.
+
+        Args:
+            number: of the block.
+            inputs: `state` [1, tokens, width], `d_state` [queries, 1, tokens, width], and the adapter's.
+
+        Returns:
+            `state` and `d_state`.
+        """
+        state, d_state = inputs["state"], inputs["d_state"]
+        length, width = state.shape[1], self._blocks.width(number + 1)
+        found: Arrays = {"state": np.empty((1, length, width), np.float32)}
+        found["d_state"] = np.empty((len(d_state), 1, length, width), np.float32)
+        known: Arrays = {}
+        if self._chain.attends(number):
+            heads = self._blocks.heads(number)
+            for name, width in ((KEYS, heads.key_width), (VALUES, heads.value_width)):
+                known[name] = np.empty((heads.count, length, width), np.float32)
+                known[f"d_{name}"] = np.empty((len(d_state), heads.count, length, width), np.float32)
+        for piece in self._pieces(number, length):
+            given = {**inputs, **self._beside(number, piece, known)}
+            given |= {"state": _cut(state, piece), "d_state": _cut(d_state, piece)}
+            answer = self._blocks.run(number, PREFILL_TANGENT, given)
+            for name, whole in (*found.items(), *known.items()):
+                whole[..., piece, :] = answer[name]
             self._release(answer)
         return found
 
@@ -159,9 +189,13 @@ class Pieces:
             return given
         first = self._first_seen(number, piece.start)
         past = max(piece.start - first, FEWEST_TOKENS)
-        for past_name, name in ((PAST_KEYS, KEYS), (PAST_VALUES, VALUES)):
-            array = given[past_name] = np.zeros((len(known[name]), past, known[name].shape[-1]), np.float32)
-            array[:, past - (piece.start - first) :] = known[name][:, first : piece.start]
+        names = {PAST_KEYS: KEYS, PAST_VALUES: VALUES}
+        names |= {f"d_{past}": f"d_{name}" for past, name in names.items() if f"d_{name}" in known}
+        for past_name, name in names.items():
+            *lead, _, width = known[name].shape
+            array = given[past_name] = np.zeros((*lead, past, width), np.float32)
+            array[..., past - (piece.start - first) :, :] = known[name][..., first : piece.start, :]
+        given[PAST_ONES] = np.ones((1, past, 1), np.float32)
         seen = np.zeros((mask.members, size, past), np.float32)
         seen[..., : past - (piece.start - first)] = MASKED
         if mask.window is not None:
@@ -177,4 +211,4 @@ class Pieces:
 
 
 def _cut(array: FloatArray, piece: slice) -> FloatArray:
-    return np.ascontiguousarray(array[:, piece])
+    return np.ascontiguousarray(array[..., piece, :])

@@ -17,10 +17,11 @@ from prge.contract import LARGEST_SIZE, STEP_ROLES, AdaptedModule, Contract
 from prge.errors import BundleError, ConfigError, shown
 from prge.files.signatures import (
     ALL_ROLES,
-    BACK,
     DECODE,
+    IN_PIECES,
     PREFILL,
     PREFILL_BACK,
+    PREFILL_TANGENT,
     STACK,
     Signature,
     of_block,
@@ -31,6 +32,7 @@ TABLES = ("causal", "rotary", "positions", "zeros")
 POOLINGS = ("mean", "first")
 TABLE = "table."
 KEYS, VALUES, PAST_KEYS, PAST_VALUES = "keys", "values", "past_keys", "past_values"
+PAST_ONES = "past_ones"
 SLOPE_KEYS, SLOPE_VALUES = "slope_keys", "slope_values"
 SLOPE_PAST_KEYS, SLOPE_PAST_VALUES = "slope_past_keys", "slope_past_values"
 SEEN, CAUSAL, OWN = "seen", "causal", "own"
@@ -280,6 +282,7 @@ class Chain:
             needing |= {
                 PREFILL: self.blocks[: self.end],
                 DECODE: self.blocks,
+                PREFILL_TANGENT: self.blocks[self.lowest_adapted : self.end],
                 PREFILL_BACK: self.blocks[self.lowest_adapted : self.end],
             }
         return tuple(
@@ -290,8 +293,7 @@ class Chain:
 
     def longest(self, role: str) -> int:
         """Most tokens of a row in calls of a role of steps."""
-        in_pieces = {STACK: PREFILL, BACK: PREFILL_BACK}.get(role)
-        return self.bounds.tokens if in_pieces in self.roles else self.bounds.piece
+        return self.bounds.tokens if IN_PIECES.get(role) in self.roles else self.bounds.piece
 
     def causal_table(self, number: int) -> Table | None:
         """The mask of a block's attention, if it has one."""

@@ -12,10 +12,11 @@ adapted module of the block; what has a `?` is taken only if the block's graph u
     past                     tokens before, and one that stands for none of them: 1 + context
     words                    of a piece of the vocabulary
 
-`prefill_back` is the way back of a piece of a row; what later pieces say of its keys and values comes in as
-slopes. `seen`, `causal` and `own` are added to the scores of the tokens before, of the call's own, and of the
-one token. `padding` is added to an encoder's attention. A head takes picked states, `targets` as its piece
-counts them and a `shift`, and answers `parts` for prge.learning.vocabulary to add up.
+`prefill_tangent` and `prefill_back` are of a piece of a row, which is given the past's tangents, or what
+later pieces say of its keys and values as slopes. `seen`, `causal` and `own` are added to the scores of the
+tokens before, of the call's own, and of the one token. `padding` is added to an encoder's attention. A head
+takes picked states, `targets` as its piece counts them and a `shift`, and answers `parts` for
+prge.learning.vocabulary to add up.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from dataclasses import dataclass
 from prge.contract import STEP_ROLES
 
 STACK, TANGENT, BACK = STEP_ROLES
-PREFILL, DECODE, PREFILL_BACK = "prefill", "decode", "prefill_back"
+PREFILL, DECODE = "prefill", "decode"
+PREFILL_TANGENT, PREFILL_BACK = "prefill_tangent", "prefill_back"
 # What an export is asked for, and what follows from it where rows are longer than a piece.
 ROLES = (*STEP_ROLES, PREFILL, DECODE)
-ALL_ROLES = (*ROLES, PREFILL_BACK)
+IN_PIECES = {STACK: PREFILL, TANGENT: PREFILL_TANGENT, BACK: PREFILL_BACK}
+ALL_ROLES = tuple(dict.fromkeys((*ROLES, *IN_PIECES.values())))
 # Roles of steps: of an adapter they have an input for what is trained, and no other.
-OF_STEPS = (*STEP_ROLES, PREFILL_BACK)
+OF_STEPS = (*STEP_ROLES, PREFILL_TANGENT, PREFILL_BACK)
 
 _BLOCK = {
     STACK: "state[copies batch tokens entering] lora_a.*[copies rank in]? lora_b.*[copies rank out]?"
@@ -49,6 +52,10 @@ _BLOCK = {
     " -> state[1 tokens leaving]",
     DECODE: "state[sequences 1 entering] lora_a.*[sequences rank in]? lora_b.*[sequences rank out]?"
     " ones[1 1 1]? -> state[sequences 1 leaving]",
+    PREFILL_TANGENT: "state[1 tokens entering] d_state[queries 1 tokens entering] lora_a.*[rank in]?"
+    " lora_b.*[rank out]? u_a.*[queries 1 rank]? v_a.*[queries 1 in]? u.*[queries 1 rank]?"
+    " v.*[queries 1 out]? ones[1 tokens 1]?"
+    " -> state[1 tokens leaving] d_state[queries 1 tokens leaving]",
     PREFILL_BACK: "state[1 tokens entering] slope[1 tokens leaving] lora_a.*[rank in]? lora_b.*[rank out]?"
     " ones[1 tokens 1]? -> slope[1 tokens entering] gradient_a.*[rank in] gradient.*[rank out]",
 }
@@ -59,6 +66,10 @@ _ATTENTION = {
     DECODE: "past_keys[sequences*heads past key] past_values[sequences*heads past value]"
     " seen[sequences*heads 1 past] own[1 1 past]"
     " -> keys[sequences*heads 1 key] values[sequences*heads 1 value]",
+    PREFILL_TANGENT: "past_keys[heads past key] past_values[heads past value] past_ones[1 past 1]"
+    " d_past_keys[queries heads past key] d_past_values[queries heads past value] seen[members*tokens past]"
+    " causal[members*tokens tokens] -> keys[heads tokens key] d_keys[queries heads tokens key]"
+    " values[heads tokens value] d_values[queries heads tokens value]",
     PREFILL_BACK: "past_keys[heads past key] past_values[heads past value] seen[members*tokens past]"
     " causal[members*tokens tokens] slope_keys[heads tokens key] slope_values[heads tokens value]"
     " -> slope_past_keys[heads past key] slope_past_values[heads past value]",

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from prge.files import chain as manifest
 from prge.files.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.files.chain import Bounds
-from prge.files.signatures import BACK, DECODE, OF_STEPS, PREFILL, PREFILL_BACK, STACK
+from prge.files.signatures import DECODE, IN_PIECES, OF_STEPS, PREFILL, STACK
 from server_export.graph.cutting import ModelBlock
 from server_export.lower.cache import ProgramCache
 from server_export.lower.roles import LoweredRoles, lower_roles
@@ -60,7 +60,7 @@ def lower_chain(
     if not chain.generates:
         roles = {*roles} - {PREFILL, DECODE}
     if bounds.has_pieces:
-        roles = {*roles, PREFILL, *([PREFILL_BACK] if BACK in roles else [])}
+        roles = {*roles, *(IN_PIECES[role] for role in {STACK, *roles} & {*IN_PIECES})}
     (folder / PROGRAMS).mkdir()
     (folder / WEIGHTS).mkdir()
     part = count_parts(_OF_A_KIND * len(chain.kinds) + len(chain.blocks))

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from prge.contract import Matrix
 from prge.files.chain import (
     PAST_KEYS,
+    PAST_ONES,
     PAST_VALUES,
     SLOPE_KEYS,
     SLOPE_VALUES,
@@ -27,8 +28,10 @@ from prge.files.chain import (
 from prge.files.signatures import (
     BACK,
     DECODE,
+    IN_PIECES,
     PREFILL,
     PREFILL_BACK,
+    PREFILL_TANGENT,
     STACK,
     TANGENT,
     of_block,
@@ -37,7 +40,7 @@ from prge.files.signatures import (
 from server_export.derive.backprop.joint import SLOPE, backpropagate
 from server_export.derive.backprop.layers import transposed_names, with_transposed
 from server_export.derive.continuing import FROZEN_PREFIX, continued, logits
-from server_export.derive.tangent.transform import Dense, RankOne, differentiate
+from server_export.derive.tangent.transform import ONES, Dense, RankOne, differentiate
 from server_export.graph.core import write_core_operators
 from server_export.graph.cutting import STATE, TABLE_PREFIX
 from server_export.graph.modules import attribute, copied
@@ -131,12 +134,14 @@ def role_graphs(
         graphs[STACK] = graph_module
     if TANGENT in roles:
         seeds: dict[str, Any] = {STATE: Dense(), **dict.fromkeys(adapter, RankOne(BATCH))}
-        graphs[TANGENT] = differentiate(copied(one_copy), seeds, QUERIES, TOKENS)
+        graphs[TANGENT] = differentiate(copied(one_copy), seeds, QUERIES, {ONES: TOKENS})
     if BACK in roles:
         graphs[BACK] = backpropagate(one_copy, [STATE, *adapter], list(adapter), TOKENS)
     one_row = with_size(one_copy, BATCH, 1)
     if PREFILL in roles and not is_head:
         graphs[PREFILL] = continued(one_row, frozen, 1, TOKENS, PAST)
+    if PREFILL_TANGENT in roles and not is_head:
+        graphs[PREFILL_TANGENT] = _tangents_of_a_piece(one_row, adapter)
     if PREFILL_BACK in roles and not is_head:
         graphs[PREFILL_BACK] = _back_of_a_piece(one_row, list(adapter))
     if DECODE in roles:
@@ -147,6 +152,14 @@ def role_graphs(
         fill_in_values(graph)
         write_core_operators(graph)
     return graphs
+
+
+def _tangents_of_a_piece(one_row: GraphModule, adapter: Collection[str]) -> GraphModule:
+    piece = continued(one_row, [], 1, TOKENS, PAST)
+    known = {str(node.target) for node in piece.graph.find_nodes(op="placeholder")}
+    seeds: dict[str, Any] = {name: Dense() for name in (STATE, PAST_KEYS, PAST_VALUES) if name in known}
+    seeds |= dict.fromkeys(adapter, RankOne(1))
+    return differentiate(copied(piece), seeds, QUERIES, {ONES: TOKENS, PAST_ONES: PAST})
 
 
 def _back_of_a_piece(one_row: GraphModule, adapter: list[str]) -> GraphModule:
@@ -164,10 +177,11 @@ def sizes_of(role: str, bounds: Bounds, is_head: bool) -> dict[str, Size]:
             "copies": Size(COPIES, 7, 1, bounds.sequences),
             "past": Size(PAST, 13, 2, 1 + bounds.context),
         }
-    if role in (PREFILL, PREFILL_BACK):
+    if role in IN_PIECES.values():
         return {
             "tokens": Size(TOKENS, 5, 2, bounds.piece),
             "past": Size(PAST, 13, 2, 1 + bounds.context, after=TOKENS),
+            "queries": Size(QUERIES, 4, 1, bounds.queries),
         }
     if is_head:
         return {"tokens": Size(TOKENS, 5, 2, bounds.states), "queries": Size(QUERIES, 4, 1, bounds.queries)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,19 +23,21 @@ class Builder:
         graph_module: where constants are kept.
         graph: the graph to append to.
         queries: tangents of every value.
-        ones: an input f32 [1, tokens, 1] of ones.
+        ones: inputs f32 [1, length, 1] of ones, by length.
     """
 
-    def __init__(self, graph_module: GraphModule, graph: Graph, queries: int, ones: Node) -> None:
+    def __init__(
+        self, graph_module: GraphModule, graph: Graph, queries: int, ones: Mapping[int, Node]
+    ) -> None:
         self.graph_module = graph_module
         self.graph = graph
         self.queries = queries
-        self.one_per_token = ones
-        self.tokens = int(ones.meta["val"].shape[1])
+        self._ones = ones
         self._constants: dict[Any, Node] = {}
         self._shapes: dict[Node, tuple[int, ...]] = {}
         self._reshaped: dict[tuple[Node, tuple[int, ...]], Node] = {}
-        self.know_shape(ones, 1, self.tokens, 1)
+        for length, node in ones.items():
+            self.know_shape(node, 1, length, 1)
 
     def call(self, target: Any, *arguments: Any, **named: Any) -> Node:
         """One operator."""
@@ -95,9 +98,9 @@ class Builder:
         Layers of ones stay in the delegate.
         """
         *lead, width = shape
-        if width == self.tokens:
+        if width in self._ones:
             rows = self.reshape(source, 1, math.prod(lead), width)
-            sums = self.call(aten.bmm.default, rows, self.one_per_token)
+            sums = self.call(aten.bmm.default, rows, self._ones[width])
             return self.reshape(self.know_shape(sums, 1, math.prod(lead), 1), *lead, 1)
         part = part_of_sum(width)
         if part < width:

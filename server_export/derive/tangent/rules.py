@@ -8,6 +8,7 @@ Derivatives are written in operators that XNNPACK takes, so that they stay in it
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -508,6 +509,32 @@ def _softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) -> D
     mean = _sum(builder, weighted, shape, dim)
     tangents = builder.call(aten.sub.Tensor, weighted, builder.product(mean, primal))
     return Dual(builder, shape, primal, tangents)
+
+
+@rule("prge.mixed_parts.default")
+def _mixed_parts(builder: Builder, node: Node, before: Dual, within: Dual, *mixed_in: Dual) -> Dual:
+    """With p = softmax(s): d(p v) = (p ds) v + p dv - (sum of p ds) p v."""
+    shape, past = _shape(node), before.shape[-1]
+    joined = builder.call(aten.cat.default, [before.primal, within.primal], -1)
+    weights = builder.call(aten.softmax.int, joined, -1)
+    totals, terms = [], []
+    for scores, values, part in zip(
+        (before, within), mixed_in, ((0, past), (past, sys.maxsize)), strict=True
+    ):
+        weight = builder.call(aten.slice.Tensor, weights, -1, *part)
+        builder.know_shape(weight, 1, *scores.shape)
+        probability, inside, lying = Interleaved.of(scores).beside(weight)
+        weighted = builder.know_shape(builder.call(aten.mul.Tensor, probability, inside), *lying)
+        totals.append(builder.total(weighted, *lying))
+        weighting = Interleaved(builder, scores.shape, weight, weighted)
+        terms.append(Interleaved.of(_product_rule(builder, shape, weighting, values)))
+    primal = builder.call(aten.add.Tensor, *(each.primal for each in terms))
+    mixed, one, lying = terms[0].beside(builder.know_shape(primal, 1, *shape))
+    tangents = builder.call(aten.add.Tensor, one, terms[1].beside(primal)[1])
+    total = builder.reshape(builder.call(aten.add.Tensor, *totals), *lying[:-1], 1)
+    shift = builder.call(aten.mul.Tensor, total, mixed)
+    tangents = builder.know_shape(builder.call(aten.sub.Tensor, tangents, shift), *lying)
+    return Interleaved(builder, shape, primal, tangents)
 
 
 @rule("prge.softmax_parts.default")

@@ -42,26 +42,26 @@ ONES = "ones"
 
 
 def differentiate(
-    graph_module: GraphModule, seeds: Mapping[str, Seed], queries: int, tokens: int
+    graph_module: GraphModule, seeds: Mapping[str, Seed], queries: int, ones: Mapping[str, int]
 ) -> GraphModule:
-    """Make a graph that computes a block's answer and the answer's derivatives along several directions.
+    """Make a graph that computes a block's answers and their derivatives along several directions.
 
-        graph = differentiate(block, {"state": Dense(), "lora_b": RankOne(rows=8)}, queries=2, tokens=128)
+        seeds = {"state": Dense(), "lora_b": RankOne(rows=8)}
+        graph = differentiate(block, seeds, queries=2, ones={"ones": 128})
         state, tangents = graph(state, table, ones, lora_b, d_state, u_lora_b, v_lora_b)
 
     No constant of it has a shape that depends on rows, tokens or queries, if these differ from all widths.
 
     Args:
-        graph_module: rewritten, its nodes carry `meta["val"]`; it has one output, and its last inputs are the
-            adapter's. Its constants are shared.
+        graph_module: rewritten, its nodes carry `meta["val"]`. Its constants are shared.
         seeds: by placeholder name, which inputs are differentiated. Their tangents become inputs after all
             others, in the order of the graph.
         queries: tangents of every value.
-        tokens: of a row; states of a decoder's head. No constant is as long as this.
+        ones: names of inputs f32 [1, length, 1] of ones, which add up, by lengths that no constant has.
 
     Returns:
-        A module that returns the output [...] and its tangents [queries, ...]. It takes `ones` f32
-        [1, tokens, 1] before the adapter, unless nothing reads it. Its inputs alone carry `meta["val"]`.
+        A module that returns every output [...] with its tangents [queries, ...] behind it. It takes `ones`
+        before the adapter, but for those that nothing reads. Its inputs alone carry `meta["val"]`.
 
     Raises:
         BundleError: an operator has no rule, or the output doesn't depend on the differentiated inputs.
@@ -71,19 +71,21 @@ def differentiate(
     adapter = [node for node in placeholders if isinstance(seeds.get(str(node.target)), RankOne)]
     copies = {node: graph.node_copy(node) for node in placeholders if node not in adapter}
     like = next(node for node in placeholders if str(node.target) in seeds)
-    ones = _input(graph, ONES, like, 1, tokens, 1)
+    sums = {length: _input(graph, name, like, 1, length, 1) for name, length in ones.items()}
     copies |= {node: _input(graph, str(node.target), node, *node.meta["val"].shape[1:]) for node in adapter}
-    builder = Builder(graph_module, graph, queries, ones)
-    answer = _differentiated(builder, copies, seeds)
-    graph.output((builder.reshape(answer.primal, *answer.shape), answer.tangents))
+    builder = Builder(graph_module, graph, queries, sums)
+    answers = _differentiated(builder, copies, seeds)
+    pairs = [(builder.reshape(each.primal, *each.shape), each.tangents) for each in answers]
+    graph.output(tuple(part for pair in pairs for part in pair))
     graph.eliminate_dead_code()
-    if not ones.users:
-        graph.erase_node(ones)
+    for node in sums.values():
+        if not node.users:
+            graph.erase_node(node)
     return as_module(graph_module, graph)
 
 
-def _differentiated(builder: Builder, copies: Mapping[Node, Node], seeds: Mapping[str, Seed]) -> Dual:
-    """Write a graph with tangents; returns its answer. `copies` are the new graph's inputs."""
+def _differentiated(builder: Builder, copies: Mapping[Node, Node], seeds: Mapping[str, Seed]) -> list[Dual]:
+    """Write a graph with tangents; returns its answers. `copies` are the new graph's inputs."""
     graph, values = builder.graph, dict[Node, Value]()
     for node in builder.graph_module.graph.find_nodes(op="placeholder"):
         seed = seeds.get(str(node.target))
@@ -92,7 +94,7 @@ def _differentiated(builder: Builder, copies: Mapping[Node, Node], seeds: Mappin
         if node.op == "placeholder":
             continue
         if node.op == "output":
-            return _answer(node, values)
+            return [_answer(values[answer]) for answer in node.args[0]]
         if any(isinstance(values[source], Dual | Factors | tuple) for source in node.all_input_nodes):
             values[node] = _apply_rule(builder, node, values)
         else:
@@ -137,9 +139,7 @@ def _apply_rule(builder: Builder, node: Node, values: Mapping[Node, Value]) -> V
     )
 
 
-def _answer(node: Node, values: Mapping[Node, Value]) -> Dual:
-    (answer,) = node.args[0]
-    dual = values[answer]
+def _answer(dual: Value) -> Dual:
     if not isinstance(dual, Dual):
         raise BundleError(
             "the program's output doesn't depend on the adapter",

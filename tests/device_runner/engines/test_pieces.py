@@ -15,7 +15,7 @@ from prge.contract import Contract, matrices
 from prge.errors import BundleError
 from prge.files import chain
 from prge.files.bundle import Bundle, open_bundle
-from prge.files.signatures import PREFILL, PREFILL_BACK
+from prge.files.signatures import PREFILL, PREFILL_BACK, PREFILL_TANGENT
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
     Inputs,
@@ -48,7 +48,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(request: pytest.FixtureRequest, made_once: Made) -> Path:
     architecture, *adapter = request.param.split()
     more: dict[str, Any] = {"adapter": adapter[0]} if adapter else {}
-    roles = ["stack", "back"]
+    roles = ["stack", "tangent", "back"]
 
     def make(place: Path) -> object:
         return export_chain(place, architecture, sequence_length=TOKENS, roles=roles, context=TOKENS, **more)
@@ -76,7 +76,7 @@ def rows_of(given: Inputs, rows: slice) -> Inputs:
 def test_an_export_for_long_rows_has_pieces(folder: Path) -> None:
     found = open_bundle(folder / "bundle").chain
     assert (found.bounds.tokens, found.bounds.piece) == (TOKENS, PIECE)
-    assert {PREFILL, PREFILL_BACK} <= set(found.roles)
+    assert {PREFILL, PREFILL_TANGENT, PREFILL_BACK} <= set(found.roles)
     assert found.contract("back", 1).sequence_length == TOKENS
 
 
@@ -103,6 +103,26 @@ def test_the_gradient_is_autograds(folder: Path) -> None:
     for name, each in adapter.items():
         assert each.grad is not None
         assert np.abs(found[name] - each.grad.numpy()).max() < 1e-5 * largest
+
+
+def test_tangents_are_the_models_derivatives(folder: Path) -> None:
+    bundle, whole = open_bundle(folder / "bundle"), Whole.of(folder)
+    contract, given = call_of(bundle, "tangent", 3, queries=2)
+    found = computed(opened(bundle, contract).step, given)
+    adapter = adapter_of(contract, given)
+    for query in range(contract.queries):
+        for row in range(contract.rows):
+            one = rows_of(given, slice(row, row + 1))
+            directions = {
+                each.name: torch.from_numpy(np.outer(given[each.u][query, row], given[each.v][query, row]))
+                for each in matrices(contract.modules)
+            }
+            answers, expected = torch.func.jvp(
+                lambda adapter, one=one: whole.answers(one, adapter), (adapter,), (directions,)
+            )
+            np.testing.assert_allclose(found["logprobs"][row], answers[0], atol=2e-5)
+            scale = max(1.0, float(expected.abs().max()))
+            np.testing.assert_allclose(found["dlogprobs"][query, row], expected[0], atol=2e-5 * scale)
 
 
 def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from server_export.derive.tangent.builder import Builder
-from server_export.derive.tangent.transform import Dense, differentiate
+from server_export.derive.tangent.transform import ONES, Dense, differentiate
 from server_export.graph.rewriting import rewritten_graph
 
 Tensors = tuple[torch.Tensor, ...]
@@ -45,7 +45,7 @@ def with_tangents(module: nn.Module, active: Tensors, passive: Tensors = (), que
     """The graph of a module of active and passive tensors; takes tangents of the active ones too."""
     graph_module = rewritten_graph(module, (*active, *passive))
     seeds = dict.fromkeys(inputs_of(graph_module)[: len(active)], Dense())
-    graph = differentiate(graph_module, seeds, queries, TOKENS)
+    graph = differentiate(graph_module, seeds, queries, {ONES: TOKENS})
     # Constants of rules are float32, and torch can't convert what is quantized, not even to what it is.
     return graph.double() if active[0].dtype == torch.float64 else graph
 

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from server_export.derive.tangent import transform
 from server_export.derive.tangent.rules import RULES, Rule
 from server_export.derive.tangent.transform import ONES, Dense, differentiate
+from server_export.graph.mixed_parts import MIXED_PARTS
 from server_export.graph.rewriting import rewritten_graph
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from tests.server_export.derive.tangent.graphs import (
@@ -226,6 +227,9 @@ case(
     X,
     passive=(*ASKED, random(5, 4), random(5)),
 )
+PARTS = random(2, 3, 5), random(2, 3, 4, seed=1), random(2, 5, 6, seed=2), random(2, 4, 6, seed=3)
+case("mixture of two parts", MIXED_PARTS, *PARTS)
+case("of factors", lambda s, t, v, w: MIXED_PARTS(torch.tanh(s), 2 * t, v.tanh(), 3 * w.tanh()), *PARTS)
 
 
 # Chains, in which what is put off travels further
@@ -371,7 +375,7 @@ def test_a_block_has_the_same_derivative_whatever_dimension_is_its_tokens(name: 
     case, queries = CASES[name], 2
     graph_module = rewritten_graph(case.module, (*case.active, *case.passive))
     names = inputs_of(graph_module)[: len(case.active)]
-    graph = differentiate(graph_module, dict.fromkeys(names, Dense()), queries, tokens).double()
+    graph = differentiate(graph_module, dict.fromkeys(names, Dense()), queries, {ONES: tokens}).double()
     tangents = directions(case.active, queries)
     takes_ones = ONES in inputs_of(graph)
     ones = torch.ones(1, tokens, 1).double()

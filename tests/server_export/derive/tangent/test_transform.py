@@ -70,7 +70,7 @@ def test_answer_that_depends_on_no_adapter_is_refused() -> None:
 def test_tangents_are_inputs_after_all_others() -> None:
     graph_module = rewritten_graph(Function(lambda a, b, c: a * b * c), (random(3), random(3), random(3)))
     a, b, c = inputs_of(graph_module)
-    graph = differentiate(graph_module, {c: Dense(), a: Dense()}, 2, TOKENS)
+    graph = differentiate(graph_module, {c: Dense(), a: Dense()}, 2, {ONES: TOKENS})
     assert inputs_of(graph) == [a, b, c, f"d_{a}", f"d_{c}"]
 
 
@@ -93,7 +93,7 @@ def test_direction_of_rank_one_is_the_product_of_its_factors(is_active: bool) ->
     names = inputs_of(graph_module)
     seeds: dict[str, Dense | RankOne] = {names[-1]: RankOne(rows)}
     seeds |= {names[1]: Dense()} if is_active else {}
-    graph = differentiate(graph_module, seeds, queries, TOKENS).double()
+    graph = differentiate(graph_module, seeds, queries, {ONES: TOKENS}).double()
     scale = (random(queries, 1),) if is_active else ()
     answer, found = graph(x, *active[:-1], matrix[0], *scale, u, v)
 
@@ -107,7 +107,7 @@ def test_direction_of_rank_one_is_the_product_of_its_factors(is_active: bool) ->
 def test_weights_are_shared_with_the_original() -> None:
     graph_module = rewritten_graph(nn.Linear(4, 4).double(), (random(2, 4),))
     weight = graph_module.get_parameter("weight")
-    graph = differentiate(graph_module, {inputs_of(graph_module)[0]: Dense()}, 2, TOKENS)
+    graph = differentiate(graph_module, {inputs_of(graph_module)[0]: Dense()}, 2, {ONES: TOKENS})
     assert graph.get_parameter("weight").data_ptr() == weight.data_ptr()
 
 
@@ -131,7 +131,7 @@ def test_ones_are_an_input_before_the_adapter_if_tokens_are_added_up(tokens: int
     x, matrix = random(2, 3, 3), random(1, 3, 4)
     graph_module = rewritten_graph(Function(attend), (x, matrix))
     first, last = inputs_of(graph_module)
-    graph = differentiate(graph_module, {first: Dense(), last: RankOne(2)}, 2, tokens)
+    graph = differentiate(graph_module, {first: Dense(), last: RankOne(2)}, 2, {ONES: tokens})
     takes_ones = tokens == 3
     factors = [f"u_{last}", f"v_{last}"]
     assert inputs_of(graph) == [first, *[ONES] * takes_ones, last, f"d_{first}", *factors]
