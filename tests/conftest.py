@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from prge.files import chain
 from tests.store import Store
 from tests.tiny_models import SHALLOW, save_model
 from tests.workshop import Made, export, fill_workshop
@@ -37,6 +38,19 @@ def upper_bundle(workshop: Path, made_once: Made) -> Path:
     """The workshop's model with int4 weights and an adapter on its upper block alone, for exact gradients."""
     upper = ["--adapt-layers", "top:1", "--quantize", "8da4w", "--roles", "back"]
     return made_once("upper", lambda folder: export(workshop / "model", folder / "upper", *upper)) / "upper"
+
+
+@pytest.fixture(scope="session")
+def pieces_bundle(workshop: Path, made_once: Made) -> Path:
+    """The workshop's model for rows that go in pieces of 4 tokens."""
+
+    def make(folder: Path) -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chain, "_MOST_TOKENS", 4)
+            patch.setattr(chain, "_SHORT", 4)
+            return export(workshop / "model", folder / "pieces")
+
+    return made_once("pieces", make) / "pieces"
 
 
 @pytest.fixture(scope="session")

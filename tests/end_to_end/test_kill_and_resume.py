@@ -28,6 +28,8 @@ KILLS = {
     "upper exact": 10,
     "lora exact": 6,
     "lora tangent": 4,
+    "pieces exact": 6,
+    "pieces tangent": 4,
 }
 
 # Instants of an exact run, and before which of them, counted from 0, each process in turn is killed.
@@ -187,10 +189,11 @@ def assert_ended_alike(whole: Path, killed: Path, steps: int) -> None:
     "kind", ["bundle tangent", *rest(*(kind for kind in KILLS if kind != "bundle tangent"))]
 )
 def test_killed_many_times_it_ends_in_the_same_bits(
-    workshop: Path, upper_bundle: Path, lora_bundle: Path, tmp_path: Path, kind: str
+    workshop: Path, upper_bundle: Path, lora_bundle: Path, pieces_bundle: Path, tmp_path: Path, kind: str
 ) -> None:
     name, _, estimator = kind.partition(" ")
-    bundle = {"bundle": workshop / "bundle", "upper": upper_bundle, "lora": lora_bundle}[name]
+    others = {"upper": upper_bundle, "lora": lora_bundle, "pieces": pieces_bundle}
+    bundle = others.get(name, workshop / "bundle")
     killed = in_a_parent(BY_CHANCE, workshop, bundle, tmp_path, KILLS[kind], estimator)
     assert int(killed) == KILLS[kind]
     assert_ended_alike(tmp_path / "whole", tmp_path / "killed", steps=60)

@@ -16,6 +16,7 @@ from prge.errors import BundleError
 from prge.files import chain
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.signatures import PREFILL, PREFILL_BACK, PREFILL_TANGENT
+from server_export.export import ExportConfig, export
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
     Inputs,
@@ -27,6 +28,7 @@ from tests.device_runner.engines.chains import (
     opened,
 )
 from tests.tiers import rest
+from tests.tiny_models import save_model
 from tests.workshop import Made
 
 pytestmark = needs_compiler
@@ -172,3 +174,30 @@ def test_no_piece_has_one_token_alone(folder: Path) -> None:
             assert [cut.start for cut in cuts] == [0, *(cut.stop for cut in cuts[:-1])]
             assert cuts[-1].stop == length
             assert all(2 <= cut.stop - cut.start <= PIECE for cut in cuts)
+
+
+@pytest.mark.whole
+def test_a_block_of_a_real_shape_at_1024_tokens(made_once: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen2.5-0.5B's block and a row of four pieces as an export cuts them, against autograd."""
+    monkeypatch.undo()
+
+    def make(place: Path) -> object:
+        shape = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+        save_model(place / "model", "qwen2", **shape, **heads)
+        settings = {"rank": 16, "sequence_length": 1024, "context": 1024, "roles": ["stack", "back"]}
+        return export(ExportConfig(model=str(place / "model"), out=place / "bundle", **settings))
+
+    folder = made_once("a real block in pieces", make)
+    bundle, whole = open_bundle(folder / "bundle"), Whole.of(folder)
+    contract = bundle.chain.contract("back", 1)
+    given = inputs_of(contract)
+    found = computed(opened(bundle, contract).step, given)
+    adapter = {name: each.requires_grad_() for name, each in adapter_of(contract, given).items()}
+    loss_of(whole.answers(given, adapter)).backward()
+    for name, each in adapter.items():
+        assert each.grad is not None
+        expected = each.grad.numpy().ravel().astype(float)
+        ours = found[name].ravel().astype(float)
+        assert ours @ expected / (np.linalg.norm(ours) * np.linalg.norm(expected)) > 0.999999
+        np.testing.assert_allclose(ours, expected, atol=2e-5 * np.abs(expected).max())

@@ -1,0 +1,106 @@
+"""Exact steps on long rows: memory, seconds of a token, and the share of attention's products.
+
+    python scripts/bench/long_rows.py --models qwen2.5-0.5b qwen2.5-3b --lengths 256 1024 2048 4096
+
+A model is an architecture with random weights, exported once for the longest rows. A `prge run` takes steps
+on one row of each length, with the least bound of `--memory`, as exact_memory.py measures it. Attention's
+products are timed apart: those of a step in PyTorch, float32, of the same pieces with the tokens before them,
+forward twice and back.
+
+Prints JSON by model: `export_seconds`, with `--short` the same of an export for 512 tokens and
+`export_over_short`; by length what exact_memory.py prints, `seconds_per_token`, `attention_share` of the
+step, and `beyond_attention`: seconds of a token without attention's products, over those of the shortest row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from exact_memory import run, write_rows
+from reports import parser_of, report_models
+from timing import export
+
+from prge.files.bundle import open_bundle
+from prge.learning.costs import Outline
+
+# Tokens of a piece; later ones are shorter, with the same products for each token.
+_PIECE = 128
+
+
+def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
+    """Export a model, take steps on rows of all lengths."""
+    flags = ["--quantize", arguments.quantize, "--rank", arguments.rank, "--roles", "stack", "back"]
+    figures: dict[str, Any] = {}
+    if arguments.short:
+        short = export(folder / "model", folder / "short", *flags, "--sequence-length", 512)
+        figures["short_export_seconds"] = short["seconds"]
+        shutil.rmtree(folder / "short")
+    longest = max(arguments.lengths)
+    figures["export_seconds"] = export(
+        folder / "model", folder / "bundle", *flags, "--sequence-length", longest
+    )["seconds"]
+    if arguments.short:
+        figures["export_over_short"] = figures["export_seconds"] / figures["short_export_seconds"]
+    shutil.rmtree(folder / "model")
+    bundle = open_bundle(folder / "bundle")
+    outline = Outline.from_json(bundle.manifest["outline"], bundle.chain)
+    torch.set_num_threads(arguments.threads)
+    write_rows(folder / "rows.jsonl", 2, min(arguments.lengths))
+    run(arguments, folder, steps=1)
+    others: dict[int, float] = {}
+    for length in sorted(arguments.lengths):
+        write_rows(folder / "rows.jsonl", 2 * arguments.batch_size, length)
+        found: dict[str, Any] = run(arguments, folder, arguments.steps)
+        seconds = found["step_seconds"] / arguments.batch_size
+        attention = outline.adapted_blocks * attention_seconds(outline, length)
+        others[length] = (seconds - attention) / length
+        figures[str(length)] = {
+            **found,
+            "seconds_per_token": seconds / length,
+            "attention_share": attention / seconds,
+            "beyond_attention": others[length] / others[min(others)],
+        }
+    return figures
+
+
+def attention_seconds(outline: Outline, length: int) -> float:
+    """Of a block's products of attention in a step: scores and mixture twice, and four on the way back."""
+    members = outline.heads * outline.head_width // outline.key_width
+    heads, width, seconds = outline.heads // members, outline.head_width, 0.0
+    for start in range(0, length, _PIECE):
+        rows, seen = members * min(_PIECE, length - start), min(start + _PIECE, length)
+        query, keys, scores = (
+            torch.randn(heads, *shape) for shape in ((rows, width), (seen, width), (rows, seen))
+        )
+
+        def products(query: Any = query, keys: Any = keys, scores: Any = scores) -> float:
+            begin = time.perf_counter()
+            for _ in range(2):
+                torch.bmm(query, keys.mT)
+                torch.bmm(scores, keys)
+            for _ in range(2):
+                # By the weights or the queries, and by the values or the keys.
+                torch.bmm(query, keys.mT)
+                torch.bmm(query.mT, scores)
+            return time.perf_counter() - begin
+
+        seconds += statistics.median(products() for _ in range(3))
+    return seconds
+
+
+def main() -> None:
+    """Read the flags, measure model after model, print JSON."""
+    shape = {"rank": 16, "batch_size": 1, "steps": 3, "threads": 2, "lengths": [256, 1024]}
+    parser = parser_of(__doc__, models=["qwen2.5-0.5b"], quantize="8da4w", **shape)
+    parser.add_argument("--short", action="store_true", help="time an export for 512 tokens too")
+    report_models(parser.parse_args(), bench)
+
+
+if __name__ == "__main__":
+    main()
