@@ -16,9 +16,21 @@ from torch.fx import GraphModule, Node
 
 from prge.contract import Matrix
 from prge.files.chain import TABLE, Bounds, Interface
-from prge.files.signatures import BACK, DECODE, PREFILL, STACK, TANGENT, of_block, of_head
+from prge.files.signatures import (
+    BACK,
+    BACK_SAVED,
+    DECODE,
+    PREFILL,
+    SAVE,
+    SAVED,
+    STACK,
+    TANGENT,
+    of_block,
+    of_head,
+)
 from server_export.derive.backprop.joint import backpropagate
 from server_export.derive.backprop.layers import transposed_names, with_transposed
+from server_export.derive.backprop.partition import SAVED_PREFIX, partition
 from server_export.derive.continuing import FROZEN_PREFIX, continued, logits
 from server_export.derive.tangent.transform import Dense, RankOne, differentiate
 from server_export.graph.core import write_core_operators
@@ -104,7 +116,7 @@ def lower_roles(
 def role_graphs(
     graph_module: GraphModule, adapter: Mapping[str, Matrix], roles: Collection[str], is_head: bool
 ) -> dict[str, GraphModule]:
-    """The graphs of a kind's roles, in marker sizes."""
+    """The graphs of a kind's roles, in marker sizes; beside `back` those that save what it needs."""
     frozen = [] if any(m.letter == "a" for m in adapter.values()) else list(adapter)
     several, one_copy = graph_module, with_size(graph_module, COPIES, 1)
     if is_head:
@@ -116,7 +128,11 @@ def role_graphs(
         seeds: dict[str, Any] = {STATE: Dense(), **dict.fromkeys(adapter, RankOne(BATCH))}
         graphs[TANGENT] = differentiate(copied(one_copy), seeds, QUERIES, TOKENS)
     if BACK in roles:
-        graphs[BACK] = backpropagate(one_copy, [STATE, *adapter], list(adapter), TOKENS)
+        wanted = [STATE, *adapter]
+        joint = backpropagate(one_copy, wanted, list(adapter), TOKENS, with_answer=True)
+        # A head is read with a shift by what is known of the words so far, and goes back with one by all.
+        parts = partition(joint, 1 if is_head else BATCH, TOKENS, ["shift"])
+        graphs |= {BACK: parts.back, SAVE: parts.save, BACK_SAVED: parts.back_saved}
     if PREFILL in roles and not is_head:
         graphs[PREFILL] = continued(with_size(one_copy, BATCH, 1), frozen, 1, TOKENS, PAST)
     if DECODE in roles:
@@ -163,14 +179,18 @@ def _interface(graph: GraphModule, role: str, adapter: Mapping[str, Matrix], is_
             return given[name]
         if name.startswith(TABLE_PREFIX):
             return TABLE + name.removeprefix(TABLE_PREFIX)
+        if name.startswith(SAVED_PREFIX):
+            return f"{SAVED}.{name.removeprefix(SAVED_PREFIX)}"
         if name == "beside":
             return "targets" if is_head else "padding"
         return name
 
-    outputs = (of_head(role) if is_head else of_block(role)).answers(0)
-    if role == BACK:
+    count = len(graph.graph.output_node().args[0])
+    saved = count - 1 if role == SAVE else 0
+    outputs = (of_head(role, saved) if is_head else of_block(role, saved=saved)).answers(0)
+    if role in (BACK, BACK_SAVED):
         outputs += [matrix.gradient for matrix in adapter.values()]
-    if len(graph.graph.output_node().args[0]) > len(outputs):
+    if count > len(outputs):
         outputs = of_block(role, attends=True).answers(0)
     return Interface(tuple(map(name_of, graph.graph.find_nodes(op="placeholder"))), tuple(outputs))
 

@@ -41,6 +41,7 @@ def backpropagate(
     wanted: Sequence[str],
     adapter: Sequence[str],
     tokens: int,
+    with_answer: bool = False,
 ) -> GraphModule:
     """Make a graph that goes through a block and back; it computes the forward pass again.
 
@@ -53,6 +54,7 @@ def backpropagate(
         adapter: inputs that are the adapter's, its last ones, [1, rank, out]; the result takes and returns
             [rank, out].
         tokens: of a row; states of a decoder's head. No constant is as long as this.
+        with_answer: whether the first output is the block's answer.
 
     Returns:
         A module whose last input, `slope`, is the loss's derivative by the answer. It takes `ones` f32
@@ -77,7 +79,7 @@ def backpropagate(
         answer = _run(graph_module.graph, values | tensors_of)
         found = torch.autograd.grad(answer, [given[name] for name in wanted], given[SLOPE], allow_unused=True)
         _check_used(wanted, found)
-        return found
+        return (answer, *found) if with_answer else found
 
     with told_as_bundle_error("the program has no backward pass", _REMEDY), torch.enable_grad():
         traced = make_fx(joint)(*tensors, *inputs.values())

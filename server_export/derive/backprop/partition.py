@@ -1,0 +1,154 @@
+"""A joint graph, parted where the fewest numbers cross: what a forward pass saves for the way back.
+
+    joint    state, slope -> answer, slopes
+    forward  state        -> answer, saved
+    way back state, saved, slope -> slopes
+
+No layer with a constant weight is computed on the way back: what it needs of their answers is saved, or what
+is made of these where that is smaller or as small. All else, such as norms, activations and the scores of
+attention, is computed again. The smallest such set is a minimum cut of the graph, as functorch chooses it; of
+several, the last: it leaves least to compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import networkx
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from server_export.derive.backprop.joint import SLOPE
+from server_export.derive.backprop.rules import ONES
+from server_export.graph.modules import as_module
+
+aten = torch.ops.aten
+
+SAVED_PREFIX = "saved_"
+_FORWARD, _BACK = "forward", "way back"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Graphs of a joint one: the way back that computes all again, a forward pass that answers what it saves
+    behind its answer, and the way back from that."""
+
+    back: GraphModule
+    save: GraphModule
+    back_saved: GraphModule
+
+
+def partition(joint: GraphModule, batch: int, tokens: int, changing: Collection[str] = ()) -> Parts:
+    """Part a joint graph.
+
+    Args:
+        joint: as `backpropagate` makes it with the answer. Not changed; its constants are shared.
+        batch, tokens: of the state. A saved value is f32 [batch, tokens, width]; the way back takes the
+            inputs `saved_0`, `saved_1`, ... behind its others.
+        changing: inputs that are others on the way back: nothing that depends on them is saved.
+    """
+    answer, *slopes = joint.graph.output_node().args[0]
+    saved = _smallest_cut(joint.graph, slopes, changing)
+    shapes = [[batch, tokens, node.meta["val"].numel() // (batch * tokens)] for node in saved]
+    back = _Part(joint, (), ()).answering(slopes, ())
+    save = _Part(joint, (), ()).answering([answer, *saved], [None, *shapes])
+    return Parts(back, save, _Part(joint, saved, shapes).answering(slopes, ()))
+
+
+def _smallest_cut(graph: Graph, slopes: Sequence[Node], changing: Collection[str]) -> list[Node]:
+    """The values to save, in order."""
+    of_slope = _leading_from(graph, [node for node in graph.nodes if node.target == SLOPE])
+    of_changing = _leading_from(graph, [node for node in graph.nodes if node.target in changing])
+    layers = [node for node in graph.nodes if _is_layer(node) and node not in of_slope]
+    inside = (_leading_from(graph, layers) & _leading_to(slopes, ())) - of_slope
+    flow: Any = networkx.DiGraph()
+    flow.add_nodes_from((_FORWARD, _BACK))
+    for node in inside:
+        may_be_saved = _is_float(node) and node not in of_changing
+        size = {"capacity": node.meta["val"].numel()} if may_be_saved else {}
+        flow.add_edge((node, 0), (node, 1), **size)
+        flow.add_edges_from(((source, 1), (node, 0)) for source in node.all_input_nodes if source in inside)
+        if node in layers:
+            flow.add_edge(_FORWARD, (node, 0))
+        if any(user in of_slope for user in node.users):
+            flow.add_edge((node, 1), _BACK)
+    # Of all smallest cuts networkx tells the one next to the target.
+    _, (before, behind) = networkx.minimum_cut(flow, _FORWARD, _BACK)
+    return [node for node in graph.nodes if (node, 0) in before and (node, 1) in behind]
+
+
+def _is_layer(node: Node) -> bool:
+    """Whether it multiplies by a constant matrix; one of a single row is a mean or a sum."""
+    if node.target is not aten.linear.default:
+        return False
+    weight = node.args[1]
+    is_constant = weight.op == "get_attr" or all(part.op == "get_attr" for part in weight.all_input_nodes)
+    return is_constant and len(weight.meta["val"]) > 1
+
+
+def _is_float(node: Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.dtype is torch.float32
+
+
+def _leading_from(graph: Graph, roots: Sequence[Node]) -> set[Node]:
+    """These nodes, and what is computed of them."""
+    found = set(roots)
+    for node in graph.nodes:
+        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _leading_to(outputs: Sequence[Node], given: Sequence[Node]) -> set[Node]:
+    """What these are computed of, with themselves, as far as nothing is given."""
+    found, open_ends = set[Node](), [*outputs]
+    while open_ends:
+        node = open_ends.pop()
+        if node not in found and node not in given:
+            found.add(node)
+            open_ends += node.all_input_nodes
+    return found
+
+
+class _Part:
+    """A graph with the joint one's inputs, in which some values are given: inputs of other shapes."""
+
+    def __init__(self, joint: GraphModule, given: Sequence[Node], shapes: Sequence[Sequence[int]]) -> None:
+        self._joint = joint
+        self._given = given
+        self._shapes = shapes
+
+    def answering(self, outputs: Sequence[Node], shapes: Sequence[Sequence[int] | None]) -> GraphModule:
+        """The module that answers these, those with a shape in it."""
+        graph, copies = Graph(), dict[Node, Node]()
+        needed = _leading_to(outputs, self._given)
+        for node in self._joint.graph.find_nodes(op="placeholder"):
+            if node in needed or node.target not in (ONES, SLOPE):
+                copies[node] = graph.node_copy(node)
+        inputs = []
+        for number, shape in enumerate(self._shapes):
+            inputs.append(graph.placeholder(f"{SAVED_PREFIX}{number}"))
+            inputs[-1].meta["val"] = torch.empty(shape, device="meta")
+        for node, value in zip(self._given, inputs, strict=True):
+            copies[node] = _reshaped(graph, value, node.meta["val"].shape)
+        for node in self._joint.graph.nodes:
+            if node in needed and node.op != "placeholder":
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        answers = [copies[node] for node in outputs]
+        for number, shape in enumerate(shapes):
+            if shape is not None:
+                answers[number] = _reshaped(graph, answers[number], shape)
+        graph.output(tuple(answers))
+        graph.lint()
+        return as_module(self._joint, graph)
+
+
+def _reshaped(graph: Graph, source: Node, shape: Sequence[int]) -> Node:
+    if list(source.meta["val"].shape) == [*shape]:
+        return source
+    node = graph.call_function(aten.reshape.default, (source, [*shape]))
+    node.meta["val"] = torch.empty([*shape], device="meta")
+    return node
