@@ -16,9 +16,13 @@ from typing import Any
 from prge.contract import LARGEST_SIZE, STEP_ROLES, AdaptedModule, Contract
 from prge.errors import BundleError, ConfigError, shown
 from prge.files.signatures import (
+    BACK_SAVED,
     DECODE,
+    OF_BACK,
     PREFILL,
     ROLES,
+    SAVE,
+    SAVED,
     STACK,
     Signature,
     of_block,
@@ -31,6 +35,8 @@ TABLE = "table."
 KEYS, VALUES, PAST_KEYS, PAST_VALUES = "keys", "values", "past_keys", "past_values"
 SEEN, CAUSAL, OWN = "seen", "causal", "own"
 _MOST_BLOCKS = 1024
+# Values that a block saves: a few of its own, and one for each adapted module.
+_MOST_SAVED = 256
 # Of what is wrong with a chain: one mistake can show in every block.
 _SHOWN = 8
 # torch.export takes a size of 1 for another program.
@@ -192,8 +198,11 @@ class Chain:
         """What a block's methods ask for, or answer, otherwise than an engine expects."""
         modules = len(block.modules)
         for role, method in self.kinds[block.kind].methods.items():
-            if role not in ROLES:
+            if role not in (*ROLES, *OF_BACK):
                 yield f"block {number} has the role {shown(role)}, this version knows {', '.join(ROLES)}"
+                continue
+            if len(method.outputs) > _MOST_SAVED + modules:
+                yield f"block {number} has {len(method.outputs)} outputs in the role {role}"
                 continue
             signature, asked = self.signature(number, role), {*method.inputs}
             allowed = signature.allowed(modules)
@@ -207,9 +216,17 @@ class Chain:
 
     def signature(self, number: int, role: str) -> Signature:
         """What a block's method takes and answers, but for its tables."""
+        saved = len(self.saved(number))
         if self.is_head(number):
-            return of_head(role)
-        return of_block(role, number == 0, self.attends(number), self.trains_a)
+            return of_head(role, saved)
+        return of_block(role, number == 0, self.attends(number), self.trains_a, saved)
+
+    def saved(self, number: int) -> list[str]:
+        """Names of what a block's forward pass saves for the way back; none if it can't."""
+        methods = self.kinds[self.blocks[number].kind].methods
+        if not methods.keys() >= {SAVE, BACK_SAVED}:
+            return []
+        return [name for name in methods[SAVE].outputs if name.startswith(f"{SAVED}.")]
 
     def is_head(self, number: int) -> bool:
         """Whether a block is a decoder's head."""

@@ -12,7 +12,7 @@ several, the last: it leaves least to compute.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,24 +50,33 @@ def partition(joint: GraphModule, batch: int, tokens: int, changing: Collection[
         changing: inputs that are others on the way back: nothing that depends on them is saved.
     """
     answer, *slopes = joint.graph.output_node().args[0]
-    saved = _smallest_cut(joint.graph, slopes, changing)
-    shapes = [[batch, tokens, node.meta["val"].numel() // (batch * tokens)] for node in saved]
+    whole = batch * tokens
+    of_changing = _leading_from(joint.graph, [n for n in joint.graph.nodes if n.target in changing])
+
+    def may_be_saved(node: Node) -> bool:
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
+            return False
+        # Rows first, and tokens not last, as transposed they are: then its order is that of [batch, tokens].
+        in_order = value.shape[0] % batch == 0 and value.shape[-1] % tokens and not value.numel() % whole
+        return bool(in_order) and node not in of_changing
+
+    saved = _smallest_cut(joint.graph, slopes, may_be_saved)
+    shapes = [[batch, tokens, node.meta["val"].numel() // whole] for node in saved]
     back = _Part(joint, (), ()).answering(slopes, ())
     save = _Part(joint, (), ()).answering([answer, *saved], [None, *shapes])
     return Parts(back, save, _Part(joint, saved, shapes).answering(slopes, ()))
 
 
-def _smallest_cut(graph: Graph, slopes: Sequence[Node], changing: Collection[str]) -> list[Node]:
+def _smallest_cut(graph: Graph, slopes: Sequence[Node], may_be_saved: Callable[[Node], bool]) -> list[Node]:
     """The values to save, in order."""
     of_slope = _leading_from(graph, [node for node in graph.nodes if node.target == SLOPE])
-    of_changing = _leading_from(graph, [node for node in graph.nodes if node.target in changing])
     layers = [node for node in graph.nodes if _is_layer(node) and node not in of_slope]
     inside = (_leading_from(graph, layers) & _leading_to(slopes, ())) - of_slope
     flow: Any = networkx.DiGraph()
     flow.add_nodes_from((_FORWARD, _BACK))
     for node in inside:
-        may_be_saved = _is_float(node) and node not in of_changing
-        size = {"capacity": node.meta["val"].numel()} if may_be_saved else {}
+        size = {"capacity": node.meta["val"].numel()} if may_be_saved(node) else {}
         flow.add_edge((node, 0), (node, 1), **size)
         flow.add_edges_from(((source, 1), (node, 0)) for source in node.all_input_nodes if source in inside)
         if node in layers:
@@ -86,11 +95,6 @@ def _is_layer(node: Node) -> bool:
     weight = node.args[1]
     is_constant = weight.op == "get_attr" or all(part.op == "get_attr" for part in weight.all_input_nodes)
     return is_constant and len(weight.meta["val"]) > 1
-
-
-def _is_float(node: Node) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and value.dtype is torch.float32
 
 
 def _leading_from(graph: Graph, roots: Sequence[Node]) -> set[Node]:
