@@ -61,17 +61,19 @@ def partition(joint: GraphModule, batch: int, tokens: int, changing: Collection[
         in_order = value.shape[0] % batch == 0 and value.shape[-1] % tokens and not value.numel() % whole
         return bool(in_order) and node not in of_changing
 
-    saved = _smallest_cut(joint.graph, slopes, may_be_saved)
+    layers = [node for node in joint.graph.nodes if _is_layer(node, whole)]
+    saved = _smallest_cut(joint.graph, slopes, layers, may_be_saved)
     shapes = [[batch, tokens, node.meta["val"].numel() // whole] for node in saved]
     back = _Part(joint, (), ()).answering(slopes, ())
     save = _Part(joint, (), ()).answering([answer, *saved], [None, *shapes])
     return Parts(back, save, _Part(joint, saved, shapes).answering(slopes, ()))
 
 
-def _smallest_cut(graph: Graph, slopes: Sequence[Node], may_be_saved: Callable[[Node], bool]) -> list[Node]:
-    """The values to save, in order."""
+def _smallest_cut(
+    graph: Graph, slopes: Sequence[Node], layers: Sequence[Node], may_be_saved: Callable[[Node], bool]
+) -> list[Node]:
+    """The values to save, in order, so that no layer is computed again."""
     of_slope = _leading_from(graph, [node for node in graph.nodes if node.target == SLOPE])
-    layers = [node for node in graph.nodes if _is_layer(node) and node not in of_slope]
     inside = (_leading_from(graph, layers) & _leading_to(slopes, ())) - of_slope
     flow: Any = networkx.DiGraph()
     flow.add_nodes_from((_FORWARD, _BACK))
@@ -88,13 +90,16 @@ def _smallest_cut(graph: Graph, slopes: Sequence[Node], may_be_saved: Callable[[
     return [node for node in graph.nodes if (node, 0) in before and (node, 1) in behind]
 
 
-def _is_layer(node: Node) -> bool:
-    """Whether it multiplies by a constant matrix; one of a single row is a mean or a sum."""
+def _is_layer(node: Node, rows: int) -> bool:
+    """Whether it multiplies so many rows by a constant matrix.
+
+    One of a single output is a mean or a sum, and one of more rows a rotation of heads.
+    """
     if node.target is not aten.linear.default:
         return False
-    weight = node.args[1]
+    weight, value = node.args[1], node.meta["val"]
     is_constant = weight.op == "get_attr" or all(part.op == "get_attr" for part in weight.all_input_nodes)
-    return is_constant and len(weight.meta["val"]) > 1
+    return is_constant and value.dim() < 4 and 1 < value.shape[-1] == value.numel() // rows
 
 
 def _leading_from(graph: Graph, roots: Sequence[Node]) -> set[Node]:
