@@ -53,7 +53,7 @@ class Blocks:
         bundle: an opened bundle.
         backend: the engine.
         roles: those that are going to be run.
-        memory: bytes of weights that may stay loaded; by default all may.
+        memory: bytes of weights that may stay loaded; by default all may. See `beside_weights`.
         tell: called with what a user should know.
 
     Raises:
@@ -137,16 +137,18 @@ class Blocks:
     def beside_weights(self) -> int:
         """Bytes that are left where all weights stay loaded: of `memory`, or a share of what the system has.
 
-        What isn't mapped from a packed file lies in memory once for each method.
+        What isn't mapped from a packed file lies in memory once for each method. The torch engine has 0: it
+        holds room for the largest answers of each method.
         """
+        if self._packed is None:
+            return 0
         weights = sum(
             size * (1 if file.packed else len(self._roles))
             for size, file in zip(self._bytes, self._files, strict=True)
         )
         if self._memory is not None:
             return max(0, self._memory - weights)
-        # The torch engine has room for the largest answers of each method, beside its weights.
-        return max(0, available_memory() - weights) // _SHARE if self._packed is not None else 0
+        return max(0, available_memory() - weights) // _SHARE
 
     def run(
         self,

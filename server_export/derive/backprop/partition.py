@@ -12,8 +12,9 @@ several, the last: it leaves least to compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import networkx
@@ -63,10 +64,13 @@ def partition(joint: GraphModule, batch: int, tokens: int, changing: Collection[
 
     layers = [node for node in joint.graph.nodes if _is_layer(node, whole)]
     saved = _smallest_cut(joint.graph, slopes, layers, may_be_saved)
-    shapes = [[batch, tokens, node.meta["val"].numel() // whole] for node in saved]
-    back = _Part(joint, (), ()).answering(slopes, ())
-    save = _Part(joint, (), ()).answering([answer, *saved], [None, *shapes])
-    return Parts(back, save, _Part(joint, saved, shapes).answering(slopes, ()))
+    shapes = {node: [batch, tokens, node.meta["val"].numel() // whole] for node in saved}
+    as_they_are = [None for _ in slopes]
+    return Parts(
+        back=_part(joint, slopes, as_they_are),
+        save=_part(joint, [answer, *saved], [None, *shapes.values()]),
+        back_saved=_part(joint, slopes, as_they_are, shapes),
+    )
 
 
 def _smallest_cut(
@@ -111,7 +115,7 @@ def _leading_from(graph: Graph, roots: Sequence[Node]) -> set[Node]:
     return found
 
 
-def _leading_to(outputs: Sequence[Node], given: Sequence[Node]) -> set[Node]:
+def _leading_to(outputs: Sequence[Node], given: Collection[Node]) -> set[Node]:
     """What these are computed of, with themselves, as far as nothing is given."""
     found, open_ends = set[Node](), [*outputs]
     while open_ends:
@@ -122,37 +126,35 @@ def _leading_to(outputs: Sequence[Node], given: Sequence[Node]) -> set[Node]:
     return found
 
 
-class _Part:
-    """A graph with the joint one's inputs, in which some values are given: inputs of other shapes."""
+def _part(
+    joint: GraphModule,
+    outputs: Sequence[Node],
+    shapes: Sequence[Sequence[int] | None],
+    given: Mapping[Node, Sequence[int]] = MappingProxyType({}),
+) -> GraphModule:
+    """The module that answers values of the joint one, some of them in another shape.
 
-    def __init__(self, joint: GraphModule, given: Sequence[Node], shapes: Sequence[Sequence[int]]) -> None:
-        self._joint = joint
-        self._given = given
-        self._shapes = shapes
-
-    def answering(self, outputs: Sequence[Node], shapes: Sequence[Sequence[int] | None]) -> GraphModule:
-        """The module that answers these, those with a shape in it."""
-        graph, copies = Graph(), dict[Node, Node]()
-        needed = _leading_to(outputs, self._given)
-        for node in self._joint.graph.find_nodes(op="placeholder"):
-            if node in needed or node.target not in (ONES, SLOPE):
-                copies[node] = graph.node_copy(node)
-        inputs = []
-        for number, shape in enumerate(self._shapes):
-            inputs.append(graph.placeholder(f"{SAVED_PREFIX}{number}"))
-            inputs[-1].meta["val"] = torch.empty(shape, device="meta")
-        for node, value in zip(self._given, inputs, strict=True):
-            copies[node] = _reshaped(graph, value, node.meta["val"].shape)
-        for node in self._joint.graph.nodes:
-            if node in needed and node.op != "placeholder":
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-        answers = [copies[node] for node in outputs]
-        for number, shape in enumerate(shapes):
-            if shape is not None:
-                answers[number] = _reshaped(graph, answers[number], shape)
-        graph.output(tuple(answers))
-        graph.lint()
-        return as_module(self._joint, graph)
+    What is given is no longer computed, but an input of the shape that it is given in.
+    """
+    graph, copies = Graph(), dict[Node, Node]()
+    needed = _leading_to(outputs, given)
+    for node in joint.graph.find_nodes(op="placeholder"):
+        if node in needed or node.target not in (ONES, SLOPE):
+            copies[node] = graph.node_copy(node)
+    inputs = [graph.placeholder(f"{SAVED_PREFIX}{number}") for number in range(len(given))]
+    for source, (node, shape) in zip(inputs, given.items(), strict=True):
+        source.meta["val"] = torch.empty(shape, device="meta")
+        copies[node] = _reshaped(graph, source, node.meta["val"].shape)
+    for node in joint.graph.nodes:
+        if node in needed and node.op != "placeholder":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    answers = (
+        copies[node] if shape is None else _reshaped(graph, copies[node], shape)
+        for node, shape in zip(outputs, shapes, strict=True)
+    )
+    graph.output(tuple(answers))
+    graph.lint()
+    return as_module(joint, graph)
 
 
 def _reshaped(graph: Graph, source: Node, shape: Sequence[int]) -> Node:
