@@ -216,17 +216,18 @@ class Chain:
 
     def signature(self, number: int, role: str) -> Signature:
         """What a block's method takes and answers, but for its tables."""
-        saved = len(self.saved(number))
+        saved = len(self._saved(number))
         if self.is_head(number):
             return of_head(role, saved)
         return of_block(role, number == 0, self.attends(number), self.trains_a, saved)
 
     def saved(self, number: int) -> list[str]:
         """Names of what a block's forward pass saves for the way back; none if it can't."""
-        methods = self.kinds[self.blocks[number].kind].methods
-        if not methods.keys() >= {SAVE, BACK_SAVED}:
-            return []
-        return [name for name in methods[SAVE].outputs if name.startswith(f"{SAVED}.")]
+        return self._saved(number) if BACK_SAVED in self.kinds[self.blocks[number].kind].methods else []
+
+    def _saved(self, number: int) -> list[str]:
+        method = self.kinds[self.blocks[number].kind].methods.get(SAVE)
+        return [name for name in method.outputs if name.startswith(f"{SAVED}.")] if method else []
 
     def is_head(self, number: int) -> bool:
         """Whether a block is a decoder's head."""

@@ -45,7 +45,7 @@ _BLOCK = {
     " padding[batch 1 1 tokens]? ones[1 tokens 1]? -> slope[batch tokens entering] gradient_a.*[rank in]"
     " gradient.*[rank out]",
     SAVE: "state[batch tokens entering] lora_a.*[rank in]? lora_b.*[rank out]? padding[batch 1 1 tokens]?"
-    " -> state[batch tokens leaving] saved.*[batch tokens saved]",
+    " ones[1 tokens 1]? -> state[batch tokens leaving] saved.*[batch tokens saved]",
     BACK_SAVED: "state[batch tokens entering] slope[batch tokens leaving] lora_a.*[rank in]?"
     " lora_b.*[rank out]? padding[batch 1 1 tokens]? ones[1 tokens 1]? saved.*[batch tokens saved]"
     " -> slope[batch tokens entering] gradient_a.*[rank in] gradient.*[rank out]",

@@ -31,7 +31,7 @@ from server_export.graph.writing import apply_rules
 
 # What autograd goes through instead of an operator.
 _WITH_A_BACKWARD_PASS = {SOFTMAX_PARTS: SoftmaxParts.apply}
-_REMEDY = "leave back out of --roles, and please report it with the name of the model"
+REMEDY = "leave back out of --roles, and please report it with the name of the model"
 
 SLOPE = "slope"
 
@@ -81,7 +81,7 @@ def backpropagate(
         _check_used(wanted, found)
         return (answer, *found) if with_answer else found
 
-    with told_as_bundle_error("the program has no backward pass", _REMEDY), torch.enable_grad():
+    with told_as_bundle_error("the program has no backward pass", REMEDY), torch.enable_grad():
         traced = make_fx(joint)(*tensors, *inputs.values())
     result = _rebuilt(graph_module, traced.graph, constants, list(inputs), layers)
     fill_in_values(result)
@@ -123,7 +123,7 @@ def _run(graph: Graph, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
         elif node in needed and node is not output:
             if str(node.target).startswith("torchao."):
                 # Autograd would go through it, and find the slope of rounding: 0.
-                raise BundleError(f"the quantized operator {node.target} is in no layer", remedy=_REMEDY)
+                raise BundleError(f"the quantized operator {node.target} is in no layer", remedy=REMEDY)
             arguments, named = map_arg((node.args, node.kwargs), values.__getitem__)
             target: Any = _WITH_A_BACKWARD_PASS.get(node.target, node.target)
             values[node] = target(*arguments, **named)
@@ -164,7 +164,7 @@ def _rebuilt(
         copies[node] = constant(name)
     for node in traced.nodes:
         if node.op == "get_attr":
-            raise BundleError(f"the backward pass holds an unexpected constant {node.target}", remedy=_REMEDY)
+            raise BundleError(f"the backward pass holds an unexpected constant {node.target}", remedy=REMEDY)
         if node.op == "output":
             graph.output(tuple(map_arg(tuple(node.args[0]), copies.__getitem__)))
         elif node.op != "placeholder":

@@ -21,7 +21,8 @@ import networkx
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from server_export.derive.backprop.joint import SLOPE
+from prge.errors import told_as_bundle_error
+from server_export.derive.backprop.joint import REMEDY, SLOPE
 from server_export.derive.backprop.rules import ONES
 from server_export.graph.modules import as_module
 
@@ -46,9 +47,12 @@ def partition(joint: GraphModule, batch: int, tokens: int, changing: Collection[
 
     Args:
         joint: as `backpropagate` makes it with the answer. Not changed; its constants are shared.
-        batch, tokens: of the state. A saved value is f32 [batch, tokens, width]; the way back takes the
-            inputs `saved_0`, `saved_1`, ... behind its others.
+        batch, tokens: of the state; no width is a multiple of `tokens`. A saved value is f32 [batch, tokens,
+            width]; the way back takes the inputs `saved_0`, `saved_1`, ... behind its others.
         changing: inputs that are others on the way back: nothing that depends on them is saved.
+
+    Raises:
+        BundleError: what a layer answers can't be saved.
     """
     answer, *slopes = joint.graph.output_node().args[0]
     whole = batch * tokens
@@ -62,7 +66,7 @@ def partition(joint: GraphModule, batch: int, tokens: int, changing: Collection[
         in_order = value.shape[0] % batch == 0 and value.shape[-1] % tokens and not value.numel() % whole
         return bool(in_order) and node not in of_changing
 
-    layers = [node for node in joint.graph.nodes if _is_layer(node, whole)]
+    layers = [node for node in joint.graph.nodes if _is_layer(node, whole) and node not in of_changing]
     saved = _smallest_cut(joint.graph, slopes, layers, may_be_saved)
     shapes = {node: [batch, tokens, node.meta["val"].numel() // whole] for node in saved}
     as_they_are = [None for _ in slopes]
@@ -89,8 +93,9 @@ def _smallest_cut(
             flow.add_edge(_FORWARD, (node, 0))
         if any(user in of_slope for user in node.users):
             flow.add_edge((node, 1), _BACK)
-    # Of all smallest cuts networkx tells the one next to the target.
-    _, (before, behind) = networkx.minimum_cut(flow, _FORWARD, _BACK)
+    with told_as_bundle_error("the way back has a layer whose answer has no rows of tokens", REMEDY):
+        # Of all smallest cuts networkx tells the one next to the target.
+        _, (before, behind) = networkx.minimum_cut(flow, _FORWARD, _BACK)
     return [node for node in graph.nodes if (node, 0) in before and (node, 1) in behind]
 
 
