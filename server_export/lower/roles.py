@@ -20,6 +20,7 @@ from prge.files.signatures import (
     BACK,
     BACK_SAVED,
     DECODE,
+    OF_BACK,
     PREFILL,
     SAVE,
     SAVED,
@@ -36,6 +37,7 @@ from server_export.derive.tangent.transform import Dense, RankOne, differentiate
 from server_export.graph.core import write_core_operators
 from server_export.graph.cutting import STATE, TABLE_PREFIX
 from server_export.graph.modules import attribute, copied
+from server_export.graph.rewriting import share_equal_calls
 from server_export.graph.shapes import fill_in_values, with_size
 from server_export.lower.cache import ProgramCache
 from server_export.lower.kind import LoweredKind, lower_kind
@@ -139,9 +141,12 @@ def role_graphs(
         one_token = with_size(with_size(several, BATCH, 1), TOKENS, 1)
         graphs[DECODE] = logits(one_token) if is_head else continued(one_token, frozen, COPIES, 1, PAST)
     graphs = {role: copied(graph) for role, graph in graphs.items()}
-    for graph in graphs.values():
+    for role, graph in graphs.items():
         fill_in_values(graph)
         write_core_operators(graph)
+        if role in (BACK, *OF_BACK):
+            # Slopes are made of values that the forward pass has.
+            share_equal_calls(graph.graph)
     return graphs
 
 
