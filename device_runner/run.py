@@ -208,6 +208,8 @@ def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | 
     answerer = _answerer(inputs, engines)
     samples = Samples(answerer, state, settings.sample_every, watcher) if answerer else None
     watcher.say(_plan(settings, inputs, engines, sampler))
+    if engines.saved is not None:
+        watcher.say(engines.saved.told(*_largest_call(run)))
     train(learner, settings.of_loop, samples or watcher, lambda: gates.hold(watcher))
     if watcher.stopped and state.step < settings.steps:
         watcher.say(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
@@ -259,6 +261,14 @@ def _plan(settings: RunSettings, inputs: RunInputs, engines: Engines, sampler: S
         f"({examples / len(inputs.train):.1f} epochs), {inputs.adapter.size:,} trained numbers, "
         f"{engines.engine} engine, {threads}"
     )
+
+
+def _largest_call(run: OpenRun) -> tuple[int, int]:
+    """Tokens of all rows of a batch of the widest training rows, and questions to a head."""
+    sequences = [sequence for example in run.inputs.train for sequence in example.sequences]
+    rows = run.plan.contract.batch_size
+    longest = max(len(sequence.tokens) for sequence in sequences)
+    return rows * longest, rows * max(len(sequence.targets) for sequence in sequences)
 
 
 def _closing(settings: RunSettings, inputs: RunInputs, samples: Samples | None) -> str:

@@ -19,7 +19,7 @@ from prge.files.bundle import (
     manifest_sha256,
 )
 from prge.files.chain import Block, Bounds, Chain, Interface, Kind, Table
-from prge.files.signatures import BACK, STACK, TANGENT
+from prge.files.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
 
 PROGRAM = "programs/block.pte"
 FILES = {
@@ -58,11 +58,18 @@ def _methods(is_encoder: bool) -> tuple[dict[str, Interface], dict[str, Interfac
             ("state", *beside, *matrices, "slope"),
             ("slope", "gradient.0", "gradient.1"),
         ),
+        SAVE: Interface(("state", *beside, *matrices), ("state", "saved.0", "saved.1")),
+        BACK_SAVED: Interface(
+            ("state", *beside, *matrices, "slope", "saved.0", "saved.1"),
+            ("slope", "gradient.0", "gradient.1"),
+        ),
     }
     head = {
         STACK: Interface(("state", "targets", "shift"), ("parts",)),
         TANGENT: Interface(("state", "targets", "shift", "d_state"), ("parts", "d_parts")),
         BACK: Interface(("state", "targets", "shift", "slope"), ("slope",)),
+        SAVE: Interface(("state", "targets", "shift"), ("parts", "saved.0")),
+        BACK_SAVED: Interface(("state", "targets", "shift", "slope", "saved.0"), ("slope",)),
     }
     return block, head
 

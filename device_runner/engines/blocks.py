@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from device_runner.engines.interfaces import (
     Shapes,
     problems_of,
     read_heads,
+    read_saved,
     read_widths,
 )
 from device_runner.engines.packed_files import HashedFile, PackedFiles
@@ -37,7 +39,11 @@ from prge.errors import EngineError
 from prge.files.bundle import Bundle, check_content
 from prge.files.chain import TABLE, Interface
 from prge.files.peft import scaled_lora_a
-from prge.files.signatures import DECODE, PREFILL, STACK
+from prge.files.signatures import BACK, DECODE, OF_BACK, PREFILL, STACK
+from prge.host.memory import available_memory
+
+# Of the memory that is available, one part in so many may hold what forward passes save.
+_SHARE = 4
 
 
 class Blocks:
@@ -47,7 +53,7 @@ class Blocks:
         bundle: an opened bundle.
         backend: the engine.
         roles: those that are going to be run.
-        memory: bytes of weights that may stay loaded; by default all may.
+        memory: bytes of weights that may stay loaded; by default all may. See `beside_weights`.
         tell: called with what a user should know.
 
     Raises:
@@ -68,6 +74,8 @@ class Blocks:
         self._bundle = bundle
         self._runtime = backend.runtime
         self._roles = {STACK, *roles}
+        if BACK in self._roles:
+            self._roles |= {*OF_BACK}
         # Methods by block and role, those of the block that was used last at the end.
         self._loaded: dict[int, dict[str, Any]] = {}
         self._spare: dict[int, list[Array]] = {}
@@ -86,6 +94,7 @@ class Blocks:
             self.tables,
             read_widths(self.chain, self._programs),
             read_heads(self.chain, self._programs),
+            read_saved(self.chain, self._programs),
         )
         for number, block in enumerate(self.chain.blocks):
             if problems := [*problems_of(self.chain, self._shapes, self._programs, number)]:
@@ -120,23 +129,54 @@ class Blocks:
         """Width of the states that enter a block."""
         return self._shapes.widths[number][0]
 
-    def run(self, number: int, role: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def saved_widths(self, number: int) -> Mapping[str, int]:
+        """Widths by name of the values that a block saves for the way back."""
+        return self._shapes.saved[number]
+
+    @property
+    def beside_weights(self) -> int:
+        """Bytes that are left where all weights stay loaded: of `memory`, or a share of what the system has.
+
+        What isn't mapped from a packed file lies in memory once for each method. The torch engine has 0: it
+        holds room for the largest answers of each method.
+        """
+        if self._packed is None:
+            return 0
+        weights = sum(
+            size * (1 if file.packed else len(self._roles))
+            for size, file in zip(self._bytes, self._files, strict=True)
+        )
+        if self._memory is not None:
+            return max(0, self._memory - weights)
+        return max(0, available_memory() - weights) // _SHARE
+
+    def run(
+        self,
+        number: int,
+        role: str,
+        inputs: Mapping[str, Array],
+        into: Mapping[str, Array] = MappingProxyType({}),
+    ) -> dict[str, Array]:
         """Compute a block.
 
         Args:
             number: of the block.
             role: of its kind's.
             inputs: contiguous arrays, all that the method asks for; more are left out.
+            into: memory f32 [numbers] of some outputs, which are written to its beginning.
 
         Returns:
-            Outputs by name, in memory that `release` takes back.
+            Outputs by name, the others in memory that `release` takes back.
 
         Raises:
             RefusedError: the engine failed.
         """
         interface = self.interface(number, role)
         signature = self._programs[self.chain.blocks[number].kind].signature(role)
-        outputs = [self._room(tensor) for tensor in signature.outputs]
+        outputs = [
+            into[name] if name in into else self._room(tensor)
+            for name, tensor in zip(interface.outputs, signature.outputs, strict=True)
+        ]
         method = self.method(number, role)
         shapes = method.run([inputs[name] for name in interface.inputs], outputs)
         return {
@@ -166,7 +206,11 @@ class Blocks:
         return compute
 
     def _read_ahead(self, number: int) -> None:
-        """Have the system read the next block's packed file while this one computes, unless it is loaded."""
+        """Have the system read the next block's packed file while this one computes, unless it is loaded.
+
+        A call goes up through the blocks, and an exact one down again: the next block is the one beyond this
+        one, seen from the one before.
+        """
         before, self._before = self._before, number
         if self._memory is None or number == before:
             return

@@ -21,11 +21,12 @@ from device_runner.engines.blocks import Blocks
 from device_runner.engines.head import Asked, VocabularyHead, slices
 from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.pieces import Pieces
+from device_runner.engines.saved_values import SavedValues, read, written
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.contract import Contract, Matrix, matrices
 from prge.engine import Array, FloatArray, IntArray
 from prge.files.chain import FEWEST_TOKENS, KEYS, MASKED, TABLE, VALUES, Bounds
-from prge.files.signatures import BACK, STACK, TANGENT
+from prge.files.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
 
 Arrays = dict[str, Array]
 
@@ -53,6 +54,12 @@ class Part:
         """Tokens of its rows."""
         return int(self.beside["ones"].shape[1])
 
+    def of_one_copy(self, values: Arrays) -> Part:
+        """The same rows without the axis of copies, with values that lack it."""
+        beside = {name: array[0] if name == "padding" else array for name, array in self.beside.items()}
+        adapter = {name: array[0] for name, array in self.adapter.items()}
+        return Part(self.rows, values, beside, adapter, self.kept)
+
 
 class ChainEngine(CheckedEngine):
     """Implements prge.engine.Engine for a contract of a run's own choice.
@@ -63,6 +70,7 @@ class ChainEngine(CheckedEngine):
         threads: size of the engine's pool.
         cache: keeps the states that enter the lowest adapted block, row by row.
         kept: keeps the states that enter the blocks of an exact call.
+        saved: what its forward passes save for the way back; without it all is computed again.
     """
 
     def __init__(
@@ -72,9 +80,11 @@ class ChainEngine(CheckedEngine):
         threads: int,
         cache: TrunkCache | None = None,
         kept: KeptStates | None = None,
+        saved: SavedValues | None = None,
     ) -> None:
         super().__init__(contract, threads)
         self._cache = cache
+        self._saved = saved
         self._kept = kept or KeptStates()
         self._blocks = blocks
         self._chain = blocks.chain
@@ -148,28 +158,33 @@ class ChainEngine(CheckedEngine):
         ]
         above = range(self._first, self._end)
         self._make_room_to_keep(parts, above)
+        if self._saved is not None:
+            asked = 0 if self._chain.is_encoder else call.asked.count
+            # A row in pieces saves nothing.
+            whole = [(part.rows.size, 0 if self._in_pieces(part) else part.length) for part in parts]
+            self._saved.begin(whole, asked)
         self._pass(parts, STACK, above, keep=True)
         states = self._collected(parts, call)
         if self._chain.is_encoder:
             answers = call.pooled(states, self._chain.pooling)
             by_state = call.slope_of_pooled(slope(answers), self._chain.pooling)
         else:
-            reading = self._head.read(call.asked, states)
+            reading = self._head.read(call.asked, states, saved=self._saved)
             answers = call.asked.told(reading.logprobs)
-            by_state = self._head.back(call.asked, states, reading, call.asked.gathered(slope(answers)))
-        for part in parts:
-            part.values = {"slope": np.ascontiguousarray(by_state[part.rows[0], : part.length])}
-            part.adapter = call.adapter
-            part.beside = {
-                name: array[0] if name == "padding" else array for name, array in part.beside.items()
-            }
+            slopes = call.asked.gathered(slope(answers))
+            by_state = self._head.back(call.asked, states, reading, slopes, self._saved)
+        parts = [
+            part.of_one_copy({"slope": np.ascontiguousarray(by_state[part.rows[0], : part.length])})
+            for part in parts
+        ]
         gradients: dict[str, FloatArray] = {}
         is_finite = bool(np.isfinite(by_state).all())
         for number in reversed(above):
-            for part in parts:
+            for turn, part in enumerate(parts):
                 kept = {n: a.astype(np.float32, copy=False) for n, a in part.kept.pop().items()}
                 part.values |= {**kept, "state": kept["state"][0]}
-                found = self._run(number, BACK, part)
+                places = self._saved.places(number, turn) if self._saved else {}
+                found = self._run(number, BACK_SAVED if places else BACK, part, read(places))
                 passed = (part.values["state"], found["slope"])
                 is_finite &= all(bool(np.isfinite(array).all()) for array in passed)
                 self._release(part.values)
@@ -248,8 +263,13 @@ class ChainEngine(CheckedEngine):
 
     def _pass(self, parts: Sequence[Part], role: str, numbers: range, keep: bool = False) -> None:
         for number in numbers:
-            for part in parts:
-                found = self._run(number, role, part)
+            for turn, part in enumerate(parts):
+                places = self._saved.places(number, turn) if keep and self._saved else {}
+                if places:
+                    alone = part.of_one_copy({"state": part.values["state"][0]})
+                    found = {"state": self._run(number, SAVE, alone, into=written(places))["state"][None]}
+                else:
+                    found = self._run(number, role, part)
                 kept = {"state": part.values["state"]} if keep else {}
                 kept |= {name: found.pop(name) for name in (KEYS, VALUES) if name in found}
                 if keep:
@@ -257,19 +277,21 @@ class ChainEngine(CheckedEngine):
                 self._release(part.values)
                 part.values = found
 
-    def _run(self, number: int, role: str, part: Part) -> Arrays:
-        inputs = {**part.values, **part.beside}
+    def _run(
+        self, number: int, role: str, part: Part, more: Arrays | None = None, into: Arrays | None = None
+    ) -> Arrays:
+        inputs = {**part.values, **part.beside, **(more or {})}
         for ours, its in self._matrices(number):
             for given, asked in ((ours.name, its.name), (ours.u, its.u), (ours.v, its.v)):
                 if given in part.adapter:
                     inputs[asked] = part.adapter[given]
-        if part.length > self._bounds.piece:
+        if self._in_pieces(part):
             in_pieces = {STACK: self._pieces.stack, TANGENT: self._pieces.tangent, BACK: self._pieces.back}
             found = in_pieces[role](number, inputs)
         else:
             for index, table in enumerate(self._chain.blocks[number].tables):
                 inputs[f"{TABLE}{index}"] = self._blocks.tables.of(table, part.length)
-            found = self._blocks.run(number, role, inputs)
+            found = self._blocks.run(number, role, inputs, into or {})
         if role == STACK and number < self._end:
             found["state"] = found["state"].reshape(*part.rows.shape, *found["state"].shape[1:])
         return found
@@ -300,10 +322,13 @@ class ChainEngine(CheckedEngine):
         """The most of each size in one part of a call."""
         return self._bounds if call.length <= self._bounds.piece else replace(self._bounds, copies=1, batch=1)
 
+    def _in_pieces(self, part: Part) -> bool:
+        return part.length > self._bounds.piece
+
     def _make_room_to_keep(self, parts: Sequence[Part], blocks: range) -> None:
         numbers = arrays = 0
         for part in parts:
-            in_pieces = part.length > self._bounds.piece
+            in_pieces = self._in_pieces(part)
             arrays += len(blocks) * (3 if in_pieces else 1)
             for block in blocks:
                 of_token = self._blocks.width(block) + in_pieces * self._pieces.kept_numbers(block)

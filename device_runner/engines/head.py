@@ -6,15 +6,17 @@ their slopes -> piece 0, piece 1, ... -> slope of the states
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 
 from device_runner.engines.blocks import Blocks
+from device_runner.engines.saved_values import Place, SavedValues, read, written
 from prge.engine import Array, FloatArray, IntArray
 from prge.files.chain import FEWEST_TOKENS
-from prge.files.signatures import BACK, STACK, TANGENT
+from prge.files.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
 from prge.learning.vocabulary import Reading
 
 
@@ -64,13 +66,20 @@ class VocabularyHead:
         self._bounds = blocks.chain.bounds
         self._pieces = range(len(blocks.chain.blocks) - blocks.chain.end)
 
-    def read(self, asked: Asked, states: FloatArray, tangents: FloatArray | None = None) -> Reading:
+    def read(
+        self,
+        asked: Asked,
+        states: FloatArray,
+        tangents: FloatArray | None = None,
+        saved: SavedValues | None = None,
+    ) -> Reading:
         """What the head tells of the questions.
 
         Args:
             asked: the questions.
             states: f32 [rows, tokens, width].
             tangents: f32 [queries, rows, tokens, width] of these.
+            saved: has places for what the way back needs, of some pieces.
         """
         queries = 0 if tangents is None else len(tangents)
         reading = Reading(asked.targets, self._blocks.chain.piece_words, queries)
@@ -83,42 +92,71 @@ class VocabularyHead:
                     for some in slices(queries, self._bounds.queries)
                     if tangents is not None
                 ]
-                ask = partial(self._parts, piece, state, targets, moved)
+                into = written(self._places(piece, saved), mine.start)
+                ask = partial(self._parts, piece, state, targets, moved, into)
                 reading.add(piece, mine, *reading.ask(mine, ask))
         return reading
 
-    def back(self, asked: Asked, states: FloatArray, reading: Reading, slopes: FloatArray) -> FloatArray:
+    def back(
+        self,
+        asked: Asked,
+        states: FloatArray,
+        reading: Reading,
+        slopes: FloatArray,
+        saved: SavedValues | None = None,
+    ) -> FloatArray:
         """Slope of the states f32 [rows, tokens, width], from that of each question's log-probability."""
         result = np.zeros_like(states)
         for piece in self._pieces:
+            places = self._places(piece, saved)
+            role = BACK_SAVED if places else BACK
             for mine in self._slices(asked.count, 2):
                 targets, has = reading.within(piece, mine)
                 # With the logarithm of the whole sum as the shift, the sum of exponentials is 1.
                 slope = np.stack([slopes[mine] * has, -slopes[mine]], -1)
                 shift = reading.log_total[mine].astype(np.float32)
-                found = self._run(piece, BACK, asked.states(states, mine), targets, shift, slope=slope)
+                more = {"slope": slope, **{name: array[0] for name, array in read(places, mine).items()}}
+                found = self._run(piece, role, asked.states(states, mine), targets, shift, more)
                 asked.add(result, found["slope"], mine)
         return result
 
+    def _places(self, piece: int, saved: SavedValues | None) -> Mapping[str, Place]:
+        return saved.places(self._blocks.chain.end + piece) if saved else {}
+
     def _parts(
-        self, piece: int, state: FloatArray, targets: IntArray, moved: Sequence[FloatArray], shift: FloatArray
+        self,
+        piece: int,
+        state: FloatArray,
+        targets: IntArray,
+        moved: Sequence[FloatArray],
+        into: Mapping[str, Array],
+        shift: FloatArray,
     ) -> tuple[FloatArray, FloatArray | None]:
         """What a piece answers of states, and of their tangents, some queries after the others."""
         if not moved:
-            return self._run(piece, STACK, state, targets, shift)["parts"], None
-        found = [self._run(piece, TANGENT, state, targets, shift, d_state=some) for some in moved]
+            role = SAVE if into else STACK
+            return self._run(piece, role, state, targets, shift, into=into)["parts"], None
+        found = [self._run(piece, TANGENT, state, targets, shift, {"d_state": some}) for some in moved]
         return found[0]["parts"], np.concatenate([answer["d_parts"] for answer in found])
 
     def _run(
-        self, piece: int, role: str, state: FloatArray, targets: IntArray, shift: FloatArray, **more: Array
+        self,
+        piece: int,
+        role: str,
+        state: FloatArray,
+        targets: IntArray,
+        shift: FloatArray,
+        more: Mapping[str, Array] = MappingProxyType({}),
+        into: Mapping[str, Array] = MappingProxyType({}),
     ) -> dict[str, Array]:
-        """Answers [..., questions, numbers] of a piece, for questions [questions]."""
+        """Answers [..., questions, numbers] of a piece, for questions [questions]; but for those that go
+        `into` memory."""
         given = {"state": state, "targets": _enough(targets)[None], "shift": _enough(shift)[None, :, None]}
-        if "slope" in more:
-            more["slope"] = _enough(more["slope"])[None]
-        found = self._blocks.run(self._blocks.chain.end + piece, role, {**given, **more})
-        answers = {name: array[..., 0, : len(targets), :].copy() for name, array in found.items()}
-        for array in found.values():
+        given |= {name: array if name == "d_state" else _enough(array)[None] for name, array in more.items()}
+        found = self._blocks.run(self._blocks.chain.end + piece, role, given, into)
+        answered = {name: array for name, array in found.items() if name not in into}
+        answers = {name: array[..., 0, : len(targets), :].copy() for name, array in answered.items()}
+        for array in answered.values():
             self._blocks.release(array)
         return answers
 

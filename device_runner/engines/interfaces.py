@@ -6,14 +6,15 @@ states between blocks: those a program has, and the blocks before and behind it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from device_runner.engines.base import DTYPES, Tensors
 from device_runner.engines.tables import Tables
+from prge.contract import LARGEST_SIZE
 from prge.files.chain import PAST_KEYS, PAST_VALUES, TABLE, Bounds, Chain
-from prge.files.signatures import DECODE, PREFILL, STACK
+from prge.files.signatures import DECODE, PREFILL, SAVE, STACK
 
 # Sizes that a method is tried with before it is used.
 TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4, piece=4)
@@ -27,6 +28,7 @@ class Shapes:
         tables: of its bundle.
         widths: of the states that enter and leave every block; 0 where none does.
         heads: of the keys and values of every block.
+        saved: of every block's saved values, by name.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class Shapes:
         tables: Tables,
         widths: Sequence[tuple[int, int]],
         heads: Sequence[AttentionHeads],
+        saved: Sequence[Mapping[str, int]],
     ) -> None:
         self._chain = chain
         self._tables = tables
         self.widths = widths
         self.heads = heads
+        self.saved = saved
 
     def of(
         self, number: int, role: str, name: str, sizes: Bounds, is_output: bool = False
@@ -65,7 +69,9 @@ class Shapes:
         }
         if chain.is_head(number):
             numbers["words"] = chain.piece_words
-        if "." in name:
+        if name in self.saved[number]:
+            numbers["saved"] = self.saved[number][name]
+        elif "." in name:
             module = chain.modules[block.modules[_index(name)]]
             numbers |= {"rank": module.rank, "in": module.in_features, "out": module.out_features}
         tensor = chain.signature(number, role).tensor(name, is_output)
@@ -101,6 +107,21 @@ def read_heads(chain: Chain, programs: Sequence[Any]) -> list[AttentionHeads]:
     return found
 
 
+def read_saved(chain: Chain, programs: Sequence[Any]) -> list[dict[str, int]]:
+    """Widths by name of the values that every block saves, as its program has them; 0 of no tensor."""
+    found = []
+    for number, block in enumerate(chain.blocks):
+        names, program = chain.saved(number), programs[block.kind]
+        outputs: Sequence[str] = ()
+        tensors: Tensors = []
+        if names and SAVE in program.methods:
+            outputs = chain.kinds[block.kind].methods[SAVE].outputs
+            tensors = program.signature(SAVE).outputs
+        shapes = {name: tensor[1] for name, tensor in zip(outputs, tensors, strict=False) if tensor}
+        found.append({name: (shapes.get(name) or (0,))[-1] for name in names})
+    return found
+
+
 def read_widths(chain: Chain, programs: Sequence[Any]) -> list[tuple[int, int]]:
     """Widths of the states that enter and leave every block, as its program has them; 0 where none does."""
     widths = []
@@ -129,6 +150,8 @@ def problems_of(chain: Chain, shapes: Shapes, programs: Sequence[Any], number: i
         yield f"it takes states of width {widths[number][0]}, the block before gives {widths[before][1]}"
     if chain.is_encoder and number == len(widths) - 1 and widths[number][1] != chain.width:
         yield f"it gives states of width {widths[number][1]}, the manifest says {chain.width}"
+    if any(not 1 <= width <= LARGEST_SIZE for width in shapes.saved[number].values()):
+        yield f"it saves values of the widths {sorted(shapes.saved[number].values())}"
     for role, method in chain.kinds[block.kind].methods.items():
         if role not in program.methods:
             yield f"its methods are {', '.join(program.methods)}, must include {role}"

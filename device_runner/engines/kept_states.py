@@ -33,6 +33,7 @@ class KeptStates:
     def __init__(
         self, precision: Precision = "float32", folder: Path | None = None, most: int | None = None
     ) -> None:
+        self.precision = precision
         self._type = np.dtype(precision)
         self._folder = folder
         self._most = most

@@ -8,6 +8,7 @@ from device_runner.engines.blocks import Blocks
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.choice import choose
 from device_runner.engines.kept_states import KeptStates
+from device_runner.engines.saved_values import SavedValues
 from device_runner.engines.speaking import ChainSpeaker
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.contract import Contract
@@ -25,6 +26,7 @@ class Engines:
     engine: str
     blocks: Blocks
     notes: str = ""
+    saved: SavedValues | None = None
 
     def speaker(self, slots: int = 1) -> ChainSpeaker:
         """What writes text with the same blocks; see device_runner.engines.speaking.ChainSpeaker."""
@@ -48,7 +50,7 @@ def open_engines(
         contract: of the calls that take steps; without one they only score.
         threads: size of the engine's thread pool; by default what the runtime picks, performance cores.
         engine: see device_runner.engines.choice.
-        memory: bytes of weights that may stay loaded.
+        memory: bytes of weights that may stay loaded; beside all of them, of what an exact step saves.
         scoring: contract of the calls that score; by default the chain's own.
         cache: keeps what the blocks below the adapter make of rows of steps.
         kept: keeps the states that enter the blocks of an exact step.
@@ -64,6 +66,10 @@ def open_engines(
     contract = contract or scoring
     blocks = Blocks(bundle, backend, {contract.role}, memory, told.append)
     count = backend.runtime.set_threads(threads)
-    step = ChainEngine(contract, blocks, count, cache, kept)
+    saved = None
+    # What is rounded between blocks has to go through them again.
+    if contract.is_exact and (kept is None or kept.precision == "float32"):
+        saved = SavedValues(blocks, blocks.beside_weights)
+    step = ChainEngine(contract, blocks, count, cache, kept, saved)
     score = ChainEngine(scoring, blocks, count)
-    return Engines(step, score, count, backend.name, blocks, "; ".join(told))
+    return Engines(step, score, count, backend.name, blocks, "; ".join(told), saved)

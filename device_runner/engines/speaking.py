@@ -159,7 +159,7 @@ class ChainSpeaker:
             if len(rest) < FEWEST_TOKENS:
                 return self.step({sequence: rest[0]})[sequence]
             piece = _PIECE if self._capacity <= _LONG else _PIECE_OF_LONG
-            size = min(len(rest), piece, self._chain.bounds.tokens)
+            size = min(len(rest), piece, self._chain.bounds.piece)
             if len(rest) - size == 1 and size > FEWEST_TOKENS:
                 # A token that is left alone is a step of its own, which reads all weights once more.
                 size -= 1

@@ -33,8 +33,9 @@ class EngineFlags:
     threads: int | None = None
     """Threads that compute; default: performance cores."""
     memory: Bytes | None = None
-    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes.
-    The same bits. Default: all stay."""
+    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes. What is left
+    beside all weights holds activations of exact steps, which are then not computed twice. The same bits.
+    Default: all weights stay, and activations in a quarter of the memory that is available."""
 
 
 @dataclass(frozen=True)

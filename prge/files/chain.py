@@ -17,11 +17,14 @@ from prge.contract import LARGEST_SIZE, STEP_ROLES, AdaptedModule, Contract
 from prge.errors import BundleError, ConfigError, shown
 from prge.files.signatures import (
     ALL_ROLES,
+    BACK_SAVED,
     DECODE,
     IN_PIECES,
     PREFILL,
     PREFILL_BACK,
     PREFILL_TANGENT,
+    SAVE,
+    SAVED,
     STACK,
     Signature,
     of_block,
@@ -37,6 +40,8 @@ SLOPE_KEYS, SLOPE_VALUES = "slope_keys", "slope_values"
 SLOPE_PAST_KEYS, SLOPE_PAST_VALUES = "slope_past_keys", "slope_past_values"
 SEEN, CAUSAL, OWN = "seen", "causal", "own"
 _MOST_BLOCKS = 1024
+# Values that a block saves: a few of its own, and one for each adapted module.
+_MOST_SAVED = 256
 # Of what is wrong with a chain: one mistake can show in every block.
 _SHOWN = 8
 # torch.export takes a size of 1 for another program.
@@ -185,7 +190,7 @@ class Chain:
             if not least <= size <= LARGEST_SIZE:
                 yield f"the bound of {name} is {shown(size)}, must be {least} to {LARGEST_SIZE}"
         if self.bounds.piece > self.bounds.tokens:
-            yield f"pieces of rows have {self.bounds.piece} tokens, rows {self.bounds.tokens}"
+            yield f"pieces of rows have {shown(self.bounds.piece)} tokens, rows {shown(self.bounds.tokens)}"
         for table in self.tables:
             window = 1 if table.window is None else table.window
             if (
@@ -224,6 +229,9 @@ class Chain:
             if role not in ALL_ROLES:
                 yield f"block {number} has the role {shown(role)}, this version knows {', '.join(ALL_ROLES)}"
                 continue
+            if len(method.outputs) > _MOST_SAVED + modules:
+                yield f"block {number} has {len(method.outputs)} outputs in the role {role}"
+                continue
             signature, asked = self.signature(number, role), {*method.inputs}
             allowed = signature.allowed(modules)
             if not self.is_head(number):
@@ -236,9 +244,18 @@ class Chain:
 
     def signature(self, number: int, role: str) -> Signature:
         """What a block's method takes and answers, but for its tables."""
+        saved = len(self._saved(number))
         if self.is_head(number):
-            return of_head(role)
-        return of_block(role, number == 0, self.attends(number), self.trains_a)
+            return of_head(role, saved)
+        return of_block(role, number == 0, self.attends(number), self.trains_a, saved)
+
+    def saved(self, number: int) -> list[str]:
+        """Names of what a block's forward pass saves for the way back; none if it can't."""
+        return self._saved(number) if BACK_SAVED in self.kinds[self.blocks[number].kind].methods else []
+
+    def _saved(self, number: int) -> list[str]:
+        method = self.kinds[self.blocks[number].kind].methods.get(SAVE)
+        return [name for name in method.outputs if name.startswith(f"{SAVED}.")] if method else []
 
     def is_head(self, number: int) -> bool:
         """Whether a block is a decoder's head."""

@@ -11,6 +11,7 @@ adapted module of the block; what has a `?` is taken only if the block's graph u
     members                  queries that share a head of keys
     past                     tokens before, and one that stands for none of them: 1 + context
     words                    of a piece of the vocabulary
+    saved                    width of a value that a forward pass saves for the way back
 
 `prefill_tangent` and `prefill_back` are of a piece of a row, which is given the past's tangents, or what
 later pieces say of its keys and values as slopes. `seen`, `causal` and `own` are added to the scores of the
@@ -24,19 +25,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prge.contract import STEP_ROLES
 
 STACK, TANGENT, BACK = STEP_ROLES
 PREFILL, DECODE = "prefill", "decode"
 PREFILL_TANGENT, PREFILL_BACK = "prefill_tangent", "prefill_back"
-# What an export is asked for, and what follows from it where rows are longer than a piece.
+SAVED = "saved"
+# What an export is asked for; `back` brings those of `OF_BACK` along, rows longer than a piece theirs.
 ROLES = (*STEP_ROLES, PREFILL, DECODE)
+OF_BACK = SAVE, BACK_SAVED = "save", "back_saved"
 IN_PIECES = {STACK: PREFILL, TANGENT: PREFILL_TANGENT, BACK: PREFILL_BACK}
-ALL_ROLES = tuple(dict.fromkeys((*ROLES, *IN_PIECES.values())))
+ALL_ROLES = tuple(dict.fromkeys((*ROLES, *OF_BACK, *IN_PIECES.values())))
 # Roles of steps: of an adapter they have an input for what is trained, and no other.
-OF_STEPS = (*STEP_ROLES, PREFILL_TANGENT, PREFILL_BACK)
+OF_STEPS = tuple(role for role in ALL_ROLES if role not in (PREFILL, DECODE))
 
 _BLOCK = {
     STACK: "state[copies batch tokens entering] lora_a.*[copies rank in]? lora_b.*[copies rank out]?"
@@ -48,6 +51,11 @@ _BLOCK = {
     BACK: "state[batch tokens entering] slope[batch tokens leaving] lora_a.*[rank in]? lora_b.*[rank out]?"
     " padding[batch 1 1 tokens]? ones[1 tokens 1]? -> slope[batch tokens entering] gradient_a.*[rank in]"
     " gradient.*[rank out]",
+    SAVE: "state[batch tokens entering] lora_a.*[rank in]? lora_b.*[rank out]? padding[batch 1 1 tokens]?"
+    " ones[1 tokens 1]? -> state[batch tokens leaving] saved.*[batch tokens saved]",
+    BACK_SAVED: "state[batch tokens entering] slope[batch tokens leaving] lora_a.*[rank in]?"
+    " lora_b.*[rank out]? padding[batch 1 1 tokens]? ones[1 tokens 1]? saved.*[batch tokens saved]"
+    " -> slope[batch tokens entering] gradient_a.*[rank in] gradient.*[rank out]",
     PREFILL: "state[1 tokens entering] lora_a.*[1 rank in]? lora_b.*[1 rank out]? ones[1 tokens 1]?"
     " -> state[1 tokens leaving]",
     DECODE: "state[sequences 1 entering] lora_a.*[sequences rank in]? lora_b.*[sequences rank out]?"
@@ -79,6 +87,8 @@ _TOKENS = {
     STACK: "tokens[copies batch tokens] -> ",
     TANGENT: "tokens[batch tokens] -> ",
     BACK: "tokens[batch tokens] -> ",
+    SAVE: "tokens[batch tokens] -> ",
+    BACK_SAVED: "tokens[batch tokens] -> ",
     PREFILL: "tokens[1 tokens] -> ",
     DECODE: "tokens[sequences 1] -> ",
 }
@@ -88,6 +98,10 @@ _HEAD = {
     " -> parts[1 states 2] d_parts[queries 1 states 2]",
     BACK: "state[1 states entering] targets[1 states] shift[1 states 1] slope[1 states 2]"
     " -> slope[1 states entering]",
+    SAVE: "state[1 states entering] targets[1 states] shift[1 states 1]"
+    " -> parts[1 states 2] saved.*[1 states saved]",
+    BACK_SAVED: "state[1 states entering] targets[1 states] shift[1 states 1] slope[1 states 2]"
+    " saved.*[1 states saved] -> slope[1 states entering]",
     DECODE: "state[sequences 1 entering] -> logits[sequences 1 words]",
 }
 # What a step has of `lora_a` only if it is trained; texts may have one of an adapter from elsewhere.
@@ -150,14 +164,24 @@ class Signature:
 
     def tensor(self, name: str, is_output: bool = False) -> Tensor:
         """The tensor of a name, such as `state` or `lora_b.0`."""
-        plain = name.partition(".")[0]
-        return next(item for item in (self.outputs if is_output else self.inputs) if item.name == plain)
+        known = name, name.partition(".")[0]
+        return next(item for item in (self.outputs if is_output else self.inputs) if item.name in known)
 
 
-def of_block(role: str, is_first: bool = False, attends: bool = False, trains_a: bool = False) -> Signature:
-    """The signature of a block with a state, in a role; `trains_a`: both matrices of an adapter."""
-    found = Signature.parse(_BLOCK[role])
-    if role in OF_STEPS and not trains_a:
+def of_block(
+    role: str, is_first: bool = False, attends: bool = False, trains_a: bool = False, saved: int = 0
+) -> Signature:
+    """The signature of a block with a state, in a role.
+
+    Args:
+        role: of ALL_ROLES.
+        is_first: whether tokens enter it.
+        attends: whether it looks at the tokens before.
+        trains_a: both matrices of an adapter.
+        saved: values that its forward pass saves for the way back.
+    """
+    found = _with_saved(Signature.parse(_BLOCK[role]), saved)
+    if role not in (PREFILL, DECODE) and not trains_a:
         found = Signature(_without(found.inputs, _OF_LORA_A), _without(found.outputs, _OF_LORA_A))
     if is_first:
         rest = _without(found.inputs, _STATES)
@@ -165,9 +189,24 @@ def of_block(role: str, is_first: bool = False, attends: bool = False, trains_a:
     return found + Signature.parse(_ATTENTION[role]) if attends and role in _ATTENTION else found
 
 
-def of_head(role: str) -> Signature:
+def of_head(role: str, saved: int = 0) -> Signature:
     """The signature of a piece of a decoder's head; of a role that it lacks an empty one."""
-    return Signature.parse(_HEAD.get(role, "->"))
+    return _with_saved(Signature.parse(_HEAD.get(role, "->")), saved)
+
+
+def _with_saved(signature: Signature, count: int) -> Signature:
+    def numbered(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        names = (
+            [f"{SAVED}.{number}" for number in range(count)] if tensor.name == SAVED else [tensor.name]
+            for tensor in tensors
+        )
+        return tuple(
+            replace(tensor, name=name, each=tensor.each and name == tensor.name)
+            for tensor, of_tensor in zip(tensors, names, strict=True)
+            for name in of_tensor
+        )
+
+    return Signature(numbered(signature.inputs), numbered(signature.outputs))
 
 
 def _without(tensors: Iterable[Tensor], names: Collection[str]) -> tuple[Tensor, ...]:

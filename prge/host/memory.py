@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,39 @@ def memory_info() -> dict[str, int]:
         return _kilobytes(Path("/proc/meminfo"))
     except OSError:
         return {}
+
+
+def available_memory(groups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that this process can still have: of the machine, or less where its control group has a limit.
+
+    0 where the system doesn't tell.
+    """
+    found = [memory_info().get("MemAvailable", 0)]
+    for folder, names in _group_files(groups, process):
+        with contextlib.suppress(OSError, ValueError):
+            most, used = (int((folder / name).read_text(encoding="ascii")) for name in names[:2])
+            files = re.search(
+                rf"^{names[2]} (\d+)$", (folder / "memory.stat").read_text("ascii"), re.MULTILINE
+            )
+            found.append(max(0, most - used + int(files[1] if files else 0)))
+    return min(found)
+
+
+def _group_files(groups: Path, process: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Folders of this process's control groups, up to the root, with the names of limit, use, and of pages
+    of files that nobody reads."""
+    second = "memory.max", "memory.current", "inactive_file"
+    first = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    with contextlib.suppress(OSError):
+        for line in process.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                root = groups / controllers
+                inner = root / path.lstrip("/")
+                for folder in (inner, *inner.parents):
+                    yield folder, first if controllers else second
+                    if folder == root:
+                        break
 
 
 def _kilobytes(path: Path) -> dict[str, int]:

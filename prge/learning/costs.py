@@ -17,7 +17,7 @@ from prge.contract import STEP_ROLES, AdaptedModule, Contract, matrices
 from prge.errors import BundleError, shown
 from prge.files.adapter import adapter_size
 from prge.files.chain import Bounds, Chain
-from prge.files.signatures import BACK, DECODE, PREFILL, STACK, TANGENT
+from prge.files.signatures import BACK, DECODE, PREFILL, SAVE, STACK, TANGENT
 from prge.learning.vocabulary import pieces_of
 
 MIB = 1 << 20
@@ -32,10 +32,10 @@ MOST_COMPARED = 1 << 28
 RUNTIME_BYTES = {"native": 25 * MIB, "torch": 147 * MIB}
 _LIBRARY_BYTES = {"native": 28 * MIB, "torch": 83 * MIB}
 # Of a block's method in the engine's own tables.
-_METHOD_BYTES = {STACK: 600_000, TANGENT: 750_000, BACK: 250_000}
-# Of a kind's method in its program.
-_PROGRAM_BYTES = {STACK: 21_000, TANGENT: 43_000, BACK: 60_000, PREFILL: 14_000, DECODE: 14_000}
-_PROGRAM_BYTES_OF_HEAD = {STACK: 5_000, TANGENT: 9_000, BACK: 10_000, PREFILL: 0, DECODE: 3_000}
+_METHOD_BYTES = {STACK: 600_000, TANGENT: 750_000, BACK: 250_000, SAVE: 600_000}
+# Of a kind's method in its program; of the way back with those that save.
+_PROGRAM_BYTES = {STACK: 21_000, TANGENT: 43_000, BACK: 120_000, PREFILL: 14_000, DECODE: 14_000}
+_PROGRAM_BYTES_OF_HEAD = {STACK: 5_000, TANGENT: 9_000, BACK: 28_000, PREFILL: 0, DECODE: 3_000}
 # What the system reads of a file around a row of a table.
 _READ_AROUND = 64 << 10
 
@@ -156,7 +156,7 @@ class RunMemory:
 
     `libraries` and `mapped` are pages of files, which the system takes back where memory lacks; `weights` are
     held. `methods` are the engine's tables of loaded methods, `arena` what programs planned, `workspace`
-    XNNPACK's.
+    XNNPACK's, `saved` what an exact step saves for its way back, at most.
     """
 
     runtime: int
@@ -167,6 +167,7 @@ class RunMemory:
     arena: int
     workspace: int
     states: int
+    saved: int
     adapter: int
     directions: int
 
@@ -248,11 +249,13 @@ def run_memory(
         weights: of the bundle.
         roles: of the bundle.
         engine: which way of calling the runtime.
-        memory: bytes of weights that may stay loaded; by default all may.
+        memory: bytes of weights that may stay loaded, and beside all of them of what is saved; by default
+            all weights may, and all is saved.
     """
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     role = contract.role
-    loaded = {STACK, BACK} if contract.is_exact else {role}
+    saved = _saved(outline, contract, weights, memory) if contract.is_exact and engine == "native" else 0
+    loaded = {STACK, BACK, *([SAVE] if saved else [])} if contract.is_exact else {role}
     kept = weights.packed + (weights.packed_transposed if contract.is_exact else 0)
     if memory is not None:
         # The bound counts whole files, of which a run maps what its roles need.
@@ -292,10 +295,22 @@ def run_memory(
         workspace=workspace,
         # In and out, collected, and beside it what entered; then what an exact call keeps.
         states=3 * state + (0 if in_file else checkpoints),
+        saved=saved,
         adapter=contract.copies * adapter_size(outline.modules) * 4,
         # Float32 inputs of the call, and the signs that they are filled from.
         directions=contract.queries * contract.rows * width * (4 + 1),
     )
+
+
+def _saved(outline: Outline, contract: Contract, weights: Weights, memory: int | None) -> int:
+    """Bytes of what an exact step saves at most: answers of frozen layers, and those of the head."""
+    frozen = sum(module.rank for module in outline.modules if not module.trains_a)
+    numbers = frozen + sum(layer.outputs * layer.count for layer in outline.layers if not layer.below)
+    found = numbers * contract.rows * contract.sequence_length
+    if outline.head is not None:
+        found += outline.head.outputs * contract.rows * contract.positions
+    left = 4 * found if memory is None else max(0, memory - weights.layers - weights.transposed)
+    return min(4 * found, left)
 
 
 def _torch_arena(

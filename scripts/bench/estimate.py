@@ -20,7 +20,7 @@ from typing import Any
 from processes import forget, serving
 from reports import parser_of, report, shape_of
 from serve import ENGINE
-from timing import export, folder_bytes, least_memory, random_model
+from timing import export, folder_bytes, least_memory, random_model, weights_memory
 
 from prge.verbs.starting import answer_of
 
@@ -35,7 +35,8 @@ def compare(scheme: str, arguments: argparse.Namespace, folder: Path) -> dict[st
     # What was written a moment ago lies in the cache in larger pieces than what is read page by page.
     forget(bundle / "weights")
     pairs: dict[str, tuple[float, float]] = {}
-    for method, (estimator, is_least) in ENGINE.items():
+    bounds = {"": [], "least": [least_memory(bundle)], "weights": [weights_memory(bundle)]}
+    for method, (estimator, kind) in ENGINE.items():
         for rows, tokens in arguments.shapes:
             told = [
                 "--model",
@@ -48,7 +49,7 @@ def compare(scheme: str, arguments: argparse.Namespace, folder: Path) -> dict[st
                 "--tokens",
                 tokens,
             ]
-            told += ["--memory", least_memory(bundle)] if is_least else []
+            told += [word for bound in bounds[kind] for word in ("--memory", bound)]
             estimated = json.loads(answer_of("estimate", "--json", "--model", model, *same, *told))
             sizes = (rows, tokens, THREADS, QUERIES)
             with serving(method, folder, *sizes) as packing:

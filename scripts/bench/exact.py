@@ -5,17 +5,20 @@
 A model has random weights. All methods take steps on random rows in turns, each in a process of its own;
 ratios are medians over rounds. They are
 
-    blocks, least        exact steps of a bundle, with all weights loaded and with those of one block
+    blocks               exact steps of a bundle, with all weights loaded and activations saved in what
+                         `--memory` leaves beside them, by default a quarter of what the system has
+    recomputed, least    the same with no memory for activations, and with the weights of one block
     tangent, prge        the same bundle's tangents and differences, with `--queries`
     pytorch-TYPE[-checkpointing]
                          PyTorch with PEFT: LoRA of the same rank on the same layers, AdamW; its peak_rss_mb
                          has the file that the model was read from
     limit                matrix products alone: forward, computed again, and back
 
-Prints JSON by model: `blocks_over_METHOD`, `exact_over_limit`, `load_share` of a step that loads all weights,
-`load_share_cold` with files that the system has forgotten, `recomputation_share`, the products of the second
-forward pass in a step, and by method `seconds`, `anonymous_mb` and `peak_rss_mb`. `blocks_over_pytorch` is
-against the faster type with checkpointing.
+Prints JSON by model: `blocks_over_METHOD`, that over `recomputed` as `kept_over_recomputed`,
+`exact_over_limit` of `recomputed`, `load_share` of a step that loads all weights, `load_share_cold` with
+files that the system has forgotten, `recomputation_share`, the products of the second forward pass in a
+step, and by method `seconds`, `anonymous_mb` and `peak_rss_mb`. `blocks_over_pytorch` is against the faster
+type with checkpointing.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from reports import in_turns, median, parser_of, report_models
 from serve import ADAPTED, RANK
 from timing import export
 
+from prge.verbs.kinds import Bytes, converted
 from server_export.model.random_models import CONFIGURATIONS
 
 PYTORCH = [f"pytorch-{kind}{more}" for kind in ("fp32", "bf16") for more in ("", "-checkpointing")]
@@ -45,9 +49,10 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
     scheme = ["--quantize", arguments.quantize]
     export(folder / "model", folder / "bundle", *scheme, *length, "--target-modules", *ADAPTED)
     sizes = [arguments.batch_size, arguments.seq_len, arguments.threads]
+    more = [arguments.queries, *([] if arguments.memory is None else [arguments.memory])]
     with ExitStack() as stack:
         steps: dict[str, Server] = {
-            method: stack.enter_context(serving(method, folder, *sizes, arguments.queries))
+            method: stack.enter_context(serving(method, folder, *sizes, *more))
             for method in arguments.methods
         }
         limit = Limit(model, arguments, folder)
@@ -63,7 +68,8 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
     if "least" in arguments.methods:
         with serving("least", folder, *sizes, arguments.queries) as step:
             cold = cold_seconds(step, folder / "cache", arguments.repeats)
-        figures["load_share_cold"] = 1 - figures["methods"]["blocks"]["seconds"] / cold
+        whole = "recomputed" if "recomputed" in arguments.methods else "blocks"
+        figures["load_share_cold"] = 1 - figures["methods"][whole]["seconds"] / cold
     return {**figures, "limit_seconds": median(seconds, "limit")}
 
 
@@ -94,10 +100,14 @@ def ratios(seconds: Sequence[dict[str, float]], methods: list[str]) -> dict[str,
     checkpointing = [name for name in others if name.endswith("-checkpointing")]
     if checkpointing:
         figures["blocks_over_pytorch"] = max(figures[f"blocks_over_{name}"] for name in checkpointing)
+    whole = "blocks"
+    if "recomputed" in methods:
+        whole = "recomputed"
+        figures["kept_over_recomputed"] = figures.pop("blocks_over_recomputed")
     if "least" in methods:
-        figures["load_share"] = 1 - figures["blocks_over_least"]
-    figures["recomputation_share"] = median(seconds, "recomputation", over="blocks")
-    return {**figures, "exact_over_limit": median(seconds, "blocks", over="limit")}
+        figures["load_share"] = 1 - median(seconds, whole, over="least")
+    figures["recomputation_share"] = median(seconds, "recomputation", over=whole)
+    return {**figures, "exact_over_limit": median(seconds, whole, over="limit")}
 
 
 def cold_seconds(step: Server, cache: Path, repeats: int) -> float:
@@ -115,7 +125,10 @@ def main() -> None:
     shape = {"queries": 4, "batch_size": 4, "seq_len": 64, "threads": 2, "repeats": 9}
     parser = parser_of(__doc__, quantize="8da4w", **shape)
     parser.add_argument("--models", nargs="+", choices=CONFIGURATIONS, default=["smollm2-135m"])
-    methods = ["blocks", "least", "tangent", "prge", *PYTORCH]
+    parser.add_argument(
+        "--memory", type=lambda text: converted(text, Bytes), help="of blocks, such as 1500MB"
+    )
+    methods = ["blocks", "recomputed", "least", "tangent", "prge", *PYTORCH]
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
     report_models(parser.parse_args(), bench)
 

@@ -5,8 +5,8 @@
 Every line of the standard input is answered by a line of numbers. The first one asks for nothing: the process
 has its libraries, and has opened nothing yet. Methods on the engine import what a device has, and no more.
 
-    a method of ENGINE, pytorch-*   ROWS TOKENS THREADS QUERIES: seconds and loss of a step of FOLDER's
-                                    `bundle`, or in PyTorch of its `model`
+    a method of ENGINE, pytorch-*   ROWS TOKENS THREADS QUERIES [MEMORY]: seconds and loss of a step of
+                                    FOLDER's `bundle`, or in PyTorch of its `model`
     speaker       SEQUENCES PROMPT NEW THREADS: greedy texts by `bundle`; seconds of the prompts, and of the
                   tokens after the first ones, with the choice of each and its text. `llm` has a tokenizer
                   that ends no text
@@ -24,34 +24,37 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# The estimator of a step, and whether the weights of one block alone stay loaded.
-ENGINE: dict[str, tuple[Any, bool]] = {
-    "blocks": ("exact", False),
-    "least": ("exact", True),
-    "tangent": ("tangent", False),
-    "tangent-least": ("tangent", True),
-    "prge": ("antithetic", False),
-    "prge-least": ("antithetic", True),
+# The estimator of a step, and its memory: what is given, the weights of one block, or of all and no more.
+ENGINE: dict[str, tuple[Any, str]] = {
+    "blocks": ("exact", ""),
+    "recomputed": ("exact", "weights"),
+    "least": ("exact", "least"),
+    "tangent": ("tangent", ""),
+    "tangent-least": ("tangent", "least"),
+    "prge": ("antithetic", ""),
+    "prge-least": ("antithetic", "least"),
 }
 ADAPTED, RANK = ("q_proj", "v_proj"), 8
 LETTER = "a"
 Answers = Iterator[Sequence[float]]
 
 
-def engine_steps(method: str, folder: Path, rows: int, tokens: int, threads: int, queries: int) -> Answers:
+def engine_steps(
+    method: str, folder: Path, rows: int, tokens: int, threads: int, queries: int, memory: int | None = None
+) -> Answers:
     """Steps of a bundle."""
-    from timing import least_memory, timed_step
+    from timing import least_memory, timed_step, weights_memory
 
     bundle = folder / "bundle"
     yield ()
-    estimator, is_least = ENGINE[method]
-    memory = least_memory(bundle) if is_least else None
+    estimator, kind = ENGINE[method]
+    memory = {"least": least_memory, "weights": weights_memory}[kind](bundle) if kind else memory
     step = timed_step(bundle, estimator, rows, tokens, threads, queries, memory=memory)
     while True:
         yield step.with_loss()
 
 
-def pytorch_steps(method: str, folder: Path, rows: int, tokens: int, threads: int, _: int) -> Answers:
+def pytorch_steps(method: str, folder: Path, rows: int, tokens: int, threads: int, *_: int) -> Answers:
     """Steps of PyTorch and PEFT."""
     import torch
     from peft import LoraConfig, get_peft_model

@@ -50,8 +50,17 @@ def export(model: Path, out: Path, *flags: object) -> dict[str, float]:
 
 def least_memory(bundle: Path) -> int:
     """The least that `--memory` may be."""
+    return max(_loaded_bytes(bundle))
+
+
+def weights_memory(bundle: Path) -> int:
+    """The `--memory` that all weights take, and nothing besides."""
+    return sum(_loaded_bytes(bundle))
+
+
+def _loaded_bytes(bundle: Path) -> list[int]:
     manifest = read_manifest(bundle)
-    return max(read_chain(bundle, manifest).loaded_bytes(lambda name: int(manifest["files"][name]["bytes"])))
+    return read_chain(bundle, manifest).loaded_bytes(lambda name: int(manifest["files"][name]["bytes"]))
 
 
 def folder_bytes(folder: Path) -> int:
@@ -103,7 +112,7 @@ def timed_step(
         threads: of the engine.
         queries: of an estimator that has any.
         copies: of the adapter in one call; by default all of a step.
-        memory: bytes of weights that may stay loaded.
+        memory: as of `prge run`.
     """
     given: dict[str, Any] = {"bundle": folder, "train": folder, "out": folder, "copies": copies}
     if estimator != "exact":

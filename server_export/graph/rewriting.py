@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -124,9 +124,16 @@ def _is_noop_cast(node: Node) -> bool:
 
 def _share_quantizations(graph: Graph) -> None:
     """Quantize an activation once for all layers that read it."""
+    share_equal_calls(
+        graph, lambda node: str(node.target).startswith("torchao.") or node.target is operator.getitem
+    )
+
+
+def share_equal_calls(graph: Graph, is_meant: Callable[[Node], bool] = lambda node: True) -> None:
+    """Compute once what several nodes compute of the same, in place."""
     seen: dict[tuple[str, str, str], Node] = {}
     for node in list(graph.nodes):
-        if str(node.target).startswith("torchao.") or node.target is operator.getitem:
+        if node.op in ("call_function", "get_attr") and is_meant(node):
             # Nodes are written as their names, which no two of them share.
             same = seen.setdefault((str(node.target), str(node.args), str(node.kwargs)), node)
             if same is not node:

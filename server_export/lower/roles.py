@@ -27,11 +27,15 @@ from prge.files.chain import (
 )
 from prge.files.signatures import (
     BACK,
+    BACK_SAVED,
     DECODE,
     IN_PIECES,
+    OF_BACK,
     PREFILL,
     PREFILL_BACK,
     PREFILL_TANGENT,
+    SAVE,
+    SAVED,
     STACK,
     TANGENT,
     of_block,
@@ -39,11 +43,13 @@ from prge.files.signatures import (
 )
 from server_export.derive.backprop.joint import SLOPE, backpropagate
 from server_export.derive.backprop.layers import transposed_names, with_transposed
+from server_export.derive.backprop.partition import SAVED_PREFIX, partition
 from server_export.derive.continuing import FROZEN_PREFIX, continued, logits
 from server_export.derive.tangent.transform import ONES, Dense, RankOne, differentiate
 from server_export.graph.core import write_core_operators
 from server_export.graph.cutting import STATE, TABLE_PREFIX
 from server_export.graph.modules import attribute, copied
+from server_export.graph.rewriting import share_equal_calls
 from server_export.graph.shapes import fill_in_values, with_size
 from server_export.lower.cache import ProgramCache
 from server_export.lower.kind import LoweredKind, lower_kind
@@ -124,7 +130,7 @@ def lower_roles(
 def role_graphs(
     graph_module: GraphModule, adapter: Mapping[str, Matrix], roles: Collection[str], is_head: bool
 ) -> dict[str, GraphModule]:
-    """The graphs of a kind's roles, in marker sizes."""
+    """The graphs of a kind's roles, in marker sizes; beside `back` those that save what it needs."""
     frozen = [] if any(m.letter == "a" for m in adapter.values()) else list(adapter)
     several, one_copy = graph_module, with_size(graph_module, COPIES, 1)
     if is_head:
@@ -136,7 +142,11 @@ def role_graphs(
         seeds: dict[str, Any] = {STATE: Dense(), **dict.fromkeys(adapter, RankOne(BATCH))}
         graphs[TANGENT] = differentiate(copied(one_copy), seeds, QUERIES, {ONES: TOKENS})
     if BACK in roles:
-        graphs[BACK] = backpropagate(one_copy, [STATE, *adapter], list(adapter), TOKENS)
+        wanted = [STATE, *adapter]
+        joint = backpropagate(one_copy, wanted, list(adapter), TOKENS, with_answer=True)
+        # A head is read with a shift by what is known of the words so far, and goes back with one by all.
+        parts = partition(joint, 1 if is_head else BATCH, TOKENS, ["shift"])
+        graphs |= {BACK: parts.back, SAVE: parts.save, BACK_SAVED: parts.back_saved}
     one_row = with_size(one_copy, BATCH, 1)
     if PREFILL in roles and not is_head:
         graphs[PREFILL] = continued(one_row, frozen, 1, TOKENS, PAST)
@@ -148,9 +158,12 @@ def role_graphs(
         one_token = with_size(with_size(several, BATCH, 1), TOKENS, 1)
         graphs[DECODE] = logits(one_token) if is_head else continued(one_token, frozen, COPIES, 1, PAST)
     graphs = {role: copied(graph) for role, graph in graphs.items()}
-    for graph in graphs.values():
+    for role, graph in graphs.items():
         fill_in_values(graph)
         write_core_operators(graph)
+        if role in (BACK, *OF_BACK):
+            # Slopes are made of values that the forward pass has.
+            share_equal_calls(graph.graph)
     return graphs
 
 
@@ -205,13 +218,18 @@ def _interface(graph: GraphModule, role: str, adapter: Mapping[str, Matrix], is_
             return given[name]
         if name.startswith(TABLE_PREFIX):
             return TABLE + name.removeprefix(TABLE_PREFIX)
+        if name.startswith(SAVED_PREFIX):
+            return f"{SAVED}.{name.removeprefix(SAVED_PREFIX)}"
         if name == "beside":
             return "targets" if is_head else "padding"
         return name
 
-    gradients = [matrix.gradient for matrix in adapter.values()] if role in (BACK, PREFILL_BACK) else []
-    outputs = (of_head(role) if is_head else of_block(role)).answers(0)
-    if len(graph.graph.output_node().args[0]) > len(outputs) + len(gradients):
+    count = len(graph.graph.output_node().args[0])
+    saved = count - 1 if role == SAVE else 0
+    outputs = (of_head(role, saved) if is_head else of_block(role, saved=saved)).answers(0)
+    is_back = role in (BACK, BACK_SAVED, PREFILL_BACK)
+    gradients = [matrix.gradient for matrix in adapter.values()] if is_back else []
+    if count > len(outputs) + len(gradients):
         outputs = of_block(role, attends=True).answers(0)
     outputs += gradients
     return Interface(tuple(map(name_of, graph.graph.find_nodes(op="placeholder"))), tuple(outputs))

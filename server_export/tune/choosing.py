@@ -106,7 +106,7 @@ class Choosing:
         length = min(facts.longest, chain.bounds.tokens)
         limit = self._settings.memory or self._record.value("memory")
 
-        def needed(rows: int, memory: int | None) -> int:
+        def needed(rows: int, memory: int) -> int:
             contract = chain.contract(entry.role, rows, **entry.sizes(), length=length)
             taken = run_memory(outline, contract, weights, chain.roles, "native", memory).total
             return taken + decisions.BYTES_OF_A_TOKEN * facts.tokens

@@ -210,7 +210,7 @@ def fitting(
     limit: int | None,
     rows: int,
     widest: int,
-    needed: Callable[[int, int | None], int],
+    needed: Callable[[int, int], int],
     blocks: int,
     largest: int,
 ) -> list[Decision]:
@@ -220,8 +220,7 @@ def fitting(
         limit: most bytes of the run's process.
         rows: of a step.
         widest: sequences of the row that has most of them.
-        needed: bytes that a run takes with so many sequences in a call, and so many bytes of weights loaded
-            (None: all).
+        needed: bytes that a run takes with so many sequences in a call, and so many bytes of weights loaded.
         blocks: bytes of all weights, loaded.
         largest: bytes of the largest block, the least that must be loaded.
 
@@ -234,10 +233,11 @@ def fitting(
     room = int(_MARGIN * limit)
     bound = f"--memory is {bytes_text(limit)}"
     for size in sizes:
-        if (found := needed(size * widest, None)) <= room:
+        if (found := needed(size * widest, blocks)) <= room:
+            # What is left holds activations, which need not be computed again.
             return [
-                Decision("rows_of_a_call", size, f"{bound}, about {bytes_text(found)} are taken"),
-                Decision("weights_memory", blocks, "all weights fit"),
+                Decision("rows_of_a_call", size, f"{bound}, about {bytes_text(found)} are taken at least"),
+                Decision("weights_memory", blocks + room - found, "all weights fit"),
             ]
     for size in sizes:
         spare = room - needed(size * widest, largest)

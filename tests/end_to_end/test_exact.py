@@ -38,6 +38,21 @@ def test_it_learns_and_says_what_it_did(workshop: Path, tmp_path: Path) -> None:
     assert all(record["gradient_norm"] > 0 for record in steps if record["event"] == "step")
 
 
+def test_a_budget_says_what_it_holds_and_changes_no_bit(workshop: Path, tmp_path: Path) -> None:
+    bundle = workshop / "bundle"
+    weights = sum(path.stat().st_size for path in (bundle / "weights").iterdir())
+    finals = set()
+    for name, memory, told in (
+        ("none", ["--memory", weights], "activations: 0 of "),
+        ("all", [], "activations: 3 of 3 blocks save them for the way back (0 of "),
+    ):
+        prge(*words_of(workshop, bundle, tmp_path / name, steps=6), *memory)
+        log = (tmp_path / name / "log.txt").read_text()
+        assert told in log and log.index("training: exact") < log.index("activations: ")
+        finals.add((tmp_path / name / "final/adapter_model.safetensors").read_bytes())
+    assert len(finals) == 1
+
+
 def test_what_lies_below_the_adapter_is_computed_once_a_row(
     workshop: Path, upper_bundle: Path, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ KILLS = {
 # Instants of an exact run, and before which of them, counted from 0, each process in turn is killed.
 INSTANTS = {
     "back": (0, 1, 2, 3, 4, 5, 7, 8),
+    "back_saved": (0, 3, 5, 8, 13),
     "unloaded": (1, 4, 6, 9, 14, 18, 23),
     "packing": (1, 0, 1, 1),
     "packed": (0, 1, 2, 1, 3),
@@ -123,7 +124,8 @@ from prge.files import journal
 
 # Owner and name of a function, and which of its calls are meant.
 INSTANTS = {
-    "back": (Blocks, "run", lambda self, number, role, inputs: role == "back"),
+    "back": (Blocks, "run", lambda self, number, role, *_: role == "back"),
+    "back_saved": (Blocks, "run", lambda self, number, role, *_: role in ("back", "back_saved")),
     "unloaded": (Blocks, "_load", lambda *_: True),
     "packing": (packed_files, "_make", lambda *_: True),
     "packed": (packed_files, "write_file", lambda *_: True),
@@ -131,10 +133,13 @@ INSTANTS = {
 }
 owner, name, is_meant = INSTANTS[sys.argv[4]]
 counts = list(map(int, sys.argv[5:]))
+loaded = [path.stat().st_size for path in (bundle / "weights").iterdir()]
 settings |= dict(
     steps=9, evaluate_every=4, checkpoint_every=100, estimator="exact", engine="native",
-    memory=max(path.stat().st_size for path in (bundle / "weights").iterdir()),
+    memory=max(loaded),
 )
+# What each process in turn may save: nothing, all, of the head alone, of some blocks.
+BUDGETS = [sum(loaded) + left for left in (0, 1 << 30, 10_000, 60_000, 100_000)]
 os.environ["PRGE_NATIVE_LIBRARY"] = str(library())
 
 def prepare(out, count=None):
@@ -152,8 +157,9 @@ def prepare(out, count=None):
     setattr(owner, name, counted)
 
 for out, kills in ((folder / "whole", []), (folder / "killed", counts)):
-    for count in (*kills, None):
-        child = start(lambda: prepare(out, count), out=out, resume=resumed(out))
+    for turn, count in enumerate((*kills, None)):
+        other = dict(memory=BUDGETS[turn % len(BUDGETS)]) if sys.argv[4] == "back_saved" else {}
+        child = start(lambda: prepare(out, count), out=out, resume=resumed(out), **other)
         _, status = os.waitpid(child, 0)
         assert status == (0 if count is None else signal.SIGKILL), (count, status)
 """
@@ -202,16 +208,26 @@ def test_killed_many_times_it_ends_in_the_same_bits(
         assert samples[0] == samples[1] and samples[0].count(b"\n") == 2 * (60 // 5 + 1)
 
 
+def lines_of(folder: Path) -> list[str]:
+    """Logs of both runs."""
+    return [
+        line for name in ("whole", "killed") for line in (folder / name / "log.txt").read_text().splitlines()
+    ]
+
+
 @pytest.mark.timeout(600)
 @needs_compiler
 @pytest.mark.parametrize("instant", ["back", *rest(*(instant for instant in INSTANTS if instant != "back"))])
 def test_killed_between_blocks_an_exact_run_ends_in_the_same_bits(
     workshop: Path, tmp_path: Path, instant: str
 ) -> None:
-    """On the way back, with one block loaded; while packed files are made; before gradients are forgotten."""
+    """On the way back, with one block loaded, or with another budget for what is saved each time; while
+    packed files are made; before gradients are forgotten."""
     in_a_parent(AT_INSTANTS, workshop, workshop / "bundle", tmp_path, instant, *INSTANTS[instant])
     assert_ended_alike(tmp_path / "whole", tmp_path / "killed", steps=9)
     assert b'"gradient"' not in (tmp_path / "killed/journal.jsonl").read_bytes()
+    told = {line.split("activations: ")[1] for line in lines_of(tmp_path) if "activations: " in line}
+    assert (len(told) >= 4) == (instant == "back_saved")
     caches = [tmp_path / f"cache of {name}/prge/packed" for name in ("whole", "killed")]
     packed = [
         {path.name: path.read_bytes() for path in files_in(cache) if path.suffix != ".weights"}

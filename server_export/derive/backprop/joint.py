@@ -36,7 +36,7 @@ _WITH_A_BACKWARD_PASS = {
     MIXED_PARTS: MixedParts.apply,
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
 }
-_REMEDY = "leave back out of --roles, and please report it with the name of the model"
+REMEDY = "leave back out of --roles, and please report it with the name of the model"
 
 SLOPE = "slope"
 
@@ -47,6 +47,7 @@ def backpropagate(
     adapter: Sequence[str],
     tokens: int,
     slopes: Sequence[str] = (SLOPE,),
+    with_answer: bool = False,
 ) -> GraphModule:
     """Make a graph that goes through a block and back; it computes the forward pass again.
 
@@ -59,6 +60,7 @@ def backpropagate(
             [rank, out].
         tokens: of a row; states of a decoder's head. No constant is as long as this.
         slopes: names of the loss's derivatives by the graph's outputs, in order.
+        with_answer: whether the graph's outputs come first.
 
     Returns:
         A module whose last inputs are the slopes. It takes `ones` f32 [1, tokens, 1] before the adapter,
@@ -84,9 +86,9 @@ def backpropagate(
         inwards = [given[name] for name in slopes]
         found = torch.autograd.grad(answers, [given[name] for name in wanted], inwards, allow_unused=True)
         _check_used(wanted, found)
-        return found
+        return (*answers, *found) if with_answer else found
 
-    with told_as_bundle_error("the program has no backward pass", _REMEDY), torch.enable_grad():
+    with told_as_bundle_error("the program has no backward pass", REMEDY), torch.enable_grad():
         traced = make_fx(joint)(*tensors, *inputs.values())
     result = _rebuilt(graph_module, traced.graph, constants, list(inputs), layers)
     fill_in_values(result)
@@ -133,7 +135,7 @@ def _run(graph: Graph, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         elif node in needed and node is not output:
             if str(node.target).startswith("torchao."):
                 # Autograd would go through it, and find the slope of rounding: 0.
-                raise BundleError(f"the quantized operator {node.target} is in no layer", remedy=_REMEDY)
+                raise BundleError(f"the quantized operator {node.target} is in no layer", remedy=REMEDY)
             arguments, named = map_arg((node.args, node.kwargs), values.__getitem__)
             target: Any = _WITH_A_BACKWARD_PASS.get(node.target, node.target)
             values[node] = target(*arguments, **named)
@@ -172,7 +174,7 @@ def _rebuilt(
         copies[node] = constant(name)
     for node in traced.nodes:
         if node.op == "get_attr":
-            raise BundleError(f"the backward pass holds an unexpected constant {node.target}", remedy=_REMEDY)
+            raise BundleError(f"the backward pass holds an unexpected constant {node.target}", remedy=REMEDY)
         if node.op == "output":
             graph.output(tuple(map_arg(tuple(node.args[0]), copies.__getitem__)))
         elif node.op != "placeholder":

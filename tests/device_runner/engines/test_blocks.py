@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 
 from device_runner.engines import packed_files
+from prge.contract import LARGEST_SIZE
 from prge.errors import BundleError, PrgeError
 from prge.files.bundle import TABLES, open_bundle
 from tests.bundles import read_json, rehash, write_manifest
@@ -146,6 +147,18 @@ def change(folder: Path, how: Callable[[Any], object]) -> None:
     write_manifest(folder, manifest)
 
 
+def exchange_saved(kind: dict[str, Any]) -> None:
+    """Values of other widths, by the names of each other."""
+    names = kind["methods"]["save"]["outputs"]
+    names[1:] = reversed(names[1:])
+
+
+def forget_saved(kind: dict[str, Any]) -> None:
+    """One value less is saved, and taken."""
+    name = kind["methods"]["save"]["outputs"].pop()
+    kind["methods"]["back_saved"]["inputs"].remove(name)
+
+
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -158,6 +171,8 @@ def change(folder: Path, how: Callable[[Any], object]) -> None:
             lambda c: c["kinds"][1]["methods"]["stack"]["inputs"].remove("lora_b.1"),
             "inputs, the manifest",
         ),
+        (lambda c: exchange_saved(c["kinds"][1]), "input saved.3 of back_saved is float32"),
+        (lambda c: forget_saved(c["kinds"][1]), "save has 9 outputs, the manifest 8"),
     ],
 )
 def test_a_manifest_of_other_shapes_than_the_programs_is_refused(
@@ -195,7 +210,7 @@ def test_a_head_of_another_number_of_pieces_than_was_written_is_refused(
 
 def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) -> None:
     """A head in the place of a block takes the state and gives none."""
-    from device_runner.engines.interfaces import Shapes, problems_of, read_heads, read_widths
+    from device_runner.engines.interfaces import Shapes, problems_of, read_heads, read_saved, read_widths
     from device_runner.engines.native.runtime import Program
     from device_runner.engines.tables import Tables
 
@@ -204,11 +219,18 @@ def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) 
     programs = [Program(bundle.file(kind.program)) for kind in chain.kinds]
     tables, widths = Tables(bundle, chain), read_widths(chain, programs)
     assert widths == [(0, 64), (64, 64), (64, 64), *[(64, 0)] * 4]
-    shapes = Shapes(chain, tables, widths, read_heads(chain, programs))
+    saved = read_saved(chain, programs)
+    shapes = Shapes(chain, tables, widths, read_heads(chain, programs), saved)
     assert not any([*problems_of(chain, shapes, programs, n)] for n in range(7))
     widths[1] = (64, 32)
     problems = [*problems_of(chain, shapes, programs, 2)]
     assert problems[0] == "it takes states of width 64, the block before gives 32"
+    widths[1] = (64, 64)
+    for width in (0, LARGEST_SIZE + 1):
+        saved[2]["saved.0"] = width
+        problems = [*problems_of(chain, shapes, programs, 2)]
+        assert "it saves values of the widths" in problems[0] and str(width) in problems[0]
+        assert any("input saved.0 of back_saved is float32" in problem for problem in problems)
 
 
 @pytest.mark.parametrize(

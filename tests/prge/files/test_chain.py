@@ -17,7 +17,7 @@ from prge.contract import LARGEST_SIZE, STEP_ROLES
 from prge.errors import BundleError
 from prge.files.bundle import open_bundle
 from prge.files.chain import Bounds, Chain
-from prge.files.signatures import BACK, STACK, TANGENT
+from prge.files.signatures import BACK, BACK_SAVED, OF_BACK, SAVE, STACK, TANGENT
 from tests.bundles import make_bundle, make_chain
 
 Json = Any
@@ -56,13 +56,22 @@ def at(value: Json, path: tuple[Any, ...]) -> Json:
 
 PLACES = [*places(block_of())]
 MAY_BE_NULL = "window"
+# Rows of earlier bundles are whole.
+MAY_LACK = "piece"
 
 
-@pytest.mark.parametrize("path", [path for path in PLACES if isinstance(path[-1], str)], ids=str)
+def test_a_bundle_that_knows_no_pieces_has_whole_rows() -> None:
+    block = block_of()
+    del block["bounds"]["piece"]
+    bounds = Chain.from_json(block).bounds
+    assert bounds.piece == bounds.tokens and not bounds.has_pieces
+
+
+@pytest.mark.parametrize("path", [p for p in PLACES if isinstance(p[-1], str) and p[-1] != MAY_LACK], ids=str)
 def test_a_field_that_is_missing_is_named(path: tuple[Any, ...]) -> None:
     block = block_of()
     del at(block, path[:-1])[path[-1]]
-    if path[-1] in (MAY_BE_NULL, "trains_a", TANGENT, BACK):
+    if path[-1] in (MAY_BE_NULL, "trains_a", TANGENT, BACK, BACK_SAVED):
         Chain.from_json(block)  # as bundles of an earlier version, or with a role less
         return
     name = "lacks the role stack" if path[-1] == STACK else path[-1]
@@ -186,6 +195,16 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
         (lambda b: _of(1, TANGENT)(b)["inputs"].remove("d_state"), "block 1 takes .* in the role tangent"),
         (lambda b: _of(1, BACK)(b)["outputs"].remove("gradient.1"), "block 1 answers .* in the role back"),
         (lambda b: _of(1, BACK)(b)["outputs"].append("slope"), "block 1 answers .* in the role back"),
+        (lambda b: b["kinds"][1]["methods"].pop(SAVE), "block 1 takes .* in the role back_saved"),
+        (lambda b: _of(1, SAVE)(b)["outputs"].append("saved.3"), "block 1 answers .* in the role save"),
+        (
+            lambda b: _of(1, SAVE)(b)["outputs"].append("saved.2"),
+            "block 1 takes .* in the role back_saved",
+        ),
+        (
+            lambda b: _of(2, SAVE)(b)["outputs"].extend(f"saved.{n}" for n in range(1, 10**5)),
+            "block 3 has 100001 outputs in the role save",
+        ),
         (lambda b: _of(2, STACK)(b)["inputs"].append("ones"), "block 3 takes .*'ones'.* in the role stack"),
         (
             lambda b: _of(2, BACK)(b).update(outputs=["parts"]),
@@ -219,6 +238,18 @@ def test_a_role_is_there_if_all_blocks_from_the_lowest_adapted_one_have_it() -> 
     assert without.contract("tangent", 2, queries=1).role == "tangent"
     with pytest.raises(BundleError, match=r"lacks the role back, it has stack, tangent\n.*another estimator"):
         without.contract("back", 2)
+
+
+def test_a_block_saves_what_its_way_back_takes() -> None:
+    chain = make_chain()
+    assert [len(chain.saved(number)) for number in range(4)] == [0, 2, 2, 1]
+    block = block_of()
+    for kind in block["kinds"][1:]:
+        for role in OF_BACK:
+            del kind["methods"][role]
+    # As bundles of an earlier version.
+    before = Chain.from_json(block)
+    assert before.roles == chain.roles and not any(map(before.saved, range(4)))
 
 
 def test_a_contract_is_of_any_size_and_reads_every_position() -> None:

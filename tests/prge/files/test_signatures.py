@@ -6,7 +6,19 @@ import pytest
 
 from prge.contract import STEP_ROLES
 from prge.files import signatures
-from prge.files.signatures import BACK, DECODE, PREFILL, ROLES, STACK, TANGENT, of_block, of_head
+from prge.files.signatures import (
+    BACK,
+    BACK_SAVED,
+    DECODE,
+    OF_BACK,
+    PREFILL,
+    ROLES,
+    SAVE,
+    STACK,
+    TANGENT,
+    of_block,
+    of_head,
+)  # fmt: skip
 
 SIZES = {"copies": 3, "batch": 2, "queries": 5, "tokens": 7, "entering": 11, "leaving": 13}
 SIZES |= {
@@ -19,6 +31,7 @@ SIZES |= {
     "value": 9,
     "members": 3,
     "past": 17,
+    "saved": 20,
 }
 
 
@@ -29,10 +42,10 @@ def test_every_word_of_the_table_is_a_tensor(name: str) -> None:
         assert not rest.split(), f"{text!r} has {rest.split()}"
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", [*ROLES, *OF_BACK])
 @pytest.mark.parametrize("is_first", [False, True])
 def test_every_role_has_shapes_of_numbers(role: str, is_first: bool) -> None:
-    signature = of_block(role, is_first, attends=not is_first)
+    signature = of_block(role, is_first, attends=not is_first, saved=2)
     for tensor in (*signature.inputs, *signature.outputs):
         assert all(number > 0 for number in tensor.shape(SIZES))
     assert ("tokens" in signature.needed(0)) == is_first != ("state" in signature.needed(0))
@@ -50,6 +63,18 @@ def test_an_adapter_has_a_tensor_for_each_of_its_modules() -> None:
     assert back.needed(2) == {"state", "slope"} and back.allowed(2) >= {"lora_b.0", "lora_b.1", "padding"}
     assert back.answers(2) == ["slope", "gradient.0", "gradient.1"]
     assert of_block(TANGENT).allowed(1) >= {"u.0", "v.0", "d_state"}
+
+
+def test_the_way_back_takes_what_a_forward_pass_saves() -> None:
+    save, back = (of_block(role, saved=2) for role in OF_BACK)
+    assert save.answers(1) == ["state", "saved.0", "saved.1"] and back.needed(1) >= {"saved.0", "saved.1"}
+    assert save.tensor("saved.1", is_output=True) == back.tensor("saved.1")
+    assert back.tensor("saved.1").shape(SIZES) == (2, 7, 20)
+    # But for these it is the way back.
+    assert of_block(BACK_SAVED) == of_block(BACK) and of_block(BACK_SAVED).outputs == back.outputs
+    assert of_head(SAVE, 1).answers(0) == ["parts", "saved.0"]
+    assert "gradient_a.0" in of_block(BACK_SAVED, trains_a=True).answers(1)
+    assert "lora_a.0" not in of_block(SAVE).allowed(1)
 
 
 def test_who_looks_at_the_tokens_before_has_a_past() -> None:

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from prge.host.memory import PeakMemory, proportional_memory, resident_bytes, tells_no_memory
+from prge.host import memory as module
+from prge.host.memory import (
+    PeakMemory,
+    available_memory,
+    proportional_memory,
+    resident_bytes,
+    tells_no_memory,
+)
 
 STATUS = "Name:\tpython\nVmHWM:\t    500 kB\nVmRSS:\t    {rss} kB\nVmSwap:\t    {swap} kB\nThreads:\t2\n"
 
@@ -93,3 +100,43 @@ def test_memory_that_ran_out_is_recognised(error: BaseException | str) -> None:
 )
 def test_other_errors_are_not_taken_for_it(error: BaseException | str) -> None:
     assert not tells_no_memory(error)
+
+
+LINES = {
+    "0::/user/run": ("memory.max", "memory.current", "inactive_file"),
+    "4:memory:/user/run": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize(
+    ("place", "most", "expected"),
+    [
+        (None, "", 9_000),
+        ("user/run", "1000", 1000 - 800 + 300),
+        ("user", "1000", 1000 - 800 + 300),
+        ("user", "700", 200),
+        ("user/run", "400", 0),
+        ("user/run", "max", 9_000),
+    ],
+)
+def test_available_memory_is_the_machines_or_what_a_control_group_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, place: str | None, most: str, expected: int
+) -> None:
+    """Pages of files that nobody reads count as free."""
+    monkeypatch.setattr(module, "memory_info", lambda: {"MemAvailable": 9_000})
+    process = tmp_path / "cgroup"
+    process.write_text(f"{line}\n", encoding="utf-8")
+    if place is not None:
+        folder = tmp_path / "groups" / ("memory" if "memory" in line else "") / place
+        folder.mkdir(parents=True)
+        limit, used, files = LINES[line]
+        (folder / limit).write_text(f"{most}\n")
+        (folder / used).write_text("800\n")
+        (folder / "memory.stat").write_text(f"anon 500\n{files} 300\n")
+    assert available_memory(tmp_path / "groups", process) == expected
+
+
+def test_memory_that_nobody_tells_of_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "memory_info", dict)
+    assert available_memory(tmp_path, tmp_path / "none") == 0

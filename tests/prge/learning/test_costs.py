@@ -114,6 +114,22 @@ def test_states_of_an_exact_step_above_the_bound_lie_in_a_file() -> None:
     assert held.total - filed.total == held.mapped + kept - filed.mapped
 
 
+def test_an_exact_step_saves_answers_of_layers_in_what_weights_leave() -> None:
+    """Of 2 rows of 16 tokens: of the head at 3 positions, and of each adapter's small product."""
+    outputs = 8 * 64 + 4 * 128 + 2 * 64
+    whole = 4 * 2 * (16 * (outputs + 2 * 4) + 3 * 1000)
+    weights = WEIGHTS.layers + WEIGHTS.transposed
+    bounds = (None, weights + 10 * whole, weights + 100, weights, 1000)
+    found = [run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "native", bound) for bound in bounds]
+    assert [memory.saved for memory in found] == [whole, whole, 100, 0, 0]
+    assert found[0].anonymous - found[3].anonymous == whole + found[0].methods - found[3].methods
+    # The torch engine saves nothing, and no other estimator does.
+    assert run_memory(OUTLINE, EXACT, WEIGHTS, ROLES, "torch").saved == 0
+    assert run_memory(OUTLINE, TANGENT, WEIGHTS, ROLES, "native").saved == 0
+    below = replace(OUTLINE, layers=tuple(replace(layer, below=True) for layer in LAYERS))
+    assert run_memory(below, EXACT, WEIGHTS, ROLES, "native").saved == 4 * 2 * (16 * 2 * 4 + 3 * 1000)
+
+
 def test_an_arena_holds_a_block_and_the_head_in_part_at_the_same_place() -> None:
     memory = run_memory(OUTLINE, TANGENT, WEIGHTS, ROLES, "native")
     block = 4 * 2 * 16 * (5 * (3 * 64 + 5 * 16 // 2) + 3 * 4 * 4 * 16)

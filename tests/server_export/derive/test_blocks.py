@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule
 
-from prge.files.signatures import BACK, STACK, TANGENT
+from prge.files.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
+from server_export.derive.backprop.layers import TRANSPOSED
 from server_export.graph.modules import attribute
 from server_export.graph.shapes import with_size
 from server_export.lower import roles
@@ -26,6 +27,8 @@ from tests.tiers import rest
 from tests.tiny_models import ARCHITECTURES, DECODERS, save_model
 
 torch.set_num_threads(1)
+
+aten = torch.ops.aten
 
 # The linear layers inside of blocks, of every architecture.
 IN_BLOCKS = (
@@ -144,6 +147,45 @@ def test_the_way_back_gives_the_slopes_of_autograd(architecture: str, rank: int,
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.shape == theirs.shape
             assert float((ours - theirs).abs().max()) < 1e-5 * largest
+
+
+def linear_layers(graph: GraphModule) -> list[str]:
+    """Names of the weights that a graph multiplies by, of more than one row."""
+    weights = [
+        node.args[1] for node in graph.graph.find_nodes(op="call_function", target=aten.linear.default)
+    ]
+    read = [weight if weight.op == "get_attr" else weight.args[0] for weight in weights]
+    return [str(weight.target) for weight in read if len(weight.meta["val"]) > 1]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme"),
+    [
+        ("llama", "8da4w"),
+        ("bert", "fp32"),
+        *rest(*((name, "fp32") for name in (*ARCHITECTURES, "llama lora", "bert lora") if name != "bert")),
+        *rest(("bert", "8da8w"), ("gpt2", "8da4w"), ("llama lora", "8da8w")),
+    ],
+)
+def test_from_what_was_saved_the_way_back_is_the_same_without_a_frozen_layer_of_the_forward_pass(
+    architecture: str, scheme: str, tmp_path: Path
+) -> None:
+    for kind in kinds_of(architecture, tmp_path, scheme):
+        answer, *saved = kind.call(SAVE)
+        assert torch.equal(answer, kind.call(STACK)[0])
+        slope = torch.randn(answer.shape)
+        # A head goes back with a shift of its own.
+        changes = {"slope": slope} | ({"shift": kind.inputs["shift"] + 0.5} if kind.is_head else {})
+        given = {f"saved_{number}": value for number, value in enumerate(saved)}
+        for ours, theirs in zip(
+            kind.call(BACK_SAVED, **changes, **given), kind.call(BACK, **changes), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+        forward = {name for name in linear_layers(kind.graphs[STACK]) if not name.startswith("constant")}
+        assert forward & {*linear_layers(kind.graphs[BACK])}
+        back = {name for name in linear_layers(kind.graphs[BACK_SAVED]) if not name.startswith("constant")}
+        assert back and all(name.startswith(TRANSPOSED) for name in back)
+        assert {value.shape[:2] for value in saved} == {kind.state.shape[:2]}
 
 
 @pytest.mark.parametrize(

@@ -16,4 +16,4 @@ def builder() -> Builder:
     graph = Graph()
     ones = graph.placeholder("ones")
     ones.meta["val"] = torch.ones(1, TOKENS, 1)
-    return Builder(GraphModule(nn.Module(), Graph()), graph, QUERIES, ones)
+    return Builder(GraphModule(nn.Module(), Graph()), graph, QUERIES, {TOKENS: ones})
