@@ -181,13 +181,16 @@ class ChainEngine(CheckedEngine):
         is_finite = bool(np.isfinite(by_state).all())
         for number in reversed(above):
             for turn, part in enumerate(parts):
-                kept = {n: a.astype(np.float32, copy=False) for n, a in part.kept.pop().items()}
-                part.values |= {**kept, "state": kept["state"][0]}
+                kept = part.kept.pop()
+                given = {name: array.astype(np.float32, copy=False) for name, array in kept.items()}
+                part.values |= {**given, "state": given["state"][0]}
                 places = self._saved.places(number, turn) if self._saved else {}
                 found = self._run(number, BACK_SAVED if places else BACK, part, read(places))
                 passed = (part.values["state"], found["slope"])
                 is_finite &= all(bool(np.isfinite(array).all()) for array in passed)
                 self._release(part.values)
+                for array in kept.values():
+                    self._kept.leave(array)
                 part.values = {"slope": found["slope"]}
                 for ours, its in self._matrices(number):
                     name, gradient = ours.name, found[its.gradient]

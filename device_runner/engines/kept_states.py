@@ -1,7 +1,7 @@
 """The states that entered the blocks of an exact call, kept until the way back needs them.
 
-They lie in memory. Above a bound they lie in a mapped file without a name, whose pages the system writes out
-where memory lacks, and which is gone however the process ends.
+They lie in memory. Above a bound they lie in a mapped file without a name, whose pages are the system's, and
+which is gone however the process ends.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class KeptStates:
         self._folder = folder
         self._most = most
         self._room: Array = np.empty(0, np.uint8)
+        self._file: mmap.mmap | None = None
         self._used = 0
 
     def begin(self, states: int, numbers: int) -> None:
@@ -49,7 +50,7 @@ class KeptStates:
         self._used = 0
         size = numbers * self._type.itemsize + states * _ALIGNMENT
         if size > self._room.size:
-            self._room = np.empty(0, np.uint8)
+            self._room, self._file = np.empty(0, np.uint8), None
             self._room = self._new_room(size)
 
     def keep(self, state: FloatArray) -> Array:
@@ -60,11 +61,21 @@ class KeptStates:
         kept = self._room[self._used : self._used + size].view(self._type).reshape(state.shape)
         kept[...] = state
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.leave(kept)
         return kept
+
+    def leave(self, kept: Array) -> None:
+        """Let the system have the pages of what is kept in a file; they are read again when needed."""
+        if self._file is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        start = kept.__array_interface__["data"][0] - self._room.__array_interface__["data"][0]
+        if 0 <= start < self._room.size:
+            begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self._file.madvise(mmap.MADV_DONTNEED, begin, start + kept.nbytes - begin)
 
     def forget(self) -> None:
         """Give back the memory of what was kept; a file stays for the next call."""
-        if self._room.base is None:
+        if self._file is None:
             self._room = np.empty(0, np.uint8)
 
     def _new_room(self, size: int) -> Array:
@@ -74,6 +85,7 @@ class KeptStates:
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 # A file with holes would end the process with SIGBUS once the disk is full.
                 os.posix_fallocate(file.fileno(), 0, size)
-                return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+                self._file = mmap.mmap(file.fileno(), size)
+                return np.frombuffer(self._file, np.uint8)
         except OSError as error:
             raise storage_error(self._folder, error) from None

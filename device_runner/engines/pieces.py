@@ -3,8 +3,8 @@
     forward   the first piece first; its keys and values are the past of those behind it
     back      the last piece first; what it says of the past's keys and values is a slope of those before it
 
-A piece is as long as its scores allow, of which each token has one for every token before, so memory grows
-with a row's length alone. A sliding window's past is the window.
+Memory grows with a row's length alone: later pieces are shorter, because their tokens have more scores. A
+sliding window's past is the window.
 """
 
 from __future__ import annotations
@@ -34,11 +34,6 @@ from prge.files.chain import (
 from prge.files.signatures import PREFILL, PREFILL_BACK, PREFILL_TANGENT
 
 Arrays = dict[str, Array]
-
-# Scores of a block's heads in one call: 8 MB, of which a way back holds several.
-_MOST_SCORES = 1 << 21
-# Layers of fewer tokens take longer for each.
-_SHORTEST = 32
 
 
 class Pieces:
@@ -154,15 +149,7 @@ class Pieces:
     def _pieces(self, number: int, length: int) -> Iterator[slice]:
         mask = self._chain.causal_table(number)
         heads = self._blocks.heads(number).count * mask.members if mask else 0
-        start = 0
-        while start < length:
-            size = self._chain.bounds.piece
-            while size > _SHORTEST and heads * size * (start + size) > _MOST_SCORES:
-                size //= 2
-            # No piece has one token alone.
-            size -= length - start - size == 1
-            yield slice(start, min(start + size, length))
-            start += size
+        return self._chain.bounds.pieces(length, heads)
 
     def _first_seen(self, number: int, position: int) -> int:
         """The first token that one at this position looks at."""

@@ -48,6 +48,9 @@ _SHOWN = 8
 FEWEST_TOKENS = 2
 # Of a batch in one call, and of a row with as many queries as short ones have, or of a piece of a long one.
 _MOST_TOKENS, _SHORT = 512, 256
+# Scores of all heads of a piece of a row, 8 MB, of which a way back holds several; a layer of fewer tokens
+# takes longer for each.
+_MOST_SCORES, _SHORTEST_PIECE = 1 << 21, 32
 # What attention adds where a token isn't seen: exp of it and any score is exactly 0 in float32, and no sum
 # overflows.
 MASKED = -3e4
@@ -95,6 +98,24 @@ class Bounds:
     def of_call(self) -> Bounds:
         """The same with the tokens that pass a block together."""
         return replace(self, tokens=self.piece)
+
+    def pieces(self, length: int, heads: int) -> Iterator[slice]:
+        """The pieces of a row of so many tokens: shorter ones where a token has more scores before it.
+
+        Args:
+            length: of the row.
+            heads: of queries; 0 where a block has no attention.
+        """
+        start = 0
+        while start < length:
+            size = self.piece
+            while size > _SHORTEST_PIECE and heads * size * (start + size) > _MOST_SCORES:
+                size //= 2
+            if length - start - size == 1:
+                # No piece has one token alone.
+                size -= 1
+            yield slice(start, min(start + size, length))
+            start += size
 
     @property
     def has_pieces(self) -> bool:

@@ -36,6 +36,8 @@ _METHOD_BYTES = {STACK: 600_000, TANGENT: 750_000, BACK: 250_000, SAVE: 600_000}
 # Of a kind's method in its program; of the way back with those that save.
 _PROGRAM_BYTES = {STACK: 21_000, TANGENT: 43_000, BACK: 120_000, PREFILL: 14_000, DECODE: 14_000}
 _PROGRAM_BYTES_OF_HEAD = {STACK: 5_000, TANGENT: 9_000, BACK: 28_000, PREFILL: 0, DECODE: 3_000}
+# Of scores as large as a long row's piece has, so many are there at once.
+_SCORES_OF_A_PIECE = 6
 # What the system reads of a file around a row of a table.
 _READ_AROUND = 64 << 10
 
@@ -264,11 +266,17 @@ def run_memory(
     rows = min(contract.copies, bounds.copies) * min(contract.batch_size, bounds.batch)
     queries = min(contract.queries, bounds.queries)
     asked = min(contract.rows * contract.positions, bounds.states // (1 + queries))
-    length = contract.sequence_length
-    state = 4 * contract.rows * length * (1 + contract.queries) * outline.width
+    whole = contract.sequence_length
+    length, past = min(whole, bounds.piece), 0
+    state = 4 * contract.rows * whole * (1 + contract.queries) * outline.width
+    checkpoints = (outline.adapted_blocks + 1) * state if contract.is_exact else 0
+    if whole > length:
+        rows, past = 1, _past(outline, bounds, queries, whole)
+        if contract.is_exact:
+            checkpoints += outline.adapted_blocks * contract.rows * whole * 8 * outline.key_width
     block, head = _block_arena(outline, role, rows, queries, length), _head_arena(outline, queries, asked)
     # Both begin where the arena does, and spread over what is planned for the largest call.
-    arena = max(block, head) + min(block, head) // 2
+    arena = past + max(block, head) + min(block, head) // 2
     if engine == "torch":
         arena = _torch_arena(outline, role, loaded, roles, bounds)
     forward = max(
@@ -279,11 +287,10 @@ def run_memory(
     if contract.is_exact and (back := _workspace(outline, BACK, rows, 0, length)) > forward:
         # One that grows has the smaller one beside it for a moment.
         workspace += back
-    checkpoints = (outline.adapted_blocks + 1) * state if contract.is_exact else 0
     in_file = memory is not None and checkpoints > memory
     mapped = checkpoints if in_file else 0
     # What no adapter changes is computed once for all copies.
-    table = min(weights.table, contract.batch_size * length * _READ_AROUND)
+    table = min(weights.table, contract.batch_size * whole * _READ_AROUND)
     width = sum(matrix.rank + matrix.width for matrix in matrices(outline.modules))
     return RunMemory(
         runtime=RUNTIME_BYTES[engine],
@@ -302,11 +309,22 @@ def run_memory(
     )
 
 
+def _past(outline: Outline, bounds: Bounds, queries: int, length: int) -> int:
+    """Bytes of a piece's scores, several times, and of a block's keys and values, twice: of a long row."""
+    keys = 2 * outline.key_width * length
+    sizes = ((cut.stop, cut.stop - cut.start) for cut in bounds.pieces(length, outline.heads))
+    scores: int = max(outline.heads * size * seen for seen, size in sizes)
+    return 4 * (1 + queries) * (2 * keys + _SCORES_OF_A_PIECE * scores)
+
+
 def _saved(outline: Outline, contract: Contract, weights: Weights, memory: int | None) -> int:
     """Bytes of what an exact step saves at most: answers of frozen layers, and those of the head."""
+    bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     frozen = sum(module.rank for module in outline.modules if not module.trains_a)
     numbers = frozen + sum(layer.outputs * layer.count for layer in outline.layers if not layer.below)
-    found = numbers * contract.rows * contract.sequence_length
+    found = 0
+    if contract.sequence_length <= bounds.piece:
+        found = numbers * contract.rows * contract.sequence_length
     if outline.head is not None:
         found += outline.head.outputs * contract.rows * contract.positions
     left = 4 * found if memory is None else max(0, memory - weights.layers - weights.transposed)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from prge.files.bundle import Bundle
+from prge.host.memory import available_memory
 from prge.learning.costs import Outline, run_memory, weights_of_bundle
 from prge.learning.estimators.table import ESTIMATORS, fitting
 from prge.rows.readers import Row
 from prge.rows.sources import Part
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
-from server_export.check.estimation import estimate
+from server_export.check.estimation import Estimate, estimate
 from server_export.settings import EstimateConfig
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, RowFacts
@@ -72,11 +74,17 @@ class Choosing:
         self.decide(
             "sequence_length",
             settings.sequence_length,
-            lambda: decisions.sequence_length(longest, estimated.positions),
+            lambda: decisions.sequence_length(
+                longest, estimated.positions, partial(_step_on_a_row, estimated, model), self._free()
+            ),
         )
         length = self._record.value("sequence_length")
         positions = max(length - 1, 1) if contract.positions else 0
         return rows.split(tokenizer, replace(contract, sequence_length=length, positions=positions))
+
+    def _free(self) -> int:
+        """Bytes that a step may take: by the user, on a phone, or half of this machine's."""
+        return int(self._settings.memory or self._record.value("memory") or available_memory() // 2)
 
     def for_runs(self, bundle: Bundle, rows: RowFiles) -> RowFacts:
         """Estimator, batch, memory, head and steps of runs; what rows are like on the bundle."""
@@ -112,6 +120,17 @@ class Choosing:
             return taken + decisions.BYTES_OF_A_TOKEN * facts.tokens
 
         return decisions.fitting(limit, batch, facts.widest, needed, sum(loaded), max(loaded))
+
+
+def _step_on_a_row(estimated: Estimate, model: str, length: int) -> int:
+    """Bytes of a step on one row of so many tokens that no file can give back, with one block loaded."""
+    estimated = replace(estimated, outline=replace(estimated.outline, longest=length))
+    config = EstimateConfig(model=model, batch_size=1)
+    contract = estimated.contract(config, estimated.estimators[0], length, length - 1)
+    least = estimated.weights.largest
+    return run_memory(
+        estimated.outline, contract, estimated.weights, estimated.roles, "native", least
+    ).anonymous
 
 
 def _best_estimator(bundle: Bundle) -> Decision:

@@ -87,13 +87,32 @@ def scheme(parameters: int) -> Decision:
     return Decision("quantize", "8da4w", f"the weights would take {size} in float32, an eighth in int4")
 
 
-def sequence_length(row: int, positions: int | None) -> Decision:
-    """Most tokens of a row, for the longest one; `positions` are those of the model, None: any number."""
-    wanted = max(-(-row // _LENGTH_STEP) * _LENGTH_STEP, _SHORTEST_LENGTH)
-    longest = f"the longest row has {row:,} tokens"
-    if positions is None or wanted <= positions:
-        return Decision("sequence_length", wanted, f"{longest}; a row costs its own length")
-    return Decision("sequence_length", positions, f"{longest}, the model has {positions} positions")
+def sequence_length(
+    row: int, positions: int | None, needed: Callable[[int], int] = lambda length: 0, free: int = 0
+) -> Decision:
+    """Most tokens of a row, for the longest one.
+
+    Args:
+        row: tokens of the longest.
+        positions: of the model; None: any number.
+        needed: bytes of a step on one row of so many tokens.
+        free: what it may take.
+    """
+    value = max(-(-row // _LENGTH_STEP) * _LENGTH_STEP, _SHORTEST_LENGTH)
+    why = f"the longest row has {row:,} tokens"
+    if positions is not None and value > positions:
+        value, why = positions, f"{why}, the model has {positions} positions"
+    else:
+        why += "; a row costs its own length"
+    most = value
+    while value > _SHORTEST_LENGTH and needed(value) > free:
+        value = max(value // 2 // _LENGTH_STEP * _LENGTH_STEP, _SHORTEST_LENGTH)
+    if value < most:
+        why += (
+            f"; a step on {most:,} would take {bytes_text(needed(most))}, on {value:,} "
+            f"{bytes_text(needed(value))} of the {bytes_text(free)} that it may have"
+        )
+    return Decision("sequence_length", value, why)
 
 
 def chat_template(has_template: bool) -> Decision | None:

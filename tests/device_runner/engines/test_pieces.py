@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from device_runner.engines import pieces
-from device_runner.engines.chain_engine import ChainEngine
 from prge.contract import Contract, matrices
 from prge.errors import BundleError
 from prge.files import chain
@@ -42,8 +40,8 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of more than two calls' tokens go in pieces, later ones in shorter pieces."""
     monkeypatch.setattr(chain, "_MOST_TOKENS", 2 * PIECE)
     monkeypatch.setattr(chain, "_SHORT", PIECE)
-    monkeypatch.setattr(pieces, "_MOST_SCORES", 4 * PIECE * 20)
-    monkeypatch.setattr(pieces, "_SHORTEST", 2)
+    monkeypatch.setattr(chain, "_MOST_SCORES", 4 * PIECE * 20)
+    monkeypatch.setattr(chain, "_SHORTEST_PIECE", 2)
 
 
 @pytest.fixture(params=["llama", *rest("gemma3", "gpt2", "llama lora")])
@@ -163,17 +161,6 @@ def test_pieces_longer_than_rows_are_refused(folder: Path) -> None:
     found = open_bundle(folder / "bundle").chain
     with pytest.raises(BundleError, match="pieces of rows have 41 tokens, rows 40"):
         replace(found, bounds=replace(found.bounds, piece=TOKENS + 1))
-
-
-def test_no_piece_has_one_token_alone(folder: Path) -> None:
-    step = opened(open_bundle(folder / "bundle"), call_of(open_bundle(folder / "bundle"), "stack", 1)[0]).step
-    assert isinstance(step, ChainEngine)
-    for length in range(PIECE + 1, TOKENS + 1):
-        for number in range(3):
-            cuts = [*step._pieces._pieces(number, length)]
-            assert [cut.start for cut in cuts] == [0, *(cut.stop for cut in cuts[:-1])]
-            assert cuts[-1].stop == length
-            assert all(2 <= cut.stop - cut.start <= PIECE for cut in cuts)
 
 
 @pytest.mark.whole

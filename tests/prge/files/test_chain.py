@@ -67,6 +67,19 @@ def test_a_bundle_that_knows_no_pieces_has_whole_rows() -> None:
     assert bounds.piece == bounds.tokens and not bounds.has_pieces
 
 
+@given(st.integers(2, 3000), st.sampled_from([0, 8, 32]))
+def test_pieces_follow_each_other_and_none_has_one_token_alone(length: int, heads: int) -> None:
+    bounds = Bounds(tokens=4096, piece=256)
+    cuts = [*bounds.pieces(length, heads)]
+    assert [cut.start for cut in cuts] == [0, *(cut.stop for cut in cuts[:-1])] and cuts[-1].stop == length
+    sizes = [cut.stop - cut.start for cut in cuts]
+    assert all(2 <= size <= 256 for size in sizes)
+    # Scores of all heads take 8 MB at most, but where layers would have too few tokens.
+    assert all(
+        heads * size * cut.stop <= 1 << 21 or size <= 32 for cut, size in zip(cuts, sizes, strict=True)
+    )
+
+
 @pytest.mark.parametrize("path", [p for p in PLACES if isinstance(p[-1], str) and p[-1] != MAY_LACK], ids=str)
 def test_a_field_that_is_missing_is_named(path: tuple[Any, ...]) -> None:
     block = block_of()

@@ -159,6 +159,20 @@ def test_the_least_bound_is_the_largest_file_of_a_block() -> None:
     assert weights_of(many, "fp32", False, ROLES).largest == 2 * 9 * 4 * LAYER_NUMBERS // 2
 
 
+def test_memory_of_a_row_in_pieces_grows_with_its_length() -> None:
+    outline = replace(OUTLINE, longest=8192)
+    weights = weights_of(outline, "fp32", True, ROLES)
+    taken = {}
+    for length in (256, 512, 1024, 2048, 4096, 8192):
+        contract = replace(STACK, role="back", copies=1, batch_size=1, sequence_length=length, positions=1)
+        taken[length] = run_memory(outline, contract, weights, ROLES, "native", weights.largest).anonymous
+    # Half of an attention's scores is what a whole row's are, once it is longer than a piece.
+    assert taken[8192] - taken[4096] < 2.5 * (taken[4096] - taken[2048])
+    whole = replace(OUTLINE, longest=512)
+    contract = replace(contract, sequence_length=512)
+    assert taken[512] < run_memory(whole, contract, weights, ROLES, "native", weights.largest).anonymous
+
+
 def test_a_table_of_memory_has_all_estimators_and_both_bounds() -> None:
     contracts = dict(zip(("exact", "tangent", "antithetic"), (EXACT, TANGENT, STACK), strict=True))
     rows = memory_table(OUTLINE, contracts, WEIGHTS, ROLES)

@@ -43,6 +43,12 @@ def test_the_longest_row_fits_where_the_model_has_the_positions(
     assert decisions.sequence_length(longest, positions).value == length
 
 
+def test_rows_are_as_long_as_the_memory_of_a_step_allows() -> None:
+    found = decisions.sequence_length(5_000, 32_768, lambda length: length << 20, 2 << 30)
+    assert found.value == 1216
+    assert "a step on 5,056 would take 4.94 GiB, on 1,216 1.19 GiB of the 2.00 GiB" in found.why
+
+
 @pytest.mark.parametrize(("rows", "batch"), [(3, 1), (10, 2), (40, 4), (999, 8), (67_000, 16)])
 def test_a_step_has_more_rows_where_there_are_more(rows: int, batch: int) -> None:
     assert decisions.batch_size(facts(rows)).value == batch
