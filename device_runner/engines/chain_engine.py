@@ -11,10 +11,11 @@ row that is longer than a call is a part of its own, which passes each block in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from device_runner.engines.base import CheckedEngine
 from device_runner.engines.blocks import Blocks
@@ -25,7 +26,7 @@ from device_runner.engines.saved_values import SavedValues, read, written
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.contract import Contract, Matrix, matrices
 from prge.engine import Array, FloatArray, IntArray
-from prge.files.chain import FEWEST_TOKENS, KEYS, MASKED, TABLE, VALUES, Bounds
+from prge.files.chain import FEWEST_TOKENS, KEYS, MASKED, TABLE, VALUES
 from prge.files.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
 
 Arrays = dict[str, Array]
@@ -106,11 +107,10 @@ class ChainEngine(CheckedEngine):
             parts = self._parts_of_one_copy(call, numbers[0], call.adapter)
         else:
             below = self._below(call, numbers[:1] if call.has_equal_copies else numbers)
-            bounds = self._bounds_of(call)
             parts = [
                 self._part(call, numbers[mine, rows], below, {n: a[mine] for n, a in call.adapter.items()})
-                for mine in slices(copies, bounds.copies)
-                for rows in slices(batch, bounds.batch)
+                for rows, together in self._groups(call, numbers)
+                for mine in slices(copies, together)
             ]
         self._pass(parts, STACK, range(self._first, self._end))
         return self._answer(call, self._collected(parts, call))
@@ -123,9 +123,9 @@ class ChainEngine(CheckedEngine):
         directions = {name for each in matrices(self._contract.modules) for name in (each.u, each.v)}
         for mine in slices(queries, self._bounds.queries):
             parts = []
-            for batch in slices(rows, self._bounds_of(call).batch):
+            for batch, _ in self._groups(call, np.arange(rows)[None]):
                 adapter = {
-                    name: np.ascontiguousarray(array[mine, batch]) if name in directions else array
+                    name: np.ascontiguousarray(array[mine][:, batch]) if name in directions else array
                     for name, array in call.adapter.items()
                 }
                 part = self._part(call, np.arange(rows)[batch], below, adapter)
@@ -153,8 +153,7 @@ class ChainEngine(CheckedEngine):
         below = self._below(call, rows[None])
         stacked = {name: array[None] for name, array in call.adapter.items()}
         parts = [
-            self._part(call, rows[None, batch], below, stacked)
-            for batch in slices(len(rows), self._bounds_of(call).batch)
+            self._part(call, rows[None, batch], below, stacked) for batch, _ in self._groups(call, rows[None])
         ]
         above = range(self._first, self._end)
         self._make_room_to_keep(parts, above)
@@ -235,9 +234,12 @@ class ChainEngine(CheckedEngine):
         self, call: _Call, rows: IntArray, adapter: Arrays, from_tokens: bool = False
     ) -> list[Part]:
         """Rows of one adapter, many in a call: in the place of copies, that get the same adapter."""
-        below, bounds = None if from_tokens else self._below(call, rows[None]), self._bounds_of(call)
-        whole = len(rows) // bounds.batch * bounds.batch
-        groups = [rows[:whole].reshape(-1, bounds.batch), rows[whole:].reshape(1, -1)]
+        below = None if from_tokens else self._below(call, rows[None])
+        long = self._are_long(call, rows[None])
+        short = rows[~long]
+        whole = len(short) // self._bounds.batch * self._bounds.batch
+        groups = [short[:whole].reshape(-1, self._bounds.batch), short[whole:].reshape(1, -1)]
+        groups += [row.reshape(1, 1) for row in rows[long]]
         return [
             self._part(
                 call,
@@ -247,7 +249,7 @@ class ChainEngine(CheckedEngine):
             )
             for group in groups
             if group.size
-            for mine in slices(len(group), bounds.copies)
+            for mine in slices(len(group), self._bounds.copies)
         ]
 
     def _part(self, call: _Call, rows: IntArray, below: FloatArray | None, adapter: Arrays) -> Part:
@@ -321,9 +323,20 @@ class ChainEngine(CheckedEngine):
             self._blocks.release(state)
         return states
 
-    def _bounds_of(self, call: _Call) -> Bounds:
-        """The most of each size in one part of a call."""
-        return self._bounds if call.length <= self._bounds.piece else replace(self._bounds, copies=1, batch=1)
+    def _groups(self, call: _Call, numbers: IntArray) -> Iterator[tuple[IntArray, int]]:
+        """Columns of rows [copies, batch] that pass the blocks together, and copies of them that do."""
+        long = self._are_long(call, numbers)
+        short = np.flatnonzero(~long)
+        for some in slices(len(short), self._bounds.batch):
+            yield short[some], self._bounds.copies
+        for column in np.flatnonzero(long):
+            yield np.array([column]), 1
+
+    def _are_long(self, call: _Call, numbers: IntArray) -> NDArray[np.bool_]:
+        """Which columns of rows [copies, batch] have a row that goes in pieces."""
+        if call.length <= self._bounds.piece:
+            return np.zeros(numbers.shape[1], bool)
+        return np.array([call.length_of(column) > self._bounds.piece for column in numbers.T])
 
     def _in_pieces(self, part: Part) -> bool:
         return part.length > self._bounds.piece

@@ -389,8 +389,10 @@ class Chain:
 
     @property
     def scoring(self) -> Contract:
-        """The contract of calls that score: as many rows as pass a block together."""
-        return self.contract(STACK, self.bounds.copies * self.bounds.batch)
+        """The contract of calls that score: as many rows as pass a block together, fewer of long ones."""
+        bounds = self.bounds
+        rows = bounds.copies * bounds.batch * bounds.piece // bounds.tokens
+        return self.contract(STACK, max(rows, bounds.batch))
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `chain` block."""

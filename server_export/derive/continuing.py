@@ -32,7 +32,10 @@ aten = torch.ops.aten
 FROZEN_PREFIX = "a_"
 _RESHAPES = (aten.reshape.default, aten.view.default)
 _TRANSPOSITIONS = (aten.transpose.int, aten.permute.default)
-_REMEDY = "leave decode out of --roles, and please report it with the name of the model"
+_REMEDY = (
+    "leave prefill and decode out of --roles, with rows of at most 512 tokens, and please report it with the "
+    "name of the model"
+)
 
 
 def continued(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +146,6 @@ def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:
 
 def test_a_bundle_without_the_way_back_of_pieces_takes_short_rows(folder: Path) -> None:
     """Its contract is for what a call holds."""
-    from dataclasses import replace
-
     found = open_bundle(folder / "bundle").chain
     kinds = tuple(
         replace(kind, methods={role: m for role, m in kind.methods.items() if role != PREFILL_BACK})
@@ -156,8 +155,6 @@ def test_a_bundle_without_the_way_back_of_pieces_takes_short_rows(folder: Path) 
 
 
 def test_pieces_longer_than_rows_are_refused(folder: Path) -> None:
-    from dataclasses import replace
-
     found = open_bundle(folder / "bundle").chain
     with pytest.raises(BundleError, match="pieces of rows have 41 tokens, rows 40"):
         replace(found, bounds=replace(found.bounds, piece=TOKENS + 1))
