@@ -70,7 +70,7 @@ class Pieces:
             found[VALUES] = np.empty((heads.count, length, heads.value_width), np.float32)
         adapter = {**self._frozen(number), **inputs}
         for piece in self._pieces(number, length):
-            given = {**adapter, **self._beside(number, piece, found)}
+            given = {**adapter, **self.beside(number, piece, found)}
             given[name] = entering[:, piece]
             answer = self._blocks.run(number, PREFILL, given)
             found["state"][:, piece] = answer["state"]
@@ -101,7 +101,7 @@ class Pieces:
                 known[name] = np.empty((heads.count, length, width), np.float32)
                 known[f"d_{name}"] = np.empty((len(d_state), heads.count, length, width), np.float32)
         for piece in self._pieces(number, length):
-            given = {**inputs, **self._beside(number, piece, known)}
+            given = {**inputs, **self.beside(number, piece, known)}
             given |= {"state": _cut(state, piece), "d_state": _cut(d_state, piece)}
             answer = self._blocks.run(number, PREFILL_TANGENT, given)
             for name, whole in (*found.items(), *known.items()):
@@ -124,7 +124,7 @@ class Pieces:
         attends = self._chain.attends(number)
         by_keys, by_values = (np.zeros_like(inputs[name]) if attends else state for name in (KEYS, VALUES))
         for piece in reversed([*self._pieces(number, state.shape[1])]):
-            given = {**inputs, **self._beside(number, piece, inputs)}
+            given = {**inputs, **self.beside(number, piece, inputs)}
             given |= {"state": _cut(state, piece), "slope": _cut(slope, piece)}
             if attends:
                 given |= {SLOPE_KEYS: _cut(by_keys, piece), SLOPE_VALUES: _cut(by_values, piece)}
@@ -161,8 +161,15 @@ class Pieces:
         modules = [self._chain.modules[module].name for module in self._chain.blocks[number].modules]
         return {f"lora_a.{index}": self._blocks.lora_a[name][None] for index, name in enumerate(modules)}
 
-    def _beside(self, number: int, piece: slice, known: Arrays) -> Arrays:
-        """What a block is given beside a piece's state and adapter: tables, masks, and the past."""
+    def beside(self, number: int, piece: slice, known: Arrays) -> Arrays:
+        """What a block is given beside a piece's state and adapter: tables, masks, and the past.
+
+        Args:
+            number: of the block.
+            piece: places of its tokens in the row.
+            known: `keys` and `values` [heads, tokens, width] of a row, read before the piece,
+                with `d_` before the name their tangents [queries, heads, tokens, width].
+        """
         tables, size = self._blocks.tables, piece.stop - piece.start
         given: Arrays = {"ones": np.ones((1, size, 1), np.float32)}
         for index, table in enumerate(self._chain.blocks[number].tables):

@@ -17,12 +17,12 @@ import numpy as np
 
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.choice import choose
+from device_runner.engines.pieces import Pieces
 from prge.engine import Array, EngineName, FloatArray
 from prge.errors import BundleError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.chain import (
-    CAUSAL,
     FEWEST_TOKENS,
     KEYS,
     MASKED,
@@ -105,6 +105,7 @@ class ChainSpeaker:
         self._next = 0
         self._step: _Step | None = None
         self._rotary: dict[int, FloatArray] = {}
+        self._pieces = Pieces(blocks)
 
     @property
     def vocabulary_size(self) -> int:
@@ -181,7 +182,7 @@ class ChainSpeaker:
         for number, table in step.tables.items():
             self._fill(number, table, np.array(lengths))
         for (window, _), seen in step.seen.items():
-            _see(seen.reshape(len(lengths), -1, seen.shape[-1]), lengths, window, lengths)
+            _see(seen.reshape(len(lengths), -1, seen.shape[-1]), lengths, window)
             seen[..., 0] = 0
         step.compute()
         for place, found in step.kept:
@@ -268,7 +269,13 @@ class ChainSpeaker:
         own[..., 0] = 1
         state: Array = step.tokens
         for number in range(len(chain.blocks)):
-            given = self._given(number, state, table_of, matrices_of)
+            given: dict[str, Array] = {"tokens": state, "state": state}
+            for index, table in enumerate(chain.blocks[number].tables):
+                if chain.tables[table].kind != "causal":
+                    given[f"{TABLE}{index}"] = table_of(table)
+            for index, module in enumerate(chain.blocks[number].modules):
+                matrices = matrices_of(chain.modules[module].name)
+                given[f"lora_a.{index}"], given[f"lora_b.{index}"] = matrices
             answers: dict[str, Array] = {}
             mask = chain.causal_table(number)
             if mask is not None:
@@ -298,71 +305,28 @@ class ChainSpeaker:
 
     def _prefill(self, sequence: _Sequence, tokens: Sequence[int]) -> FloatArray:
         """The state f32 [1, 1, width] of the last of some tokens, which are appended to a sequence."""
-        chain, start, length = self._chain, sequence.length, len(tokens)
-        # The mask hides what isn't there yet, so all that was reserved goes in; at first next to nothing.
-        past = 1 + self._capacity if start else FEWEST_TOKENS
+        chain, start, slot = self._chain, sequence.length, sequence.slot
+        piece = slice(start, start + len(tokens))
         state: Array = np.array([tokens], np.int64)
         lora_a, lora_b = self._lora_a(sequence.adapter), sequence.adapter.lora_b
-
-        def table_of(table: int) -> Array:
-            tables = self._blocks.tables
-            # What a piece's tokens see of each other is the same wherever it begins.
-            is_causal = chain.tables[table].kind == "causal"
-            return tables.of(table, length) if is_causal else tables.of(table, length, start)
-
-        def matrices_of(module: str) -> tuple[FloatArray, FloatArray]:
-            return lora_a[module][None], lora_b[module][None]
-
-        masks: dict[tuple[int | None, int], FloatArray] = {}
         for number in range(chain.end):
-            given = self._given(number, state, table_of, matrices_of)
-            mask = chain.causal_table(number)
-            if mask is not None:
-                key = mask.window, mask.members
-                if key not in masks:
-                    masks[key] = np.empty((mask.members, length, past), np.float32)
-                    positions = range(start, start + length)
-                    _see(masks[key].swapaxes(0, 1), positions, mask.window, [start] * length)
-                cache, heads, slot = self._caches[number], self._blocks.heads(number), sequence.slot
-                given[SEEN] = masks[key].reshape(-1, past)
-                if start:
-                    given |= {PAST_KEYS: cache.keys[slot], PAST_VALUES: cache.values[slot]}
-                else:
-                    given[PAST_KEYS] = np.zeros((heads.count, past, heads.key_width), np.float32)
-                    given[PAST_VALUES] = np.zeros((heads.count, past, heads.value_width), np.float32)
+            cache = self._caches.get(number)
+            known = {KEYS: cache.keys[slot, :, 1:], VALUES: cache.values[slot, :, 1:]} if cache else {}
+            given = {"tokens": state, "state": state, **self._pieces.beside(number, piece, known)}
+            for index, module in enumerate(chain.blocks[number].modules):
+                name = chain.modules[module].name
+                given[f"lora_a.{index}"], given[f"lora_b.{index}"] = lora_a[name][None], lora_b[name][None]
             found = self._blocks.run(number, PREFILL, given)
             if number:
                 self._blocks.release(state)
             state = found["state"]
-            if mask is not None:
-                places = slice(1 + start, 1 + start + length)
-                cache.keys[slot, :, places] = found[KEYS]
-                cache.values[slot, :, places] = found[VALUES]
-                self._blocks.release(found[KEYS])
-                self._blocks.release(found[VALUES])
-        sequence.length += length
+            for name, whole in known.items():
+                whole[:, piece] = found[name]
+                self._blocks.release(found[name])
+        sequence.length = piece.stop
         last = state[:, -1:].copy()
         self._blocks.release(state)
         return last
-
-    def _given(
-        self,
-        number: int,
-        state: Array,
-        table_of: Callable[[int], Array],
-        matrices_of: Callable[[str], tuple[FloatArray, FloatArray]],
-    ) -> dict[str, Array]:
-        """What a block is given by name, but for the tokens before: state, tables, lora_a and lora_b."""
-        chain, block = self._chain, self._chain.blocks[number]
-        given = {"tokens": state, "state": state}
-        for index, table in enumerate(block.tables):
-            given[f"{TABLE}{index}"] = array = table_of(table)
-            if chain.tables[table].kind == "causal":
-                given[CAUSAL] = array.reshape(-1, array.shape[-1])
-        for index, module in enumerate(block.modules):
-            name = chain.modules[module].name
-            given[f"lora_a.{index}"], given[f"lora_b.{index}"] = matrices_of(name)
-        return given
 
     def _logits(self, state: FloatArray) -> FloatArray:
         """Logits f32 [vocabulary] of a state."""
@@ -385,19 +349,18 @@ class ChainSpeaker:
             table[:, 0] = known[lengths]
 
 
-def _see(seen: FloatArray, positions: Sequence[int], window: int | None, known: Sequence[int]) -> None:
-    """Write what is added to scores of the past, 0 where a token sees another and MASKED elsewhere.
+def _see(seen: FloatArray, lengths: Sequence[int], window: int | None) -> None:
+    """Write what is added to scores of the past, 0 where a step's token sees another and MASKED elsewhere.
 
     Args:
-        seen: f32 [tokens, ..., places].
-        positions: of the tokens.
+        seen: f32 [rows, heads, places].
+        lengths: tokens before the step's, of each row.
         window: tokens that each sees, with itself; all if None.
-        known: for each, how many places hold a token.
     """
     seen[:] = MASKED
-    for row, (position, end) in enumerate(zip(positions, known, strict=True)):
-        first = 0 if window is None else max(0, position - window + 1)
-        seen[row, ..., 1 + first : 1 + end] = 0
+    for row, length in enumerate(lengths):
+        first = 0 if window is None else max(0, length - window + 1)
+        seen[row, :, 1 + first : 1 + length] = 0
 
 
 def open_speaker(
