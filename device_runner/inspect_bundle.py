@@ -191,7 +191,9 @@ def _chain_text(report: Mapping[str, Any]) -> Iterator[str]:
     if text := report["text"]:
         size = bytes_text(text["token_bytes"])
         yield f"\ntexts of up to {text['context']} tokens, of which each takes {size}"
-    yield from _section("most of each size in one call of a program", asdict(chain.bounds))
+    yield from _section(
+        "most of each size in one call of a program; a row goes in pieces", asdict(chain.bounds)
+    )
     yield "\ntables"
     for number, table in enumerate(chain.tables):
         window = f", window {table.window}" if table.window else ""

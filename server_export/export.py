@@ -209,9 +209,10 @@ def _summarize(out: Path, manifest: dict[str, Any]) -> None:
     size = sum(entry["bytes"] for entry in files.values())
     programs = sum(files[kind["program"]]["bytes"] for kind in chain["kinds"])
     trained = adapter_size([AdaptedModule(**module) for module in chain["modules"]])
+    tokens, piece = chain["bounds"]["tokens"], chain["bounds"]["piece"]
     print(f"{out}: {size / 1e6:.1f} MB, of which programs {programs / 1e6:.2f} MB")
     print(
         f"  {len(chain['modules'])} layers adapted, {trained:,} numbers trained; rows of up to "
-        f"{chain['bounds']['tokens']} tokens; readout {chain['readout']}; "
+        f"{tokens} tokens{f' in pieces of {piece}' if piece < tokens else ''}; readout {chain['readout']}; "
         f"roles {', '.join(dict.fromkeys(role for kind in chain['kinds'] for role in kind['methods']))}"
     )
