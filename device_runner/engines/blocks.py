@@ -74,7 +74,7 @@ class Blocks:
         self._bundle = bundle
         self._runtime = backend.runtime
         self._roles = {STACK, *roles}
-        if BACK in self._roles:
+        if BACK in self._roles and backend.name == "native":
             self._roles |= {*OF_BACK}
         # Methods by block and role, those of the block that was used last at the end.
         self._loaded: dict[int, dict[str, Any]] = {}

@@ -195,7 +195,8 @@ class ChainEngine(CheckedEngine):
                     name, gradient = ours.name, found[its.gradient]
                     gradients[name] = gradients[name] + gradient if name in gradients else gradient.copy()
                     self._blocks.release(gradient)
-        self._kept.forget()
+        if not (self._saved and self._saved.most):
+            self._kept.forget()
         if not is_finite:
             # A layer that rounds to int8 makes a number of what is none: nobody would see it in the gradient.
             gradients = {name: np.full_like(gradient, np.nan) for name, gradient in gradients.items()}

@@ -110,7 +110,7 @@ class VocabularyHead:
         for piece in self._pieces:
             places = self._places(piece, saved)
             role = BACK_SAVED if places else BACK
-            for mine in self._slices(asked.count, 2):
+            for mine in self._slices(asked.count, 1 if places else 2):
                 targets, has = reading.within(piece, mine)
                 # With the logarithm of the whole sum as the shift, the sum of exponentials is 1.
                 slope = np.stack([slopes[mine] * has, -slopes[mine]], -1)

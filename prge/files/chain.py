@@ -276,7 +276,8 @@ class Chain:
 
     def _saved(self, number: int) -> list[str]:
         method = self.kinds[self.blocks[number].kind].methods.get(SAVE)
-        return [name for name in method.outputs if name.startswith(f"{SAVED}.")] if method else []
+        outputs = method.outputs[: _MOST_SAVED + 1] if method else ()
+        return [name for name in outputs if name.startswith(f"{SAVED}.")]
 
     def is_head(self, number: int) -> bool:
         """Whether a block is a decoder's head."""

@@ -44,6 +44,8 @@ _READ_AROUND = 64 << 10
 # Of an export: resident memory besides arrays, and seconds of two idle cores of an x86 server.
 _EXPORT_BYTES, _EXPORT_BYTES_OF_ROLE = 480 * 10**6, 85 * 10**6
 _SECONDS, _SECONDS_OF_ROLE, _SECONDS_OF_BLOCK, _SECONDS_OF_NUMBER = 10.0, 11.0, 0.2, 4.5e-8
+# What the two roles that `back` brings along take, in roles.
+_SAVING_ROLES = 1.5
 
 
 @dataclass(frozen=True)
@@ -392,7 +394,8 @@ def export_memory(outline: Outline, scheme: str, roles: Collection[str]) -> int:
 
 def export_seconds(outline: Outline, roles: Collection[str]) -> float:
     """Time of an export on two idle cores of an x86 server; a guess elsewhere."""
-    lowering = _SECONDS_OF_ROLE * (len(roles) + (1 if outline.blocks_below else 0))
+    of_roles = len(roles) + (_SAVING_ROLES if BACK in roles else 0)
+    lowering = _SECONDS_OF_ROLE * (of_roles + (1 if outline.blocks_below else 0))
     return _SECONDS + lowering + _SECONDS_OF_BLOCK * outline.blocks + _SECONDS_OF_NUMBER * outline.parameters
 
 

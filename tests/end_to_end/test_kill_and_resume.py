@@ -221,8 +221,8 @@ def lines_of(folder: Path) -> list[str]:
 def test_killed_between_blocks_an_exact_run_ends_in_the_same_bits(
     workshop: Path, tmp_path: Path, instant: str
 ) -> None:
-    """On the way back, with one block loaded, or with another budget for what is saved each time; while
-    packed files are made; before gradients are forgotten."""
+    """On the way back, with one block loaded, or with another budget each time; while packed
+    files are made; before gradients are forgotten."""
     in_a_parent(AT_INSTANTS, workshop, workshop / "bundle", tmp_path, instant, *INSTANTS[instant])
     assert_ended_alike(tmp_path / "whole", tmp_path / "killed", steps=9)
     assert b'"gradient"' not in (tmp_path / "killed/journal.jsonl").read_bytes()

@@ -171,7 +171,7 @@ def forget_saved(kind: dict[str, Any]) -> None:
             lambda c: c["kinds"][1]["methods"]["stack"]["inputs"].remove("lora_b.1"),
             "inputs, the manifest",
         ),
-        (lambda c: exchange_saved(c["kinds"][1]), "input saved.3 of back_saved is float32"),
+        (lambda c: exchange_saved(c["kinds"][1]), "of back_saved is float32"),
         (lambda c: forget_saved(c["kinds"][1]), "save has 9 outputs, the manifest 8"),
     ],
 )

@@ -17,7 +17,7 @@ from device_runner.engines.chain_engine import ChainEngine, Part
 from prge.contract import Contract, matrices
 from prge.engine import Array
 from prge.files.bundle import Bundle, open_bundle
-from prge.files.signatures import BACK, STACK
+from prge.files.signatures import BACK, BACK_SAVED, STACK
 from server_export.model.quantization import quantize_layers, round_base
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
@@ -137,21 +137,26 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
 
 @pytest.mark.whole
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize(("role", "name"), [(BACK, "slope"), (BACK, "state"), (STACK, "state")])
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [(BACK, "slope"), (BACK, "state"), (STACK, "state"), (BACK_SAVED, "slope"), (BACK_SAVED, "state")],
+)
 def test_a_number_that_is_none_shows_through_layers_that_round(
     deep: Path, monkeypatch: pytest.MonkeyPatch, bad: float, role: str, name: str
 ) -> None:
     """Rounded to int8 it would be a number again, and the gradient wrong and finite."""
     bundle = open_bundle(deep / "bundle")
     contract, given = call_of(bundle, 2)
-    engine = opened(bundle, contract).step
+    weights = sum(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
+    memory = 1 << 40 if role == BACK_SAVED else weights
+    engine = opened(bundle, contract, memory=memory).step
     before, run = engine.gradient(given, slope_of)[1], ChainEngine._run
 
-    def broken(self: ChainEngine, number: int, now: str, part: Part) -> dict[str, Array]:
+    def broken(self: ChainEngine, number: int, now: str, part: Part, *rest: Any, **more: Any) -> Any:
         if (number, now) == (LAYERS // 2, role):
             part.values[name] = part.values[name].copy()
             part.values[name].ravel()[5] = bad
-        return run(self, number, now, part)
+        return run(self, number, now, part, *rest, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(ChainEngine, "_run", broken)
