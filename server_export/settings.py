@@ -89,7 +89,7 @@ class ExportConfig:
     """What the programs can compute: `stack`, scores and differences between copies of the adapter;
     `tangent`, exact derivatives along random directions; `back`, the gradient by backpropagation; `prefill`
     and `decode`, to write text. Each is kilobytes of programs; `back` needs transposed weights of quantized
-    models besides."""
+    models besides, and brings along what saves activations where memory is left."""
 
     sequence_length: int | None = None
     """Most tokens of a row that a run may have; rows are computed at their own length. Without it 512, or as
