@@ -42,12 +42,12 @@ def upper_bundle(workshop: Path, made_once: Made) -> Path:
 
 @pytest.fixture(scope="session")
 def pieces_bundle(workshop: Path, made_once: Made) -> Path:
-    """The workshop's model for rows that go in pieces of 4 tokens."""
+    """The workshop's model for rows that go in pieces of 5 tokens."""
 
     def make(folder: Path) -> object:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chain, "_MOST_TOKENS", 4)
-            patch.setattr(chain, "_SHORT", 4)
+            patch.setattr(chain, "_MOST_TOKENS", 5)
+            patch.setattr(chain, "_SHORT", 5)
             return export(workshop / "model", folder / "pieces")
 
     return made_once("pieces", make) / "pieces"
