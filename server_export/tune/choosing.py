@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from prge.files.bundle import Bundle
@@ -48,7 +49,8 @@ class Choosing:
         settings, model = self._settings, str(self._settings.model)
         estimated = estimate(EstimateConfig(model=model))
         self.decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
-        self.decide("init", settings.init, lambda: decisions.init(settings.estimator))
+        for each in decisions.adapted(settings.estimator):
+            self.decide(each.name, getattr(settings, each.name), partial(Decision, **asdict(each)))
         contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
 
         tokenizing = Tokenizing(model, estimated)

@@ -109,11 +109,26 @@ def prepend_bos(without: float, begun: float) -> Decision:
     return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "never", losses)
 
 
-def init(estimator: str | None) -> Decision:
-    """Where the frozen lora_a comes from; `estimator` is the user's, None: exact."""
+def adapted(estimator: str | None) -> list[Decision]:
+    """Which layers, at which rank, what of them is trained, where `lora_a` comes from.
+
+    Args:
+        estimator: the user's; None: exact.
+    """
     if estimator in (None, "exact"):
-        return Decision("init", "eva", "with directions of the rows, exact gradients learn more from them")
-    return Decision("init", "random", "directions of the rows help exact gradients alone")
+        why = "exact gradients learn most so"
+        return [
+            Decision("target_modules", ["all-linear"], why),
+            Decision("rank", 16, why),
+            Decision("adapter", "lora", why),
+            Decision("init", "random", why),
+        ]
+    why = "random directions learn less of more numbers"
+    return [
+        Decision("rank", 8, why),
+        Decision("adapter", "lora-fa", why),
+        Decision("init", "random", "directions of the rows help exact gradients alone"),
+    ]
 
 
 def memory(free: int) -> Decision:
@@ -277,3 +292,25 @@ def best_rate(trials: Sequence[tuple[float, int, float]]) -> Decision:
         )
     others = ", ".join(f"{each:.4g} with {rate:g}" for each, rate in finals[1:])
     return Decision("learning_rate", rate, f"loss {loss:.4g} after {longest} steps; {others}".rstrip("; "))
+
+
+def shorter(trials: Sequence[tuple[float, int, float]], best: float | None, count: int) -> list[Decision]:
+    """Rate and steps of a second final run, where the first came to less than a run of the search.
+
+    With few rows a rate that is best for a short run may be too high for a long one.
+
+    Args:
+        trials: rate, steps and loss of development rows of the search.
+        best: loss of development rows at the best step of the final run; None: it has none.
+        count: steps of the final run.
+
+    Returns:
+        Nothing where the final run is the best of all.
+    """
+    if not trials or best is None:
+        return []
+    rate, steps, loss = min(trials, key=lambda trial: trial[2])
+    if not loss < best:
+        return []
+    told = f"loss {loss:.4g} after {steps} steps with {rate:g}, at best {best:.4g} in {count} steps"
+    return [Decision("learning_rate", rate, told), Decision("steps", steps, told)]

@@ -168,11 +168,31 @@ def test_rates_that_all_diverge_are_an_error() -> None:
         decisions.best_rate([(0.001, 10, math.inf), (0.01, 10, math.inf)])
 
 
+@pytest.mark.parametrize("estimator", [None, "exact"])
+def test_exact_gradients_train_both_matrices_of_all_layers(estimator: str | None) -> None:
+    found = {each.name: each.value for each in decisions.adapted(estimator)}
+    assert found == {"target_modules": ["all-linear"], "rank": 16, "adapter": "lora", "init": "random"}
+
+
+@pytest.mark.parametrize("estimator", ["tangent", "antithetic"])
+def test_random_directions_have_few_numbers(estimator: str) -> None:
+    found = {each.name: each.value for each in decisions.adapted(estimator)}
+    assert found == {"rank": 8, "adapter": "lora-fa", "init": "random"}
+
+
+def test_a_short_run_that_was_better_than_the_final_one_is_made_again() -> None:
+    trials = [(0.001, 25, 0.33), (0.01, 75, 0.27), (0.003, 75, 0.37)]
+    found = {each.name: each.value for each in decisions.shorter(trials, 0.35, 300)}
+    assert found == {"learning_rate": 0.01, "steps": 75}
+
+
 @pytest.mark.parametrize(
-    ("estimator", "found"), [(None, "eva"), ("exact", "eva"), ("tangent", "random"), ("antithetic", "random")]
+    ("trials", "best"), [([(0.01, 75, 0.27)], 0.27), ([(0.01, 75, 0.27)], None), ([], 0.3)]
 )
-def test_exact_gradients_start_from_directions_of_the_rows(estimator: str | None, found: str) -> None:
-    assert decisions.init(estimator).value == found
+def test_the_final_run_stays_where_none_was_better(
+    trials: list[tuple[float, int, float]], best: float | None
+) -> None:
+    assert decisions.shorter(trials, best, 300) == []
 
 
 def test_rows_of_messages_get_a_template_where_there_is_none() -> None:
