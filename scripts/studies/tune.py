@@ -3,15 +3,16 @@
     python scripts/studies/tune.py --story-model BABYLLAMA --encoder MINILM --texts wikitext.json \
         --sst2 SST2_FOLDER --out results
 
-For each task and seed `prge tune` is told the model and the rows alone; and once more with `--adapter lora`.
-Then, with the settings that the first decided, rows and steps alike, but with every learning rate of a grid:
-the engine's own runs, and PyTorch with PEFT's layers, LoRA (both matrices) and LoRA-FA, from the same start.
+For each task and seed `prge tune` is told the model and the rows alone; and once more with
+`--adapter lora-fa`. Then, with the settings that the first decided, rows and steps alike, but with every
+learning rate of a grid: the engine's own runs, and PyTorch with PEFT's layers, LoRA (both matrices) and
+LoRA-FA, from the same start.
 A grid goes by factors of three outward from its middle until the best rate on development rows has a worse
 neighbour on both sides; it is walked with the first seed, the others take its best rate. Test rows are read
 once for each result. `--ways` leaves ways out.
 
 Prints JSON, by task: losses (and accuracies) of the test rows `before`, by `prge tune` (`tuned`,
-`tuned-lora`), by the engine's `grid`, by `lora-fa` and `lora` in PyTorch; rates, seconds, memory.
+`tuned-fa`), by the engine's `grid`, by `lora-fa` and `lora` in PyTorch; rates, seconds, memory.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SENTENCES = {"train": ("train", 0, 300), "dev": ("train", 300, 100), "test": ("t
 MIDDLE = (3e-3, 1e-2, 3e-2)
 FACTOR = 3.0
 PYTORCH = {"lora-fa": "backprop-lora-fa", "lora": "backprop-lora"}
-TUNED: dict[str, dict[str, Any]] = {"tuned": {}, "tuned-lora": {"adapter": "lora"}}
+TUNED: dict[str, dict[str, Any]] = {"tuned": {}, "tuned-fa": {"adapter": "lora-fa"}}
 WAYS = (*TUNED, "grid", *PYTORCH)
 
 
