@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from prge.errors import PrgeError
+from prge.files.adapter import adapter_size
 from prge.files.bundle import Bundle
 from prge.learning.costs import Outline, run_memory, weights_of_bundle
 from prge.learning.estimators.table import ESTIMATORS, fitting
@@ -49,7 +51,8 @@ class Choosing:
         settings, model = self._settings, str(self._settings.model)
         estimated = estimate(EstimateConfig(model=model))
         self.decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
-        for each in decisions.adapted(settings.estimator):
+        limit = settings.memory or self._record.value("memory")
+        for each in decisions.adapted(settings.estimator, _numbers_of_all_layers(model), limit):
             self.decide(each.name, getattr(settings, each.name), partial(Decision, **asdict(each)))
         contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
 
@@ -114,6 +117,14 @@ class Choosing:
             return taken + decisions.BYTES_OF_A_TOKEN * facts.tokens
 
         return decisions.fitting(limit, batch, facts.widest, needed, sum(loaded), max(loaded))
+
+
+def _numbers_of_all_layers(model: str) -> int | None:
+    """How many numbers the largest adapter would train; None: a model can't have it."""
+    try:
+        return adapter_size(estimate(EstimateConfig(model=model, **decisions.ALL_LAYERS)).outline.modules)
+    except PrgeError:
+        return None
 
 
 def _best_estimator(bundle: Bundle) -> Decision:

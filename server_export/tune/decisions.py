@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prge.errors import ConfigError
 from prge.host.progress import duration
-from prge.learning.costs import bytes_text
+from prge.learning.costs import BYTES_OF_A_NUMBER, bytes_text
 from prge.running.training_flags import TrainingFlags
 from server_export.tune.rates import longest_search
 
@@ -27,6 +27,9 @@ _EVALUATIONS = 10
 BYTES_OF_A_TOKEN = 70
 # Different rows of a class of which a tenth can be left out.
 _FOLDED_ROWS = 10
+# The adapter that learns most, and the share of a limit that it may take.
+ALL_LAYERS: Mapping[str, Any] = {"target_modules": ["all-linear"], "rank": 16, "adapter": "lora"}
+_ADAPTER_SHARE = 1 / 4
 # A loss that is below so much of another is lower by more than chance.
 _CLEARLY = 0.98
 # The share of a limit that an estimate may come up to.
@@ -109,26 +112,31 @@ def prepend_bos(without: float, begun: float) -> Decision:
     return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "never", losses)
 
 
-def adapted(estimator: str | None) -> list[Decision]:
+def adapted(estimator: str | None, numbers: int | None, limit: int | None = None) -> list[Decision]:
     """Which layers, at which rank, what of them is trained, where `lora_a` comes from.
 
     Args:
         estimator: the user's; None: exact.
+        numbers: that both matrices of all linear layers have; None: not all of these can have an adapter.
+        limit: most bytes of the run's process; None: any.
     """
-    if estimator in (None, "exact"):
-        why = "exact gradients learn most so"
-        return [
-            Decision("target_modules", ["all-linear"], why),
-            Decision("rank", 16, why),
-            Decision("adapter", "lora", why),
-            Decision("init", "random", why),
-        ]
-    why = "random directions learn less of more numbers"
-    return [
-        Decision("rank", 8, why),
-        Decision("adapter", "lora-fa", why),
-        Decision("init", "random", "directions of the rows help exact gradients alone"),
-    ]
+    if estimator not in (None, "exact"):
+        return _of_queries("random", "random directions learn less of more numbers")
+    if numbers is None:
+        return _of_queries("eva", "not all linear layers can have an adapter")
+    taken = BYTES_OF_A_NUMBER * numbers
+    if limit is not None and taken > _ADAPTER_SHARE * limit:
+        why = f"all linear layers would take {bytes_text(taken)} of the {bytes_text(limit)} of --memory"
+        return _of_queries("eva", why)
+    why = f"with exact gradients {numbers:,} numbers learn more than fewer do"
+    values = {**ALL_LAYERS, "init": "random"}
+    return [Decision(name, value, why) for name, value in values.items()]
+
+
+def _of_queries(init: str, why: str) -> list[Decision]:
+    """PEFT's usual layers: queries and values."""
+    values = {"rank": 8, "adapter": "lora-fa", "init": init}
+    return [Decision(name, value, why) for name, value in values.items()]
 
 
 def memory(free: int) -> Decision:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -168,16 +169,31 @@ def test_rates_that_all_diverge_are_an_error() -> None:
         decisions.best_rate([(0.001, 10, math.inf), (0.01, 10, math.inf)])
 
 
-@pytest.mark.parametrize("estimator", [None, "exact"])
-def test_exact_gradients_train_both_matrices_of_all_layers(estimator: str | None) -> None:
-    found = {each.name: each.value for each in decisions.adapted(estimator)}
+def adapter_of(*arguments: Any) -> dict[str, Any]:
+    return {each.name: each.value for each in decisions.adapted(*arguments)}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "limit"), [(None, None), ("exact", None), (None, 400_000_000), ("exact", 1 << 40)]
+)
+def test_exact_gradients_train_both_matrices_of_all_layers(estimator: str | None, limit: int | None) -> None:
+    found = adapter_of(estimator, 1_000_000, limit)
     assert found == {"target_modules": ["all-linear"], "rank": 16, "adapter": "lora", "init": "random"}
 
 
-@pytest.mark.parametrize("estimator", ["tangent", "antithetic"])
-def test_random_directions_have_few_numbers(estimator: str) -> None:
-    found = {each.name: each.value for each in decisions.adapted(estimator)}
-    assert found == {"rank": 8, "adapter": "lora-fa", "init": "random"}
+@pytest.mark.parametrize(
+    ("estimator", "numbers", "limit", "init"),
+    [
+        ("tangent", 1_000, None, "random"),
+        ("antithetic", 1_000, None, "random"),
+        (None, None, None, "eva"),
+        (None, 1_000_001, 400_000_000, "eva"),
+    ],
+)
+def test_few_numbers_are_trained_where_many_do_not_fit(
+    estimator: str | None, numbers: int | None, limit: int | None, init: str
+) -> None:
+    assert adapter_of(estimator, numbers, limit) == {"rank": 8, "adapter": "lora-fa", "init": init}
 
 
 def test_a_short_run_that_was_better_than_the_final_one_is_made_again() -> None:
