@@ -295,8 +295,7 @@ def run_memory(
         workspace=workspace,
         # In and out, collected, and beside it what entered; then what an exact call keeps.
         states=3 * state + (0 if in_file else checkpoints),
-        adapter=(BYTES_OF_A_NUMBER if contract.is_exact else 4 * contract.copies)
-        * adapter_size(outline.modules),
+        adapter=of_a_number * adapter_size(outline.modules),
         # Float32 inputs of the call, and the signs that they are filled from.
         directions=contract.queries * contract.rows * width * (4 + 1),
     )
