@@ -174,7 +174,7 @@ def adapter_of(*arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "limit"), [(None, None), ("exact", None), (None, 400_000_000), ("exact", 1 << 40)]
+    ("estimator", "limit"), [(None, None), ("exact", None), (None, 600_000_000), ("exact", 1 << 40)]
 )
 def test_exact_gradients_train_both_matrices_of_all_layers(estimator: str | None, limit: int | None) -> None:
     found = adapter_of(estimator, 1_000_000, limit)
@@ -187,7 +187,7 @@ def test_exact_gradients_train_both_matrices_of_all_layers(estimator: str | None
         ("tangent", 1_000, None, "random"),
         ("antithetic", 1_000, None, "random"),
         (None, None, None, "eva"),
-        (None, 1_000_001, 400_000_000, "eva"),
+        (None, 1_000_001, 600_000_000, "eva"),
     ],
 )
 def test_few_numbers_are_trained_where_many_do_not_fit(
