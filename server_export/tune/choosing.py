@@ -52,7 +52,8 @@ class Choosing:
         estimated = estimate(EstimateConfig(model=model))
         self.decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
         limit = settings.memory or self._record.value("memory")
-        for each in decisions.adapted(settings.estimator, _numbers_of_all_layers(model), limit):
+        numbers, is_encoder = _numbers_of_all_layers(model), estimated.readout == "pooled"
+        for each in decisions.adapted(settings.estimator, is_encoder, numbers, limit):
             self.decide(each.name, getattr(settings, each.name), partial(Decision, **asdict(each)))
         contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
 

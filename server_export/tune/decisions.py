@@ -27,7 +27,7 @@ _EVALUATIONS = 10
 BYTES_OF_A_TOKEN = 70
 # Different rows of a class of which a tenth can be left out.
 _FOLDED_ROWS = 10
-# The adapter that learns most, and the share of a limit that it may take.
+# The largest adapter, and the share of a limit that it may take.
 ALL_LAYERS: Mapping[str, Any] = {"target_modules": ["all-linear"], "rank": 16, "adapter": "lora"}
 _ADAPTER_SHARE = 1 / 4
 # A loss that is below so much of another is lower by more than chance.
@@ -112,11 +112,14 @@ def prepend_bos(without: float, begun: float) -> Decision:
     return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "never", losses)
 
 
-def adapted(estimator: str | None, numbers: int | None, limit: int | None = None) -> list[Decision]:
+def adapted(
+    estimator: str | None, is_encoder: bool, numbers: int | None, limit: int | None = None
+) -> list[Decision]:
     """Which layers, at which rank, what of them is trained, where `lora_a` comes from.
 
     Args:
         estimator: the user's; None: exact.
+        is_encoder: whether the model is one, of whose few rows both matrices learn too much.
         numbers: that both matrices of all linear layers have; None: not all of these can have an adapter.
         limit: most bytes of the run's process; None: any.
     """
@@ -128,8 +131,8 @@ def adapted(estimator: str | None, numbers: int | None, limit: int | None = None
     if limit is not None and taken > _ADAPTER_SHARE * limit:
         why = f"all linear layers would take {bytes_text(taken)} of the {bytes_text(limit)} of --memory"
         return _of_queries("eva", why)
-    why = f"with exact gradients {numbers:,} numbers learn more than fewer do"
-    values = {**ALL_LAYERS, "init": "random"}
+    why = "with exact gradients all linear layers learn more than some"
+    values = {**ALL_LAYERS, "adapter": "lora-fa" if is_encoder else "lora", "init": "random"}
     return [Decision(name, value, why) for name, value in values.items()]
 
 

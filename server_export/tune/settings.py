@@ -74,7 +74,8 @@ class TuneSettings(RowsFlags):
     adapt_layers: str | None = None
     """`top:k`: adapt the top k blocks only. Default: all."""
     adapter: AdapterKind | None = None
-    """What is trained: lora, both matrices, or lora-fa, lora_b alone. Default: lora for exact gradients."""
+    """What is trained: lora, both matrices, or lora-fa, lora_b alone. Default: lora for exact
+    gradients of a decoder."""
     rank: int | None = None
     """Rank of the adapter. Default: 16 for exact gradients, else 8."""
     init: Init | None = None

@@ -177,8 +177,9 @@ def adapter_of(*arguments: Any) -> dict[str, Any]:
     ("estimator", "limit"), [(None, None), ("exact", None), (None, 600_000_000), ("exact", 1 << 40)]
 )
 def test_exact_gradients_train_both_matrices_of_all_layers(estimator: str | None, limit: int | None) -> None:
-    found = adapter_of(estimator, 1_000_000, limit)
+    found = adapter_of(estimator, False, 1_000_000, limit)
     assert found == {"target_modules": ["all-linear"], "rank": 16, "adapter": "lora", "init": "random"}
+    assert adapter_of(estimator, True, 1_000_000, limit) == {**found, "adapter": "lora-fa"}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_exact_gradients_train_both_matrices_of_all_layers(estimator: str | None
 def test_few_numbers_are_trained_where_many_do_not_fit(
     estimator: str | None, numbers: int | None, limit: int | None, init: str
 ) -> None:
-    assert adapter_of(estimator, numbers, limit) == {"rank": 8, "adapter": "lora-fa", "init": init}
+    assert adapter_of(estimator, False, numbers, limit) == {"rank": 8, "adapter": "lora-fa", "init": init}
 
 
 def test_a_short_run_that_was_better_than_the_final_one_is_made_again() -> None:
