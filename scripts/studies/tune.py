@@ -3,14 +3,16 @@
     python scripts/studies/tune.py --story-model BABYLLAMA --encoder MINILM --texts wikitext.json \
         --sst2 SST2_FOLDER --out results
 
-For each task and seed `prge tune` is told the model and the rows alone. Then, with the settings that it
-decided, rows and steps alike, but with every learning rate of a grid: the engine's own runs, and PyTorch with
-PEFT's layers, LoRA (both matrices) and LoRA-FA, from the same start. A grid goes by factors of three outward
-from its middle until the best rate on development rows has a worse neighbour on both sides; it is walked with
-the first seed, the others take its best rate. Test rows are read once for each result.
+For each task and seed `prge tune` is told the model and the rows alone; and once more with
+`--adapter lora-fa`. Then, with the settings that the first decided, rows and steps alike, but with every
+learning rate of a grid: the engine's own runs, and PyTorch with PEFT's layers, LoRA (both matrices) and
+LoRA-FA, from the same start.
+A grid goes by factors of three outward from its middle until the best rate on development rows has a worse
+neighbour on both sides; it is walked with the first seed, the others take its best rate. Test rows are read
+once for each result. `--ways` leaves ways out.
 
-Prints JSON, by task: losses (and accuracies) of the test rows `before`, by `prge tune` (`tuned`), by the
-engine's `grid`, by `lora-fa` and `lora` in PyTorch; rates, seconds, memory.
+Prints JSON, by task: losses (and accuracies) of the test rows `before`, by `prge tune` (`tuned`,
+`tuned-fa`), by the engine's `grid`, by `lora-fa` and `lora` in PyTorch; rates, seconds, memory.
 """
 
 from __future__ import annotations
@@ -39,20 +41,28 @@ SENTENCES = {"train": ("train", 0, 300), "dev": ("train", 300, 100), "test": ("t
 MIDDLE = (3e-3, 1e-2, 3e-2)
 FACTOR = 3.0
 PYTORCH = {"lora-fa": "backprop-lora-fa", "lora": "backprop-lora"}
+TUNED: dict[str, dict[str, Any]] = {"tuned": {}, "tuned-fa": {"adapter": "lora-fa"}}
+WAYS = (*TUNED, "grid", *PYTORCH)
 
 
 def main() -> None:
     """Read the flags, run every task and seed, print JSON."""
-    parser = parser_of(__doc__)
+    parser = with_data(parser_of(__doc__))
+    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report({name: study(arguments, name) for name in arguments.tasks}, arguments.out)
+
+
+def with_data(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """A parser that also asks for models and data sets."""
     parser.add_argument("--story-model", required=True, help="folder or hub id of babyllama")
     parser.add_argument("--encoder", required=True, help="folder or hub id of all-MiniLM-L6-v2")
     parser.add_argument("--texts", type=Path, required=True, help="JSON list of passages")
     parser.add_argument("--sst2", type=Path, required=True, help="folder of SST-2's tsv files")
-    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
     parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    report({name: study(arguments, name) for name in arguments.tasks}, arguments.out)
+    return parser
 
 
 def rows_of(arguments: argparse.Namespace, name: str) -> dict[str, list[Any]]:
@@ -88,13 +98,16 @@ def told(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
     if name == "candidates":
         rows = {"data": DEMO / "train.jsonl", "dev": DEMO / "dev.jsonl", "test": DEMO / "test.jsonl"}
         return {"model": DEMO / "model", "task": DEMO / "task.yaml", **rows}
-    train, dev, test = (
-        write_rows(arguments.out / f"{name}-{split}.jsonl", rows_of(arguments, name)[split])
-        for split in ("train", "dev", "test")
-    )
     is_encoder = name in ENCODER_TASKS
     model = arguments.encoder if is_encoder else arguments.story_model
-    return {"model": model, "task": ENCODER_TASKS.get(name), "data": train, "dev": dev, "test": test}
+    files = written(arguments.out, name, rows_of(arguments, name))
+    return {"model": model, "task": ENCODER_TASKS.get(name), **files}
+
+
+def written(folder: Path, name: str, rows: dict[str, list[Any]]) -> dict[str, Path]:
+    """Files of rows, as flags of `prge tune`."""
+    flags = {"data": "train", "dev": "dev", "test": "test"}
+    return {flag: write_rows(folder / f"{name}-{split}.jsonl", rows[split]) for flag, split in flags.items()}
 
 
 def study(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -110,39 +123,50 @@ def compare(
 ) -> dict[str, Any]:
     """Figures of the test rows by all ways; `rates` holds the best of the first seed's grids."""
     out = arguments.out / f"{name}-{seed}"
-    tuned, result = out / "tuned", out / "tuned.json"
     common = {"seed": seed, "threads": arguments.threads}
-    if not result.exists():
-        prge("tune", **words, out=tuned, json=result, **common)
-    found = json_of(result)
-    figures = {
-        "seed": seed,
-        **_figures("before", found["score_before"]),
-        **_figures("tuned", found["score_after"]),
-        "tuned_rate": found["chosen"]["learning_rate"]["value"],
-        "tuned_seconds": found["seconds"],
-        "final_seconds": trained(tuned / "run")["seconds"],
-        "peak_mb": found["peak_mb"],
-    }
-
-    settings = {**common, **pytorch_settings(tuned, found), "model": words["model"], "task": words["task"]}
+    figures: dict[str, Any] = {"seed": seed}
+    for way in TUNED:
+        if way in arguments.ways:
+            found = tune(out / way, **words, **TUNED[way], **common)
+            figures |= {
+                **_figures("before", found["score_before"]),
+                **_figures(way, found["score_after"]),
+                f"{way}_rate": found["chosen"]["learning_rate"]["value"],
+                f"{way}_seconds": found["seconds"],
+                f"{way}_final_seconds": trained(out / way / "run")["seconds"],
+                f"{way}_peak_mb": found["peak_mb"],
+            }
 
     def run(way: str, rate: float) -> Path:
-        place = out / f"{way}-{rate:.3g}"
+        tuned, place = out / "tuned", out / f"{way}-{rate:.3g}"
         if way == "grid":
             return made("run", place, config=tuned / "run" / "config.yaml", learning_rate=rate)
-        return made("baseline", place, method=PYTORCH[way], learning_rate=rate, **settings)
+        settings = pytorch_settings(tuned, json_of(out / "tuned.json"))
+        same = {**common, **settings, "model": words["model"], "task": words["task"]}
+        return made("baseline", place, method=PYTORCH[way], learning_rate=rate, **same)
 
     for way in ("grid", *PYTORCH):
+        if way not in arguments.ways:
+            continue
+        tune(out / "tuned", **words, **common)
         rates[way] = rates.get(way) or walked(partial(run, way))
         best = run(way, rates[way])
         if way == "grid":
-            rows = {"bundle": tuned / "bundle", "data": tuned / "rows" / "test.jsonl", "task": words["task"]}
-            scores = scored(out / "grid.json", adapter=best, threads=arguments.threads, **rows)
+            rows = {"data": out / "tuned" / "rows" / "test.jsonl", "task": words["task"]}
+            same = {"bundle": out / "tuned" / "bundle", "threads": arguments.threads}
+            scores = scored(out / "grid.json", adapter=best, **same, **rows)
         else:
             scores = trained(best)["test"]
         figures |= _figures(way, scores) | {f"{way}_rate": rates[way]}
     return figures
+
+
+def tune(folder: Path, **flags: Any) -> dict[str, Any]:
+    """What `prge tune` tells, kept beside its folder."""
+    result = folder.with_suffix(".json")
+    if not result.exists():
+        prge("tune", out=folder, json=result, **flags)
+    return json_of(result)
 
 
 def pytorch_settings(tuned: Path, found: dict[str, Any]) -> dict[str, Any]:

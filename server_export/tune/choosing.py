@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from prge.errors import PrgeError
+from prge.files.adapter import adapter_size
 from prge.files.bundle import Bundle
 from prge.host.memory import available_memory
 from prge.learning.costs import Outline, run_memory, weights_of_bundle
@@ -50,7 +52,10 @@ class Choosing:
         settings, model = self._settings, str(self._settings.model)
         estimated = estimate(EstimateConfig(model=model))
         self.decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
-        self.decide("init", settings.init, lambda: decisions.init(settings.estimator))
+        limit = settings.memory or self._record.value("memory")
+        numbers, is_encoder = _numbers_of_all_layers(model), estimated.readout == "pooled"
+        for each in decisions.adapted(settings.estimator, is_encoder, numbers, limit):
+            self.decide(each.name, getattr(settings, each.name), partial(Decision, **asdict(each)))
         contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
 
         tokenizing = Tokenizing(model, estimated)
@@ -131,6 +136,14 @@ def _step_on_a_row(estimated: Estimate, model: str, length: int) -> int:
     return run_memory(
         estimated.outline, contract, estimated.weights, estimated.roles, "native", least
     ).anonymous
+
+
+def _numbers_of_all_layers(model: str) -> int | None:
+    """How many numbers the largest adapter would train; None: a model can't have it."""
+    try:
+        return adapter_size(estimate(EstimateConfig(model=model, **decisions.ALL_LAYERS)).outline.modules)
+    except PrgeError:
+        return None
 
 
 def _best_estimator(bundle: Bundle) -> Decision:

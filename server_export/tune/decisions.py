@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prge.errors import ConfigError
 from prge.host.progress import duration
-from prge.learning.costs import bytes_text
+from prge.learning.costs import BYTES_OF_A_NUMBER, bytes_text
 from prge.running.training_flags import TrainingFlags
 from server_export.tune.rates import longest_search
 
@@ -27,6 +27,9 @@ _EVALUATIONS = 10
 BYTES_OF_A_TOKEN = 70
 # Different rows of a class of which a tenth can be left out.
 _FOLDED_ROWS = 10
+# The largest adapter, and the share of a limit that it may take.
+ALL_LAYERS: Mapping[str, Any] = {"target_modules": ["all-linear"], "rank": 16, "adapter": "lora"}
+_ADAPTER_SHARE = 1 / 4
 # A loss that is below so much of another is lower by more than chance.
 _CLEARLY = 0.98
 # The share of a limit that an estimate may come up to.
@@ -128,11 +131,34 @@ def prepend_bos(without: float, begun: float) -> Decision:
     return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "never", losses)
 
 
-def init(estimator: str | None) -> Decision:
-    """Where the frozen lora_a comes from; `estimator` is the user's, None: exact."""
-    if estimator in (None, "exact"):
-        return Decision("init", "eva", "with directions of the rows, exact gradients learn more from them")
-    return Decision("init", "random", "directions of the rows help exact gradients alone")
+def adapted(
+    estimator: str | None, is_encoder: bool, numbers: int | None, limit: int | None = None
+) -> list[Decision]:
+    """Which layers, at which rank, what of them is trained, where `lora_a` comes from.
+
+    Args:
+        estimator: the user's; None: exact.
+        is_encoder: whether the model is one, of whose few rows both matrices learn too much.
+        numbers: that both matrices of all linear layers have; None: not all of these can have an adapter.
+        limit: most bytes of the run's process; None: any.
+    """
+    if estimator not in (None, "exact"):
+        return _of_queries("random", "random directions learn less of more numbers")
+    if numbers is None:
+        return _of_queries("eva", "not all linear layers can have an adapter")
+    taken = BYTES_OF_A_NUMBER * numbers
+    if limit is not None and taken > _ADAPTER_SHARE * limit:
+        why = f"all linear layers would take {bytes_text(taken)} of the {bytes_text(limit)} of --memory"
+        return _of_queries("eva", why)
+    why = "with exact gradients all linear layers learn more than some"
+    values = {**ALL_LAYERS, "adapter": "lora-fa" if is_encoder else "lora", "init": "random"}
+    return [Decision(name, value, why) for name, value in values.items()]
+
+
+def _of_queries(init: str, why: str) -> list[Decision]:
+    """PEFT's usual layers: queries and values."""
+    values = {"rank": 8, "adapter": "lora-fa", "init": init}
+    return [Decision(name, value, why) for name, value in values.items()]
 
 
 def memory(free: int) -> Decision:
@@ -296,3 +322,25 @@ def best_rate(trials: Sequence[tuple[float, int, float]]) -> Decision:
         )
     others = ", ".join(f"{each:.4g} with {rate:g}" for each, rate in finals[1:])
     return Decision("learning_rate", rate, f"loss {loss:.4g} after {longest} steps; {others}".rstrip("; "))
+
+
+def shorter(trials: Sequence[tuple[float, int, float]], best: float | None, count: int) -> list[Decision]:
+    """Rate and steps of a second final run, where the first came to less than a run of the search.
+
+    With few rows a rate that is best for a short run may be too high for a long one.
+
+    Args:
+        trials: rate, steps and loss of development rows of the search.
+        best: loss of development rows at the best step of the final run; None: it has none.
+        count: steps of the final run.
+
+    Returns:
+        Nothing where the final run is the best of all.
+    """
+    if not trials or best is None:
+        return []
+    rate, steps, loss = min(trials, key=lambda trial: trial[2])
+    if not loss < best:
+        return []
+    told = f"loss {loss:.4g} after {steps} steps with {rate:g}, at best {best:.4g} in {count} steps"
+    return [Decision("learning_rate", rate, told), Decision("steps", steps, told)]

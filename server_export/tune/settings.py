@@ -69,16 +69,18 @@ class TuneSettings(RowsFlags):
     sequence_length: int | None = None
     """Most tokens of a row. Default: as many as the longest row has, where the model has the positions."""
     target_modules: list[str] | None = None
-    """Linear layers to adapt. Default: PEFT's usual choice for the architecture, or all of the blocks."""
+    """Linear layers to adapt. Default: all-linear for exact gradients, else PEFT's usual choice for the
+    architecture."""
     adapt_layers: str | None = None
     """`top:k`: adapt the top k blocks only. Default: all."""
     adapter: AdapterKind | None = None
-    """What is trained: lora, both matrices, or lora-fa, lora_b alone. Default: lora-fa."""
-    rank: int = 8
-    """Rank of the adapter."""
+    """What is trained: lora, both matrices, or lora-fa, lora_b alone. Default: lora for exact
+    gradients of a decoder."""
+    rank: int | None = None
+    """Rank of the adapter. Default: 16 for exact gradients, else 8."""
     init: Init | None = None
     """Where the lora_a come from: eva, principal directions of what layers see of the training rows; or
-    random. Default: eva for exact gradients."""
+    random. Default: random."""
     estimator: EstimatorName | None = None
     """Default: exact, the gradient by backpropagation."""
     batch_size: int | None = None

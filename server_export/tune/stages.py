@@ -152,15 +152,16 @@ class _Tuning:
         """Export, unless a bundle is there."""
         settings = self._settings
         if settings.bundle is None and not self._folder.is_dir():
-            names = ("target_modules", "adapt_layers", "adapter", "rank")
-            asked = {name: value for name in names if (value := getattr(settings, name)) is not None}
-            decided = {
-                name: self._record.value(name)
-                for name in ("quantize", "sequence_length", "init", "chat_template", "prepend_bos")
-            }
-            if decided["init"] == "eva":
+            names = (
+                *("target_modules", "adapter", "rank", "init"),
+                *("quantize", "sequence_length", "chat_template", "prepend_bos"),
+            )
+            values = {name: self._record.value(name) for name in names}
+            decided = self._given("target_modules", "adapt_layers")
+            decided |= {name: value for name, value in values.items() if value is not None}
+            if decided.get("init") == "eva":
                 decided |= {"init_rows": self._rows.train, "init_task": settings.task}
-            self._verb("export", {"model": settings.model, "out": self._folder, **asked, **decided})
+            self._verb("export", {"model": settings.model, "out": self._folder, **decided})
         if (
             settings.bundle is None
             and settings.estimator in having("queries")
@@ -264,9 +265,10 @@ class _Tuning:
                 return Decision(
                     "learning_rate", decisions.RATES[1], "there are no development rows to choose by"
                 )
-            return decisions.best_rate(
-                search_rates(self._trial, decisions.RATES, self._record.value("steps"))
-            )
+            steps = self._record.value("steps")
+            trials = search_rates(self._trial, decisions.RATES, steps)
+            self._record.found("trials", lambda: [each for each in trials if math.isfinite(each[2])])
+            return decisions.best_rate(trials)
 
         self._choosing.decide("learning_rate", self._settings.learning_rate, best)
         print(f"learning rate {self._record.value('learning_rate'):g}")
@@ -282,7 +284,27 @@ class _Tuning:
         return loss
 
     def train(self) -> None:
-        """The final run."""
+        """The final run; a second one where a run of the search was better."""
+        record, settings, run = self._record, self._settings, self._settings.out / "run"
+        summary = self._final()
+        is_given = settings.learning_rate or settings.steps or settings.epochs
+        if is_given or isinstance(self._place, Phone):
+            return  # a phone keeps the first one under the same name
+        train = summary["train"]
+        best = (train["best"] or {}).get("loss")
+        again = decisions.shorter(record.known("trials") or [], best, train["steps"])
+        if again and not record.known("first_run"):
+            record.decide(*again)
+            print(f"a shorter run was better: {again[0].why}")
+            record.found("first_run", lambda: str(run.rename(settings.out / "search" / "first-run")))
+            self._final()
+
+    def _final(self) -> dict[str, Any]:
+        """The final run's summary.
+
+        Raises:
+            PrgeError: it diverged.
+        """
         count, rate = self._record.value("steps"), self._record.value("learning_rate")
         every = decisions.evaluate_every(count)
         bundle = open_bundle(self._folder)
@@ -301,6 +323,7 @@ class _Tuning:
         )
         if summary["run"]["status"] == "diverged":
             raise PrgeError("the final run diverged", remedy=f"give a --learning-rate below {rate:g}")
+        return summary
 
     def _run(self, name: str, *, is_short: bool = False, **settings: Any) -> dict[str, Any]:
         """A run, begun or gone on with; returns its summary, also where it diverged."""

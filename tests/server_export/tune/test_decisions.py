@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -174,11 +175,47 @@ def test_rates_that_all_diverge_are_an_error() -> None:
         decisions.best_rate([(0.001, 10, math.inf), (0.01, 10, math.inf)])
 
 
+def adapter_of(*arguments: Any) -> dict[str, Any]:
+    return {each.name: each.value for each in decisions.adapted(*arguments)}
+
+
 @pytest.mark.parametrize(
-    ("estimator", "found"), [(None, "eva"), ("exact", "eva"), ("tangent", "random"), ("antithetic", "random")]
+    ("estimator", "limit"), [(None, None), ("exact", None), (None, 600_000_000), ("exact", 1 << 40)]
 )
-def test_exact_gradients_start_from_directions_of_the_rows(estimator: str | None, found: str) -> None:
-    assert decisions.init(estimator).value == found
+def test_exact_gradients_train_both_matrices_of_all_layers(estimator: str | None, limit: int | None) -> None:
+    found = adapter_of(estimator, False, 1_000_000, limit)
+    assert found == {"target_modules": ["all-linear"], "rank": 16, "adapter": "lora", "init": "random"}
+    assert adapter_of(estimator, True, 1_000_000, limit) == {**found, "adapter": "lora-fa"}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "numbers", "limit", "init"),
+    [
+        ("tangent", 1_000, None, "random"),
+        ("antithetic", 1_000, None, "random"),
+        (None, None, None, "eva"),
+        (None, 1_000_001, 600_000_000, "eva"),
+    ],
+)
+def test_few_numbers_are_trained_where_many_do_not_fit(
+    estimator: str | None, numbers: int | None, limit: int | None, init: str
+) -> None:
+    assert adapter_of(estimator, False, numbers, limit) == {"rank": 8, "adapter": "lora-fa", "init": init}
+
+
+def test_a_short_run_that_was_better_than_the_final_one_is_made_again() -> None:
+    trials = [(0.001, 25, 0.33), (0.01, 75, 0.27), (0.003, 75, 0.37)]
+    found = {each.name: each.value for each in decisions.shorter(trials, 0.35, 300)}
+    assert found == {"learning_rate": 0.01, "steps": 75}
+
+
+@pytest.mark.parametrize(
+    ("trials", "best"), [([(0.01, 75, 0.27)], 0.27), ([(0.01, 75, 0.27)], None), ([], 0.3)]
+)
+def test_the_final_run_stays_where_none_was_better(
+    trials: list[tuple[float, int, float]], best: float | None
+) -> None:
+    assert decisions.shorter(trials, best, 300) == []
 
 
 def test_rows_of_messages_get_a_template_where_there_is_none() -> None:

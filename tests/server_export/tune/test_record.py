@@ -60,7 +60,7 @@ def test_with_a_bundle_what_runs_depend_on_may_be_corrected(settings: TuneSettin
     assert "batch_size: 4" in (settings.out / "config.yaml").read_text()
     with pytest.raises(ConfigError) as caught:
         Record(replace(settings, batch_size=2, rank=4, columns=("text=story",)))
-    assert caught.value.problems == ["columns was [], is ['text=story']", "rank was 8, is 4"]
+    assert caught.value.problems == ["columns was [], is ['text=story']", "rank was None, is 4"]
     assert f"prge tune --resume {settings.out}" in caught.value.remedy
 
 
