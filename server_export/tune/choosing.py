@@ -52,9 +52,8 @@ class Choosing:
         settings, model = self._settings, str(self._settings.model)
         estimated = estimate(EstimateConfig(model=model))
         self.decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
-        limit = settings.memory or self._record.value("memory")
         numbers, is_encoder = _numbers_of_all_layers(model), estimated.readout == "pooled"
-        for each in decisions.adapted(settings.estimator, is_encoder, numbers, limit):
+        for each in decisions.adapted(settings.estimator, is_encoder, numbers, self._free()):
             self.decide(each.name, getattr(settings, each.name), partial(Decision, **asdict(each)))
         contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
 

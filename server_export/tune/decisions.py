@@ -131,24 +131,24 @@ def prepend_bos(without: float, begun: float) -> Decision:
     return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "never", losses)
 
 
-def adapted(
-    estimator: str | None, is_encoder: bool, numbers: int | None, limit: int | None = None
-) -> list[Decision]:
+def adapted(estimator: str | None, is_encoder: bool, numbers: int | None, free: int) -> list[Decision]:
     """Which layers, at which rank, what of them is trained, where `lora_a` comes from.
 
     Args:
         estimator: the user's; None: exact.
         is_encoder: whether the model is one, of whose few rows both matrices learn too much.
         numbers: that both matrices of all linear layers have; None: not all of these can have an adapter.
-        limit: most bytes of the run's process; None: any.
+        free: most bytes of the run's process.
     """
     if estimator not in (None, "exact"):
         return _of_queries("random", "random directions learn less of more numbers")
     if numbers is None:
         return _of_queries("eva", "not all linear layers can have an adapter")
     taken = BYTES_OF_A_NUMBER * numbers
-    if limit is not None and taken > _ADAPTER_SHARE * limit:
-        why = f"all linear layers would take {bytes_text(taken)} of the {bytes_text(limit)} of --memory"
+    if taken > _ADAPTER_SHARE * free:
+        why = (
+            f"all linear layers would take {bytes_text(taken)} of the {bytes_text(free)} that a run may have"
+        )
         return _of_queries("eva", why)
     why = "with exact gradients all linear layers learn more than some"
     values = {**ALL_LAYERS, "adapter": "lora-fa" if is_encoder else "lora", "init": "random"}
