@@ -174,6 +174,8 @@ class _Axis:
     def logarithmic(cls, low: float, high: float, start: float, end: float) -> _Axis:
         """An axis over values above 0; its ticks are 1, 2 and 5 of each power of ten, or powers alone."""
         first, last = math.floor(math.log10(low)), math.floor(math.log10(high))
+        # A logarithm may be rounded up to the next power.
+        first -= 10.0**first > low
         digits, stride = ((1, 2, 5), 1) if last - first <= 2 else ((1,), math.ceil((last - first) / _TICKS))
         steps = [digit * 10.0**power for power in range(first, last + 1, stride) for digit in digits]
         begin = max(step for step in steps if step <= low)

@@ -63,7 +63,13 @@ def test_logarithmic_pictures_hold_lines_bands_and_levels(
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "ticks"), [(1, 90, "1 2 5 10 20 50 s"), (3, 3, "2 s"), (2, 9e5, "1 10 100")]
+    ("low", "high", "ticks"),
+    [
+        (1, 90, "1 2 5 10 20 50 s"),
+        (3, 3, "2 s"),
+        (2, 9e5, "1 10 100"),
+        (999999999999999.9, 1e15, "5e+05G 1e+06G s"),
+    ],
 )
 def test_ticks_of_a_logarithmic_axis(low: float, high: float, ticks: str) -> None:
     svg = line_chart([Line("", [(low, 0.0), (high, 0.7)])], "s", "y", log=True)
