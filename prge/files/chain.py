@@ -50,7 +50,7 @@ FEWEST_TOKENS = 2
 _MOST_TOKENS, _SHORT = 512, 256
 # Scores of all heads of a piece of a row, 8 MB, of which a way back holds several; a layer of fewer tokens
 # takes longer for each.
-_MOST_SCORES, _SHORTEST_PIECE = 1 << 21, 32
+_MOST_SCORES, _SHORTEST_PIECE = 1 << 21, 64
 # What attention adds where a token isn't seen: exp of it and any score is exactly 0 in float32, and no sum
 # overflows.
 MASKED = -3e4
@@ -212,6 +212,8 @@ class Chain:
                 yield f"the bound of {name} is {shown(size)}, must be {least} to {LARGEST_SIZE}"
         if self.bounds.piece > self.bounds.tokens:
             yield f"pieces of rows have {shown(self.bounds.piece)} tokens, rows {shown(self.bounds.tokens)}"
+        if self.bounds.has_pieces and self.bounds.context < self.bounds.tokens:
+            yield f"rows have {shown(self.bounds.tokens)} tokens, texts {shown(self.bounds.context)}"
         for table in self.tables:
             window = 1 if table.window is None else table.window
             if (
