@@ -6,6 +6,7 @@ gradient  the same, and the slope of a loss back
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -164,6 +165,9 @@ def check_threads(threads: int | None, count: int) -> bool:
         raise EngineError(f"threads is {threads}, must be at least 1")
     if threads is None or threads == count:
         return False
+    if len(_loaded) > 0:
+        # One that nobody has any more may be in a cycle, as an exception's traceback makes it.
+        gc.collect()
     if len(_loaded) > 0:
         raise EngineError(
             f"an engine in use was opened with {count} threads, this one asks for {threads}",

@@ -147,12 +147,20 @@ class Tokenizer:
 
         Of a text with more than `most` there are a few more than these, and the rest isn't read.
         """
-        ids = array("i", before)
+        count = len(before)
+        # Seldom has a text more tokens than characters; what isn't written takes no memory.
+        ids = np.empty(count + len(text), np.int32)
+        ids[:count] = before
         for part in self.parts(text, control=control):
-            ids.frombytes(np.ascontiguousarray(part[:, 0]).tobytes())
-            if most is not None and len(ids) > most:
+            end = count + len(part)
+            if end > len(ids):
+                ids.resize(2 * end, refcheck=False)
+            ids[count:end] = part[:, 0]
+            count = end
+            if most is not None and count > most:
                 break
-        return np.frombuffer(ids, np.int32)
+        ids.resize(count, refcheck=False)
+        return ids
 
     def parts(self, text: str, *, control: bool = False) -> Iterator[Tokens]:
         """The tokens of a text, part by part: i32 [n, 3] of id, first character, and the one after the last.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from device_runner.engines.base import CheckedEngine
+from device_runner.engines.base import CheckedEngine, check_threads
 from device_runner.engines.refusals import RefusedError
 from prge.contract import Contract
 from prge.engine import Array, FloatArray
@@ -110,3 +110,15 @@ def test_what_the_runtime_refuses_is_told_in_words() -> None:
     with pytest.raises(EngineError, match=r"an argument is invalid \(ExecuTorch 0x12\)"):
         engine.forward(refused)
     engine.forward(inputs_of(engine.contract))
+
+
+def test_the_pool_is_of_one_size_while_an_engine_is_used() -> None:
+    engine = Zeros(make_contract(), 2)
+    assert not check_threads(None, 2) and not check_threads(2, 2)
+    with pytest.raises(EngineError, match="was opened with 2 threads, this one asks for 1"):
+        check_threads(1, 2)
+    # As a traceback that holds its own frame keeps it.
+    cycle: list[Any] = [engine]
+    cycle.append(cycle)
+    del engine, cycle
+    assert check_threads(1, 2)
