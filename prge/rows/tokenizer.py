@@ -148,13 +148,14 @@ class Tokenizer:
         Of a text with more than `most` there are a few more than these, and the rest isn't read.
         """
         count = len(before)
-        # Seldom has a text more tokens than characters; what isn't written takes no memory.
-        ids = np.empty(count + len(text), np.int32)
+        # Seldom has a text more tokens than characters, but for a space in front; what isn't written takes no
+        # memory.
+        ids = np.empty(count + len(text) + OVERLAP, np.int32)
         ids[:count] = before
         for part in self.parts(text, control=control):
             end = count + len(part)
             if end > len(ids):
-                ids.resize(2 * end, refcheck=False)
+                ids.resize(end + end // 8, refcheck=False)
             ids[count:end] = part[:, 0]
             count = end
             if most is not None and count > most:
