@@ -19,6 +19,27 @@ from tests.workshop import Made, export, fill_workshop
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# What takes longest to make.
+_BUNDLES = {"workshop", "upper_bundle", "lora_bundle", "encoder", "llama_bundle", "make_chain", "make_kind"}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of two processes, each begins with bundles of its own: neither waits while the other makes one."""
+    first: dict[str, pytest.Item] = {}
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        own = {item.nodeid.partition("::")[0]} if "made_once" in fixtures else set()
+        for name in fixtures & _BUNDLES or own:
+            first.setdefault(name, item)
+    makers = list(dict.fromkeys(first.values()))
+    one = [item for item in makers if "workshop" in getattr(item, "fixturenames", ())]
+    other = [item for item in makers if item not in one]
+    rest = [item for item in items if item not in set(makers)]
+    middle = max(0, len(items) // 2 - len(one))
+    items[:] = [*one, *rest[:middle], *other, *rest[middle:]]
+
+
 @pytest.fixture(scope="session")
 def made_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """See tests/store.py."""

@@ -195,11 +195,10 @@ def assert_ended_alike(whole: Path, killed: Path, steps: int) -> None:
     "kind", ["bundle tangent", *rest(*(kind for kind in KILLS if kind != "bundle tangent"))]
 )
 def test_killed_many_times_it_ends_in_the_same_bits(
-    workshop: Path, upper_bundle: Path, lora_bundle: Path, pieces_bundle: Path, tmp_path: Path, kind: str
+    workshop: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
     name, _, estimator = kind.partition(" ")
-    others = {"upper": upper_bundle, "lora": lora_bundle, "pieces": pieces_bundle}
-    bundle = others.get(name, workshop / "bundle")
+    bundle = workshop / "bundle" if name == "bundle" else request.getfixturevalue(f"{name}_bundle")
     killed = in_a_parent(BY_CHANCE, workshop, bundle, tmp_path, KILLS[kind], estimator)
     assert int(killed) == KILLS[kind]
     assert_ended_alike(tmp_path / "whole", tmp_path / "killed", steps=60)

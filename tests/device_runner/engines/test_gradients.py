@@ -63,8 +63,7 @@ def flat(matrices: Mapping[str, Any]) -> Array:
     ("architecture", "pooling"),
     [
         ("llama", ""),
-        ("llama lora", ""),
-        *rest(*((name, "") for name in ARCHITECTURES), ("bert", "mean"), ("bert", "first")),
+        *rest(*((name, "") for name in ("llama lora", *ARCHITECTURES)), ("bert", "mean"), ("bert", "first")),
         *rest(("bert lora", "mean")),
     ],
 )

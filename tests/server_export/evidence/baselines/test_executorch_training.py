@@ -52,6 +52,7 @@ def test_a_step_is_one_of_backpropagation(tmp_path: Path, rows: Any) -> None:
             assert torch.allclose(inside, parameter, atol=1e-5)
 
 
+@pytest.mark.whole
 def test_a_run_learns_and_is_scored(
     make_settings: Callable[..., Any], workshop: Path, tmp_path: Path
 ) -> None:
