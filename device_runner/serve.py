@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from device_runner.engines.trunk_cache import Precision
 from device_runner.session.settings import EngineFlags
 from device_runner.session.speaking import BASE, BUNDLE, by_name, open_speaking, read_adapter
 from prge.errors import ConfigError
@@ -52,6 +53,8 @@ class ServeSettings(EngineFlags):
     """Most answers that are made at once."""
     context: int | None = None
     """Most tokens of prompt and answer together; default: the bundle's bound."""
+    cache_dtype: Precision = "float32"
+    """Precision of keys and values of a text so far. float16 takes half the room, and time to read."""
 
     def __post_init__(self) -> None:
         if problems := bound_problems(self):
@@ -96,7 +99,13 @@ def serve(settings: ServeSettings) -> None:
         is_reached_by_others = not is_local(listener.getsockname()[0])
         _check_key(settings, key, is_reached_by_others)
         speaker = open_speaker(
-            bundle, settings.threads, settings.engine, settings.memory, settings.slots, settings.context
+            bundle,
+            settings.threads,
+            settings.engine,
+            settings.memory,
+            settings.slots,
+            settings.context,
+            settings.cache_dtype,
         )
         with Worker(Generator(speaker, bundle_tokenizer(bundle)), settings.queue) as worker:
             host = None if is_reached_by_others else settings.host

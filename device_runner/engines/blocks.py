@@ -185,22 +185,29 @@ class Blocks:
         }
 
     def in_a_row(
-        self, role: str, inputs: Sequence[Sequence[Array]], outputs: Sequence[Sequence[Array]]
+        self,
+        role: str,
+        inputs: Sequence[Sequence[Array]],
+        outputs: Sequence[Sequence[Array]],
+        before: Callable[[int], None] | None = None,
     ) -> Callable[[], None]:
         """A function that runs a role of all blocks, of what the arrays hold when it is called.
 
         Args:
             inputs, outputs: of each block, contiguous and in its method's order.
+            before: is called with each block's number before it runs, and may fill its inputs.
 
         Raises:
             RefusedError: an array isn't what the method takes. So does the function if the engine fails.
         """
         given = [*zip(inputs, outputs, strict=True)]
-        if self._memory is None:
+        if self._memory is None and before is None:
             return self._runtime.in_a_row([(self.method(n, role), *each) for n, each in enumerate(given)])
 
         def compute() -> None:
             for number, each in enumerate(given):
+                if before is not None:
+                    before(number)
                 self.method(number, role).run(*each)
 
         return compute

@@ -6,6 +6,7 @@
 Keys and values of all tokens lie in arrays of the host, which the engine reads in place: of every block
 [slots, heads, 1 + capacity, width]. The sequences of a step lie in the first slots. What is called again and
 again is bound to its arrays once. The first place of a slot stays zero: it stands for the token of a step.
+Those in float16 become float32 block by block, in two arrays that all blocks share.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.choice import choose
 from device_runner.engines.pieces import Pieces
+from device_runner.engines.trunk_cache import Precision
 from prge.engine import Array, EngineName, FloatArray
 from prge.errors import BundleError, EngineError
 from prge.files.adapter import Adapter
@@ -53,8 +55,8 @@ class _Sequence:
 class _Cache:
     """Keys and values of a block."""
 
-    keys: FloatArray
-    values: FloatArray
+    keys: Array
+    values: Array
 
 
 @dataclass
@@ -62,7 +64,8 @@ class _Step:
     """A step of the same sequences: arrays that its calls are bound to, and where answers go.
 
     `seen` f32 [rows x heads, 1, 1 + capacity] is there for every window and number of heads. `kept` has where
-    keys and values lie, each with those of the step's tokens, f32 [rows, heads, width].
+    keys and values lie, each with those of the step's tokens, f32 [rows, heads, width]; `read` by block which
+    of them are read through an array in float32.
     """
 
     sequences: list[int]
@@ -72,7 +75,8 @@ class _Step:
     logits: FloatArray
     compute: Callable[[], None] = field(init=False)
     seen: dict[tuple[int | None, int], FloatArray] = field(default_factory=dict)
-    kept: list[tuple[FloatArray, FloatArray]] = field(default_factory=list)
+    kept: list[tuple[Array, FloatArray]] = field(default_factory=list)
+    read: dict[int, list[tuple[Array, FloatArray]]] = field(default_factory=dict)
 
 
 class ChainSpeaker:
@@ -82,12 +86,15 @@ class ChainSpeaker:
         blocks: of a bundle with the roles `prefill` and `decode`.
         slots: most sequences at once.
         context: most tokens of a sequence; by default what the bundle has positions for.
+        precision: of keys and values.
 
     Raises:
         BundleError: the bundle lacks the roles.
     """
 
-    def __init__(self, blocks: Blocks, slots: int = 1, context: int | None = None) -> None:
+    def __init__(
+        self, blocks: Blocks, slots: int = 1, context: int | None = None, precision: Precision = "float32"
+    ) -> None:
         chain = blocks.chain
         if not {PREFILL, DECODE} <= set(chain.roles):
             raise BundleError(
@@ -100,6 +107,7 @@ class ChainSpeaker:
         self._slots = min(slots, chain.bounds.sequences)
         self._context = min(context or chain.bounds.context, chain.bounds.context)
         self._capacity = 0
+        self._dtype = np.dtype(precision)
         self._caches: dict[int, _Cache] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
@@ -215,8 +223,8 @@ class ChainSpeaker:
                 continue
             heads = self._blocks.heads(number)
             shape = self._slots, heads.count, 1 + self._capacity
-            keys = np.zeros((*shape, heads.key_width), np.float32)
-            values = np.zeros((*shape, heads.value_width), np.float32)
+            keys = np.zeros((*shape, heads.key_width), self._dtype)
+            values = np.zeros((*shape, heads.value_width), self._dtype)
             if before := self._caches.get(number):
                 keys[:, :, : before.keys.shape[2]] = before.keys
                 values[:, :, : before.values.shape[2]] = before.values
@@ -264,6 +272,21 @@ class ChainSpeaker:
             lora_a = np.stack([self._lora_a(adapter)[module] for adapter in adapters])
             return lora_a, np.stack([adapter.lora_b[module] for adapter in adapters])
 
+        shared: dict[tuple[str, tuple[int, ...]], FloatArray] = {}
+
+        def past(number: int, name: str, kept: Array) -> FloatArray:
+            """What a block reads of its first slots, [rows x heads, 1 + capacity, width]."""
+            slots = kept[:rows].reshape(-1, *kept.shape[2:])
+            if slots.dtype == np.float32:
+                return slots
+            array = shared.setdefault((name, slots.shape), np.empty(slots.shape, np.float32))
+            step.read.setdefault(number, []).append((slots, array))
+            return array
+
+        def restore(number: int) -> None:
+            for kept, array in step.read.get(number, ()):
+                np.copyto(array, kept)
+
         inputs, outputs = [], []
         own = np.zeros((1, 1, 1 + self._capacity), np.float32)
         own[..., 0] = 1
@@ -283,8 +306,8 @@ class ChainSpeaker:
                 key = mask.window, heads.count
                 step.seen.setdefault(key, np.empty((rows * heads.count, 1, 1 + self._capacity), np.float32))
                 given |= {
-                    PAST_KEYS: cache.keys[:rows].reshape(-1, *cache.keys.shape[2:]),
-                    PAST_VALUES: cache.values[:rows].reshape(-1, *cache.values.shape[2:]),
+                    PAST_KEYS: past(number, PAST_KEYS, cache.keys),
+                    PAST_VALUES: past(number, PAST_VALUES, cache.values),
                     SEEN: step.seen[key],
                     OWN: own,
                 }
@@ -300,7 +323,7 @@ class ChainSpeaker:
             interface = self._blocks.interface(number, DECODE)
             inputs.append([given[name] for name in interface.inputs])
             outputs.append([answers[name] for name in interface.outputs])
-        step.compute = self._blocks.in_a_row(DECODE, inputs, outputs)
+        step.compute = self._blocks.in_a_row(DECODE, inputs, outputs, restore if step.read else None)
         return step
 
     def _prefill(self, sequence: _Sequence, tokens: Sequence[int]) -> FloatArray:
@@ -370,6 +393,7 @@ def open_speaker(
     memory: int | None = None,
     slots: int = 1,
     context: int | None = None,
+    precision: Precision = "float32",
     tell: Callable[[str], None] = lambda text: None,
 ) -> ChainSpeaker:
     """Open the blocks of a bundle to write text, each tried before it is used.
@@ -381,6 +405,7 @@ def open_speaker(
         memory: bytes of weights that may stay loaded.
         slots: most sequences at once.
         context: most tokens of a sequence.
+        precision: of keys and values.
         tell: called with what a user should know.
 
     Raises:
@@ -392,4 +417,4 @@ def open_speaker(
         tell(f"the engine is torch's: {backend.reason}")
     blocks = Blocks(bundle, backend, {PREFILL, DECODE}, memory, tell)
     backend.runtime.set_threads(threads)
-    return ChainSpeaker(blocks, slots, context)
+    return ChainSpeaker(blocks, slots, context, precision)

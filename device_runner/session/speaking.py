@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from device_runner.engines.speaking import open_speaker
+from device_runner.engines.trunk_cache import Precision
 from device_runner.session.settings import EngineFlags
 from prge.errors import BundleError, ConfigError
 from prge.files.adapter import Adapter
@@ -63,6 +64,8 @@ class SpeakingFlags(EngineFlags):
     the answer has room."""
     context: int | None = None
     """Most tokens of prompt and answer together; default: all that the bundle has positions for."""
+    cache_dtype: Precision = "float32"
+    """Precision of keys and values of a text so far. float16 takes half the room, and time to read."""
     system: str | None = None
     """Chat: the system message, unless the conversation has one."""
 
@@ -171,8 +174,8 @@ def by_name(found: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
 
 def open_generator(bundle: Bundle, tokenizer: Tokenizer, flags: SpeakingFlags, slots: int) -> Generator:
     """A generator on the engine that the flags ask for; raises BundleError, EngineError."""
-    speaker = open_speaker(bundle, flags.threads, flags.engine, flags.memory, slots, flags.context, tell=note)
-    return Generator(speaker, tokenizer)
+    given = flags.threads, flags.engine, flags.memory, slots, flags.context, flags.cache_dtype
+    return Generator(open_speaker(bundle, *given, tell=note), tokenizer)
 
 
 def note(text: str) -> None:

@@ -88,11 +88,14 @@ def test_logits_are_the_models_token_by_token(folder: Path) -> None:
     assert difference(speaker.feed(other, tokens[3:200]), expected[199]) < TOLERANCE
 
 
-@pytest.mark.parametrize("engine", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("engine", "precision", "tolerance"),
+    [("native", "float32", TOLERANCE), ("torch", "float32", TOLERANCE), ("native", "float16", 2e-3)],
+)
 def test_every_sequence_of_a_step_has_its_own_adapter_and_length(
-    bundle: Bundle, whole: Whole, engine: Any
+    bundle: Bundle, whole: Whole, engine: Any, precision: Any, tolerance: float
 ) -> None:
-    speaker = open_speaker(bundle, engine=engine, slots=4)
+    speaker = open_speaker(bundle, engine=engine, slots=4, precision=precision)
     rows = {}
     for seed, length in enumerate((3, 17, 1, 8)):
         adapter, tokens = adapter_of(bundle, seed), tokens_of(bundle, 40, seed)
@@ -104,7 +107,7 @@ def test_every_sequence_of_a_step_has_its_own_adapter_and_length(
         asked = {sequence: rows[sequence][0][speaker.length(sequence)] for sequence in sequences}
         for sequence, logits in speaker.step(asked).items():
             place = speaker.length(sequence) - 1
-            assert difference(logits, rows[sequence][1][place]) < TOLERANCE
+            assert difference(logits, rows[sequence][1][place]) < tolerance
 
     first, second, third, fourth = rows
     step(first, second, third, fourth)
@@ -134,11 +137,12 @@ def test_a_sequence_goes_on_from_where_it_was_cut(bundle: Bundle, whole: Whole) 
     assert difference(speaker.step({sequence: others[9]})[sequence], expected[21]) < TOLERANCE
 
 
-def test_with_little_memory_the_logits_are_the_same_bits(bundle: Bundle) -> None:
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_with_little_memory_the_logits_are_the_same_bits(bundle: Bundle, precision: Any) -> None:
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 30)
 
     def logits(**settings: Any) -> list[bytes]:
-        speaker = open_speaker(bundle, slots=2, **settings)
+        speaker = open_speaker(bundle, slots=2, precision=precision, **settings)
         both = [speaker.open(adapter) for _ in range(2)]
         found = [speaker.feed(sequence, tokens[:20]) for sequence in both]
         for token in tokens[20:]:
