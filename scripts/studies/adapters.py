@@ -28,6 +28,8 @@ from style import ANIMALS, LOOKS, NAMES, THINGS
 from tune import TASKS, told, tune, with_data, written
 from verbs import parser_of, report, scored, summarize
 
+from prge.learning.estimators.table import ESTIMATORS
+
 LINES = {"train": slice(0, 300), "dev": slice(300, 400), "test": slice(400, 600)}
 COUNTS = {"train": 300, "dev": 100, "test": 200}
 LAYERS = {"all": ["all-linear"], "qv": ["q_proj", "v_proj"], "qv of encoders": ["query", "value"]}
@@ -40,6 +42,7 @@ def main() -> None:
     parser = with_data(parser_of(__doc__, seeds=(42,)))
     parser.add_argument("--tasks", nargs="+", default=[*TASKS, *ROWS], choices=[*TASKS, *ROWS])
     parser.add_argument("--variants", nargs="+", default=[OLD, "default"])
+    parser.add_argument("--estimator", choices=ESTIMATORS, default="exact")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     report({name: study(arguments, name) for name in arguments.tasks}, arguments.out)
@@ -120,7 +123,7 @@ def tuned(
     out = arguments.out / name / f"{variant}-{seed}"
     out.parent.mkdir(parents=True, exist_ok=True)
     flags = {flag: value for flag, value in words.items() if flag != "test"}
-    flags |= {"seed": seed, "threads": arguments.threads}
+    flags |= {"seed": seed, "threads": arguments.threads, "estimator": arguments.estimator}
     if variant != "default":
         layers, rank, init, kind, longer = parts_of(variant, words["model"] == arguments.encoder)
         flags |= {"target_modules": layers, "rank": rank, "init": init, "adapter": kind}
