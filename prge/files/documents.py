@@ -20,6 +20,7 @@ from prge.host.regular_files import open_regular
 MOST_JSON_BYTES = 2 << 20
 MOST_YAML_BYTES = 64 << 10
 DEEPEST = 32
+_TOO_DEEP = f"it has more than {DEEPEST} levels of lists and mappings"
 LONGEST_NUMBER = 100
 _UTF8_MARK = "\ufeff"
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
@@ -65,7 +66,7 @@ def parse_json(content: bytes | str) -> Any:
     except RecursionError:
         deep = True
     if deep:
-        raise DocumentError(f"it has more than {DEEPEST} levels of lists and mappings")
+        raise DocumentError(_TOO_DEEP)
     return value
 
 
@@ -80,6 +81,9 @@ def parse_yaml(content: bytes | str) -> Any:
         _check_events(text, loader)
         value = yaml.load(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
+        # PyYAML 6.0.4 bounds depth itself, before it tells of a first level.
+        if "nesting depth" in str(error.problem):
+            raise DocumentError(_TOO_DEEP) from None
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise DocumentError(f"not YAML: {place}{error.problem or error.context}") from None
@@ -178,7 +182,7 @@ def _check_events(text: str, loader: type[Any]) -> None:
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > DEEPEST:
-                raise DocumentError(f"it has more than {DEEPEST} levels of lists and mappings")
+                raise DocumentError(_TOO_DEEP)
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
 
