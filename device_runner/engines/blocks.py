@@ -106,6 +106,7 @@ class Blocks:
             if file.packed is None:
                 self._try(number)
         self._arena = self._new_arena() if is_native else None
+        self._keeper = self._scratch_keeper() if memory is not None else None
 
     def heads(self, number: int) -> AttentionHeads:
         """The heads of a block's attention."""
@@ -280,6 +281,18 @@ class Blocks:
             except RuntimeError as error:
                 refused = error if isinstance(error, RefusedError) else RefusedError(str(error), log())
                 raise load_error(self._bundle.file(self.chain.blocks[number].weights), refused) from None
+
+    def _scratch_keeper(self) -> Any:
+        """A method that never runs: with it the backend keeps its scratch memory when no block is loaded.
+
+        Else every block would fault it in anew. It takes tens of kilobytes where weights are mapped, and is
+        left out where they are not.
+        """
+        number = min(1, len(self._files) - 1)
+        if self._files[number].packed is None:
+            return None
+        role = next(iter(self.chain.kinds[self.chain.blocks[number].kind].methods))
+        return self._load(number, role, self._arena)
 
     def _opened(self, path: Path) -> Any:
         with captured_stderr() as log:
