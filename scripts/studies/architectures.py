@@ -41,8 +41,9 @@ _LONGEST_SENTENCE = 300
 _PAGE = """\
 What `scripts/studies/architectures.py --markdown` found with transformers {version}: of every text model type
 a tiny model with random weights, in float32. A type works if it is exported with all roles, exact gradients
-and tangents of whole rows and of rows in pieces differ from autograd's by less than 1e-4 of the largest, eight
-tokens are those of transformers' greedy generation, and PEFT computes the same with the published adapter.
+and tangents of whole rows and of rows in pieces differ from autograd's by less than 1e-4 of the largest,
+eight tokens are those of transformers' greedy generation, and PEFT computes the same with the published
+adapter.
 """
 
 

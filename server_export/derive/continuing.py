@@ -116,7 +116,7 @@ def _give_rows(graph_module: GraphModule, rows: int) -> None:
             node.meta["val"] = torch.empty(rows, *value.shape[1:], dtype=value.dtype, device="meta")
             given.add(node)
         elif node.op == "call_function" and given.intersection(node.all_input_nodes):
-            if node.target in _RESHAPES and node.args[1][0] == 1:
+            if node.target in (*_RESHAPES, aten.expand.default) and node.args[1][0] == 1:
                 node.args = (node.args[0], [rows, *node.args[1][1:]])
             before = node.meta.pop("val").shape
             fill_in_values(graph_module)
@@ -166,8 +166,7 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
             raise BundleError(f"scores come from {product.format_node()}", remedy=_REMEDY)
         between.insert(0, product)
         (product,) = sources
-    (softmax,) = masked.users
-    (mixed,) = softmax.users
+    softmax, mixed = _weighing(masked)
     query, transposed = product.args
     if transposed.target is not aten.transpose.int:
         raise BundleError(f"keys come from {transposed.format_node()}", remedy=_REMEDY)
@@ -211,6 +210,17 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
         writer.replace(mixed, mixed_of_both)
     output = graph.output_node()
     output.args = ((*output.args[0], keys, values),)
+
+
+def _weighing(masked: Node) -> tuple[Node, Node]:
+    """The softmax of masked scores, and the product of its answer with the values."""
+    found = [masked]
+    for target in (aten.softmax.int, aten.bmm.default):
+        users = list(found[-1].users)
+        if len(users) != 1 or users[0].target is not target:
+            raise BundleError(f"masked scores go to {users[0].format_node()}", remedy=_REMEDY)
+        found += users
+    return found[1], found[2]
 
 
 def _simplify_shapes(graph_module: GraphModule) -> None:

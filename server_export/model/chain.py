@@ -15,6 +15,7 @@ from prge.contract import AdaptedModule, Matrix, matrices
 from prge.errors import BundleError
 from prge.learning.vocabulary import pieces_of
 from server_export.graph.cutting import ModelBlock, cut, kinds
+from server_export.graph.heads import join_heads
 from server_export.graph.modules import give_memory
 from server_export.graph.rewriting import rewrite
 from server_export.graph.rotation import turn_by_layers
@@ -22,6 +23,7 @@ from server_export.model.adapted import CallInputs, conv1d_names, convert_conv1d
 from server_export.model.files import ModelFiles
 from server_export.model.frozen import ADAPTER_WEIGHT, Frozen, freeze
 from server_export.model.loading import LoadedModel
+from server_export.model.positional import fold_positions
 from server_export.model.positions import first_position
 from server_export.model.quantization import GROUP_SIZE, QuantizationReport
 from server_export.model.readout import cut_head
@@ -149,7 +151,6 @@ def build_chain(
     Raises:
         BundleError: the files can't be read, or the adapter is outside of the blocks between the embedding
             and the head.
-        Exception: what torch.export raises if it can't trace the model.
     """
     model = outline.model
     transposed = {*transposed, *plain_layers(model)}
@@ -160,6 +161,7 @@ def build_chain(
     make_rotary_tables(model, tables)
     trained = matrices(modules)
     traced = trace(model, inputs, tables, trained, outline.is_decoder, first_position(model), copies)
+    weights.buffers |= fold_positions(traced.graph_module, tables, weights.buffers)
     blocks = cut(traced.graph_module, set(traced.adapter), TABLE)
     blocks += blocks[-1:] * (len(head_rows) - 1)
     kind_of = kinds(blocks)
@@ -207,6 +209,7 @@ def _kinds(
         graph_module, frozen = freeze(blocks[number], scheme, number >= end)
         rewrite(graph_module)
         turn_by_layers(graph_module)
+        join_heads(graph_module)
         give_memory(graph_module)
         made[number] = ModelKind(graph_module, frozen)
     return made

@@ -16,7 +16,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from prge.contract import Matrix
+from prge.errors import told_as_bundle_error
 from server_export.graph.modules import remove_unused_attributes
+from server_export.graph.plain import take_apart
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention
 from server_export.model.adapted import CallInputs
@@ -26,6 +28,7 @@ from server_export.model.tables import ModelTables
 BATCH, TOKENS, COPIES = 7919, 6007, 5003
 # What a graph's names of weights have before transformers' own.
 WHOLE_PREFIX = "model."
+_REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def trace(
         copies: 1, or COPIES.
 
     Raises:
-        Exception: what torch.export raises if it can't trace it.
+        BundleError: torch.export can't trace it.
     """
     attention.register()
     model.set_attn_implementation(attention.NAME)
@@ -120,8 +123,10 @@ def trace(
         beside = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
         trained = [torch.empty(copies, matrix.rank, matrix.width) for matrix in adapter]
         shift = torch.empty(rows, TOKENS, 1)
-        exported = torch.export.export(whole, (tokens, beside, shift, *trained), strict=False)
+        with told_as_bundle_error("the model can't be traced", _REMEDY):
+            exported = torch.export.export(whole, (tokens, beside, shift, *trained), strict=False)
     graph_module = exported.module(check_guards=False)
+    take_apart(graph_module)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))

@@ -26,6 +26,9 @@ class Weights:
         model: without weights, whose parameters are asked for.
         transposed: names of weights that the files have as [in, out], GPT-2's way.
 
+    Attributes:
+        buffers: tensors that no file has, by name.
+
     Raises:
         BundleError: a file can't be read.
     """
@@ -35,7 +38,7 @@ class Weights:
         self.transposed = frozenset(transposed)
         self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
         self._tied = _tied_names(model)
-        self._buffers = _buffers(model)
+        self.buffers = _buffers(model)
         self._paths: dict[str, Path] = {}
         for path in files.weights:
             try:
@@ -57,8 +60,8 @@ class Weights:
             BundleError: the files lack it, or it has numbers that aren't finite.
         """
         stored = self.stored_name(name)
-        if stored is None and name in self._buffers:
-            return self._buffers[name]
+        if stored is None and name in self.buffers:
+            return self.buffers[name]
         if stored is None:
             raise BundleError(f"{self.files.name} lacks {name}", remedy="give a complete checkpoint")
         # Opened again and again: pages that were read stay in memory as long as a file is open.
@@ -66,7 +69,8 @@ class Weights:
             if isinstance(rows, range):
                 tensor: torch.Tensor = reader.get_slice(stored)[rows.start : rows.stop]
             else:
-                tensor = reader.get_tensor(stored)[slice(None) if rows is None else list(rows)]
+                # A single number has no rows.
+                tensor = reader.get_tensor(stored)[... if rows is None else list(rows)]
             tensor = tensor.to(torch.float32)
         if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
             raise BundleError(
