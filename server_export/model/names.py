@@ -1,8 +1,7 @@
 """What a checkpoint calls the tensors of a model, and how they become them, by transformers' own tables.
 
-transformers converts names, and some tensors, while it loads; its function does so of all tensors at once. This
-is the one place that reads its tables, which have no public way in: get_model_conversion_mapping and what it
-answers. tests/server_export/model/test_names.py notices when they go.
+transformers converts names, and some tensors, while it loads a model as a whole. Its tables have no public
+way in; they are read here and nowhere else, and tests/server_export/model/test_names.py notices when they go.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from torch import nn
 class Source:
     """Stored tensors that one or more of a model's are made of.
 
-    `stored` has their names in the files by the names that transformers' tables know them by; `patterns` those
-    of a conversion's inputs that they are. Without a `conversion` one tensor is the model's as it is.
+    `stored` has their names in the files by those that transformers' tables know them by; `patterns` says
+    which input of a conversion each is. Without a `conversion` one tensor is the model's as it is.
     """
 
     target: str

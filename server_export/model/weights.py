@@ -90,6 +90,24 @@ def stored_paths(files: ModelFiles) -> dict[str, Path]:
     return paths
 
 
+def stored_of(files: ModelFiles, model: nn.Module) -> set[str]:
+    """Names of the stored tensors that a model is made of."""
+    return {
+        name for source in sources(model, stored_paths(files)).values() for name in source.stored.values()
+    }
+
+
+def stored_part(files: ModelFiles, model: nn.Module) -> dict[str, Any]:
+    """What transformers loads a model of, that is a part of what is stored: tensors that lie in the files."""
+    paths = stored_paths(files)
+    readers = {path: safe_open(str(path), framework="pt") for path in {*paths.values()}}
+    return {
+        given: readers[paths[stored]].get_slice(stored)
+        for source in sources(model, paths).values()
+        for given, stored in source.stored.items()
+    }
+
+
 class _WithoutParameters(TorchFunctionMode):
     """Tensors that are to be filled, as layers make theirs, have no memory."""
 

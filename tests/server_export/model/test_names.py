@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from server_export.model.files import find_files
 from server_export.model.loading import outline_model
@@ -66,3 +66,23 @@ def test_tensors_that_are_stored_apart_or_together_are_converted(tmp_path: Path)
     assert len(found.stored) == 8
     made = found.made(stored.__getitem__, model.config)
     assert torch.equal(made[name], model.get_parameter(name))
+
+
+# Configuration classes of images and texts, and of their text parts.
+_EYES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_PARTS = {
+    "Gemma3Config": {"text_config": _SIZES, "vision_config": _EYES},
+    "Mistral3Config": {"text_config": {**_SIZES, "model_type": "mistral"}, "vision_config": _EYES},
+}
+
+
+@pytest.mark.parametrize("name", _PARTS)
+def test_the_text_part_of_a_checkpoint_is_found(name: str, tmp_path: Path) -> None:
+    """It answers texts as the whole model does."""
+    from server_export.model.loading import load_model
+
+    whole = saved(tmp_path, name, **_PARTS[name])
+    loaded = load_model(str(tmp_path))
+    tokens = torch.randint(3, 60, (2, 7))
+    with torch.no_grad():
+        assert torch.allclose(loaded.model(tokens).logits, whole(input_ids=tokens).logits, atol=1e-5)
