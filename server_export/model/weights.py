@@ -54,7 +54,8 @@ class Weights:
             raise BundleError(f"{self.files.name} lacks {name}", remedy="give a complete checkpoint")
         source = self._sources[known]
         if source.conversion is None:
-            tensor = self._stored(*source.stored.values(), rows)
+            (stored,) = source.stored.values()
+            tensor = self._stored(stored, rows)
         else:
             whole = source.made(self._stored, self._config)[known]
             tensor = whole if rows is None else whole[list(rows)]
