@@ -58,6 +58,7 @@ def export(config: ExportConfig) -> Path:
     if out.exists() and not config.overwrite:
         raise RunError(f"{out} exists already", remedy="give another folder, or --overwrite")
     source = open_source(config)
+    _tell_part(source)
     announce(estimate_of(config, source))
     with new_folder(out, overwrite=config.overwrite) as folder:
         source = source.with_weights()
@@ -177,6 +178,16 @@ def _write(
             tokenizer,
             chain.quantization,
             verification,
+        )
+
+
+def _tell_part(source: Source) -> None:
+    """Say that a checkpoint holds more than texts."""
+    loaded = source.loaded
+    if loaded.part_of is not None:
+        print(
+            f"{loaded.name_or_path} holds more than texts: of {loaded.part_of} the text part "
+            f"({loaded.config.model_type}) is taken, and weights for images, audio or video are left out"
         )
 
 

@@ -31,7 +31,9 @@ from prge.files.signatures import (
     of_head,
 )
 
-TABLES = ("causal", "rotary", "positions", "zeros")
+TABLES = ("causal", "rotary", "positions", "zeros", "relative")
+# Those with a tensor in the tables file.
+STORED_TABLES = ("rotary", "relative")
 POOLINGS = ("mean", "first")
 TABLE = "table."
 KEYS, VALUES, PAST_KEYS, PAST_VALUES = "keys", "values", "past_keys", "past_values"
@@ -156,7 +158,9 @@ class Table:
     `causal`: a mask f32 [members, tokens, tokens], once for each query of a group of heads, that lets a token
     see itself and `window` - 1 tokens before;
     `rotary`: f32 [1, tokens, width], rows of the tensor of the table's number in the tables file;
-    `positions`: i64 [1, tokens], counted from `first`; `zeros`: i64 [1, tokens].
+    `positions`: i64 [1, tokens], counted from `first`; `zeros`: i64 [1, tokens];
+    `relative`: f32 or i64 [members, tokens, tokens] by how far two tokens are apart. The tensor of the
+    table's number in the tables file has one for each distance, from the farthest before to that behind.
     """
 
     kind: str
@@ -228,7 +232,8 @@ class Chain:
                 yield f"a table is {shown(table)}"
         if len({module.trains_a for module in self.modules}) > 1:
             yield "some of its modules train lora_a, others don't"
-        used = sorted({number for block in self.blocks for number in block.modules})
+        layers = (self.blocks[number] for number in dict.fromkeys(self.first_of_weights))
+        used = sorted(number for block in layers for number in block.modules)
         if not used:
             yield "no block has an adapted module: there is nothing to train"
         if used != list(range(len(self.modules))):

@@ -109,6 +109,9 @@ def remove_identities(graph: Graph) -> None:
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
         elif node.op == "call_function" and (node.target in _IDENTITIES or _is_noop_cast(node)):
+            for user in node.users:
+                # What a copy laid out anew may be viewed otherwise than what it was made of.
+                user.target = aten.reshape.default if user.target is aten.view.default else user.target
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 

@@ -150,7 +150,7 @@ def _block_name(chain: ModelChain, number: int) -> str:
 
 def _write_tables(path: Path, tables: list[ModelTable]) -> None:
     values: dict[str, torch.Tensor] = {
-        str(number): table.values.contiguous().clone()
+        str(number): torch.as_tensor(table.values).contiguous().clone()
         for number, table in enumerate(tables)
         if table.values is not None
     }

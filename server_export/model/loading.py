@@ -6,7 +6,7 @@ import copy
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ class LoadedModel:
 
     `is_decoder` tells a causal language model with its vocabulary head from an encoder without a head.
     `revision` is the commit of a hub id, `sha256` the content of a folder; the outline of one has none.
-    `part_of` is the type of a checkpoint that holds more, such as images, of which this is the text part.
+    `part_of` is the type of a checkpoint that holds more, such as images, of which this is the text part;
+    `key_mapping` is what transformers is to be told of its names then, once the weights are there.
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class LoadedModel:
     is_decoder: bool
     sha256: str | None = None
     part_of: str | None = None
+    key_mapping: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def config(self) -> Any:
@@ -171,15 +173,19 @@ def _open_config(files: ModelFiles, pooled: bool | None) -> _Opened:
 
 def _text_part(config: Any) -> Any:
     """The configuration of the text model of a checkpoint that holds more; any other one as it is."""
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
     if getattr(config, "is_encoder_decoder", False):
         return config
     text = config.get_text_config()
-    if text is config or text.model_type not in MODEL_MAPPING_NAMES:
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
+    if text is config or text.model_type not in known:
         return config
     # A head beside the part is the whole model's, which says whether it is the part's table of embeddings.
-    text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", text.tie_word_embeddings))
+    text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
     return text
 
 
@@ -274,7 +280,7 @@ def _check_kind(config: Any, whole: Any, name: str) -> None:
         method = codes.get("quant_method") if isinstance(codes, Mapping) else None
         reason, remedy = f"quantized already{f' ({shown(method)})' if method else ''}", UNQUANTIZED
     elif config is whole and any(hasattr(config, part) for part in ("vision_config", "audio_config")):
-        reason = "a multimodal model, whose text part transformers has no class for"
+        reason = "a model of more than texts, whose text part transformers has no class of its own for"
     elif getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
         reason = "a mixture of experts"
     elif not getattr(config, "vocab_size", None):

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from prge.errors import BundleError
 from server_export.model.files import ModelFiles, first_line
-from server_export.model.names import sources
+from server_export.model.names import key_mapping, sources
 
 
 class Weights:
@@ -96,6 +96,11 @@ def stored_of(files: ModelFiles, model: nn.Module) -> set[str]:
     return {
         name for source in sources(model, stored_paths(files)).values() for name in source.stored.values()
     }
+
+
+def mapping_of(files: ModelFiles, model: nn.Module) -> dict[str, str]:
+    """See `server_export.model.names.key_mapping`."""
+    return key_mapping(model, stored_paths(files))
 
 
 def stored_part(files: ModelFiles, model: nn.Module) -> dict[str, Any]:

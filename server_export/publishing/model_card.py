@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import Environment
@@ -52,6 +53,8 @@ class CardFacts:
     step: int | None = None
     num_bos: int = 0
     has_chat_template: bool = False
+    is_part: bool = False
+    key_mapping: Mapping[str, str] = MappingProxyType({})
 
 
 def model_card(facts: CardFacts) -> str:
