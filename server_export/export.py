@@ -147,6 +147,7 @@ def _write(
     from server_export.check.chain import verify_chain
     from server_export.lower.cache import ProgramCache
     from server_export.lower.chain import lower_chain
+    from server_export.model.files import stored_pooling
 
     bounds = manifest.Bounds.for_rows(source.longest, context, source.readout == "pooled")
     with stage("lowering") as note:
@@ -159,7 +160,7 @@ def _write(
         note(f"engine and graphs differ by {differences} (allowed {verification.tolerance:.2g})")
     described = manifest.Chain(
         readout=source.readout,
-        pooling=config.pooling,
+        pooling=config.pooling or stored_pooling(source.files) or "mean",
         width=int(source.loaded.config.hidden_size),
         vocabulary_size=chain.vocabulary_size,
         modules=chain.modules,

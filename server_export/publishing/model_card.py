@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from jinja2 import Environment
@@ -54,7 +53,7 @@ class CardFacts:
     num_bos: int = 0
     has_chat_template: bool = False
     is_part: bool = False
-    key_mapping: Mapping[str, str] = MappingProxyType({})
+    key_mapping: Mapping[str, str] = field(default_factory=dict)
 
 
 def model_card(facts: CardFacts) -> str:
