@@ -62,6 +62,7 @@ def export(config: ExportConfig) -> Path:
     announce(estimate_of(config, source))
     with new_folder(out, overwrite=config.overwrite) as folder:
         source = source.with_weights()
+        _tell_head(source)
         tokenizer = _tokenizer(config, source)
         context = longest_context(source.loaded, config.context, source.longest)
         if config.init == "eva":
@@ -189,6 +190,16 @@ def _tell_part(source: Source) -> None:
         print(
             f"{loaded.name_or_path} holds more than texts: of {loaded.part_of} the text part "
             f"({loaded.config.model_type}) is taken, and weights for images, audio or video are left out"
+        )
+
+
+def _tell_head(source: Source) -> None:
+    """Say that the head of a classifier is left out: it is seldom a layer of pooled states alone."""
+    architectures = getattr(source.loaded.config, "architectures", None) or []
+    if not source.loaded.is_decoder and any("Classification" in name for name in architectures):
+        print(
+            f"the classification head of {source.loaded.name_or_path} is left out: a run fits a linear one "
+            "of pooled states to its rows"
         )
 
 

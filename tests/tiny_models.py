@@ -71,6 +71,11 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("RobertaConfig", {**_ENCODER, "pad_token_id": 1, "bos_token_id": 0, "type_vocab_size": 1}),
     # One layer, used three times.
     "albert": ("AlbertConfig", {**_ENCODER, "embedding_size": 32, "num_hidden_layers": 3}),
+    # The first layer lacks a norm; a window on both sides.
+    "modernbert": (
+        "ModernBertConfig",
+        {**_COMMON, "num_hidden_layers": 4, "global_attn_every_n_layers": 2, "local_attention": 2 * WINDOW},
+    ),
     "distilbert": (
         "DistilBertConfig",
         {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from server_export.model.files import (
     read_config,
     stored_numbers,
 )
-from server_export.model.weights import stored_of, stored_part
+from server_export.model.weights import stored_of, stored_part, stored_paths
 
 _DECODER_HEADS = ("ForCausalLM", "LMHeadModel")
 # Heads that a model without one has no use for.
@@ -94,7 +94,7 @@ def load_model(name_or_path: str, *, pooled: bool | None = None, revision: str |
             f"{name_or_path} can't be loaded as {opened.kind}: {first_line(error)}",
             remedy="give the folder or hub id of a complete transformers checkpoint",
         ) from None
-    _check_weights(name_or_path, model, report, opened.is_decoder)
+    _check_weights(name_or_path, model, report, opened.is_decoder, [*stored_paths(files)])
     loaded = prepare_model(model, name_or_path, opened.is_decoder, files.revision, opened.part_of)
     return loaded if files.revision else replace(loaded, sha256=files.sha256())
 
@@ -242,9 +242,15 @@ def check_size(files: ModelFiles, outline: nn.Module, part_of: str | None = None
         )
 
 
-def _check_weights(name: str, model: nn.Module, report: Mapping[str, Any], is_decoder: bool) -> None:
+def _check_weights(
+    name: str, model: Any, report: Mapping[str, Any], is_decoder: bool, stored: Collection[str]
+) -> None:
     """Raise BundleError unless every weight came from the files, and every one of the files was used."""
-    spare = (BUFFERS,) if is_decoder else (BUFFERS, _HEADS)
+    spare = [BUFFERS] if is_decoder else [BUFFERS, _HEADS]
+    prefix = f"{model.base_model_prefix}."
+    if not is_decoder and any(key.startswith(prefix) for key in stored):
+        # What stands beside the base is a head.
+        spare.append(re.compile(rf"^(?!{re.escape(prefix)})"))
     problems = {
         "lacks": [key for key in report["missing_keys"] if is_decoder or not key.startswith(_POOLER)],
         "has no place for": [

@@ -261,7 +261,7 @@ def test_other_ways_to_pool_are_refused(tmp_path: Path) -> None:
     assert stored_pooling(find_files(str(write_model(tmp_path / "plain")))) is None
     modes = {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}
     files = find_files(str(write_sentences(tmp_path / "model", **modes)))
-    with pytest.raises(BundleError, match="pools by .max_tokens, mean., a bundle can"):
+    with pytest.raises(BundleError, match=r"pools by .max_tokens, mean., a bundle can"):
         stored_pooling(files)
 
 
