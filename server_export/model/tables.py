@@ -105,9 +105,7 @@ class ModelTables:
 
     def positions(self, length: int, first: int) -> torch.Tensor:
         """Numbers of positions i64 [1, length]."""
-        return self.ask(
-            ("positions", first), lambda: ModelTable("positions", first=first), (1, length), torch.long
-        )
+        return self.ask("positions", lambda: ModelTable("positions", first=first), (1, length), torch.long)
 
     def zeros(self, length: int) -> torch.Tensor:
         """Types of tokens i64 [1, length]: all are of the first."""
@@ -117,16 +115,11 @@ class ModelTables:
         self, key: Hashable, make: Callable[[], ModelTable], shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """A table in the graph that is traced; the same key gives the same one."""
-        number = self.number(key, make)
-        result: torch.Tensor = TABLE(number, list(shape), dtype, torch.get_default_device())
-        return result
-
-    def number(self, key: Hashable, make: Callable[[], ModelTable]) -> int:
-        """The place of a table in `all`; the same key gives the same one."""
         if key not in self._numbers:
             self._numbers[key] = len(self.all)
             self.all.append(make())
-        return self._numbers[key]
+        result: torch.Tensor = TABLE(self._numbers[key], list(shape), dtype, torch.get_default_device())
+        return result
 
 
 class TableRotary(nn.Module):

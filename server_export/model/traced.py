@@ -21,7 +21,6 @@ from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention
 from server_export.model.adapted import CallInputs
 from server_export.model.tables import ModelTables
-from server_export.model.tabulated import tabulate
 
 # No width, vocabulary or number of heads is known to have one of them as a factor.
 BATCH, TOKENS, COPIES = 7919, 6007, 5003
@@ -123,8 +122,6 @@ def trace(
         shift = torch.empty(rows, TOKENS, 1)
         exported = torch.export.export(whole, (tokens, beside, shift, *trained), strict=False)
     graph_module = exported.module(check_guards=False)
-    if not is_decoder:
-        tabulate(graph_module, tables, TOKENS, (BATCH, COPIES))
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))

@@ -33,7 +33,7 @@ class Weights:
         self.transposed = frozenset(transposed)
         self._config = model.config
         self._tied = _tied_names(model)
-        self._buffers = _buffers(model)
+        self.buffers = _buffers(model)
         self._paths = stored_paths(files)
         self._sources = sources(model, self._paths)
 
@@ -48,8 +48,8 @@ class Weights:
             BundleError: the files lack it, or it has numbers that aren't finite.
         """
         known = next((known for known in (name, *self._tied.get(name, ())) if known in self._sources), None)
-        if known is None and name in self._buffers:
-            return self._buffers[name]
+        if known is None and name in self.buffers:
+            return self.buffers[name]
         if known is None:
             raise BundleError(f"{self.files.name} lacks {name}", remedy="give a complete checkpoint")
         source = self._sources[known]
@@ -73,7 +73,7 @@ class Weights:
             if isinstance(rows, range):
                 tensor: torch.Tensor = reader.get_slice(name)[rows.start : rows.stop]
             else:
-                tensor = reader.get_tensor(name)[slice(None) if rows is None else list(rows)]
+                tensor = reader.get_tensor(name)[... if rows is None else list(rows)]
         return tensor
 
 
