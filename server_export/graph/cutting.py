@@ -62,7 +62,8 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     shapes = [_frozen_shapes(end, start, adapter) for start, end in stretches]
     has_head = answer.target is SOFTMAX_PARTS
     adapted = [_is_adapted(end, start, adapter) for start, end in stretches]
-    ends = [stretches[last][1] for last in _with_adapted(_last_of_blocks(shapes, has_head), adapted)]
+    last = _with_adapted(_last_of_blocks(shapes, has_head), adapted, has_head)
+    ends = [stretches[number][1] for number in last]
     starts = [source, *ends[:-1]]
     return [
         _block(graph_module, start, end, adapter, table, is_first=start is source)
@@ -177,18 +178,16 @@ def _is_adapted(end: Node, start: Node, adapter: Collection[str]) -> bool:
     return any(node.op == "placeholder" and str(node.target) in adapter for node in _between(end, start))
 
 
-def _with_adapted(last: Sequence[int], adapted: Sequence[bool]) -> list[int]:
-    """The last stretches of blocks, where neither the first block nor the last one has an adapter in it.
+def _with_adapted(last: Sequence[int], adapted: Sequence[bool], has_head: bool) -> list[int]:
+    """The last stretches of blocks, where neither the embedding nor the head has an adapter in it.
 
     Some models have a layer before or after the others that isn't like them.
     """
-    first = [number - 1 for number, is_adapted in enumerate(adapted) if is_adapted and 0 < number <= last[0]]
-    beside = [
-        number
-        for number, is_adapted in enumerate(adapted)
-        if is_adapted and len(last) > 1 and last[-2] < number < last[-1]
-    ]
-    return sorted({*last, *first[:1], *beside[-1:]})
+    numbers = [number for number, is_adapted in enumerate(adapted) if is_adapted]
+    before = [number - 1 for number in numbers if 0 < number <= last[0]]
+    head = last[-2] if has_head and len(last) > 1 else last[-1]
+    behind = [number for number in numbers if head < number < last[-1]]
+    return sorted({*last, *before[:1], *behind[-1:]})
 
 
 def _block(

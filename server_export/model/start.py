@@ -15,6 +15,7 @@ from server_export.model.adapted import (
     match_start_adapter,
     match_target_modules,
     normal_targets,
+    read_by_rows,
 )
 from server_export.model.blocks import in_top_blocks
 from server_export.model.loading import LoadedModel, parameter_count
@@ -103,6 +104,10 @@ def _adapted_layers(
         return start.rank, start.alpha, start.target_modules, match_start_adapter(model, start)
     targets = normal_targets(config.target_modules or default_target_modules(model))
     names = match_target_modules(model, targets)
+    if not config.target_modules and not outline.is_decoder:
+        read = read_by_rows(model, names)
+        if read and read != names:
+            targets = names = read
     if config.adapt_layers is not None:
         # Whole names mean the same layers to PEFT, however the targets were chosen.
         targets = names = in_top_blocks(model, names, config.adapt_layers)

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from prge.contract import Matrix
+from prge.errors import PrgeError
 from server_export.graph.modules import remove_unused_attributes
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention
@@ -51,6 +53,7 @@ class _Whole(nn.Module):
         tables: ModelTables,
         adapter: Sequence[Matrix],
         first_position: int,
+        has_own_masks: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -58,6 +61,7 @@ class _Whole(nn.Module):
         self.tables = tables
         self.adapter = adapter
         self.first_position = first_position
+        self.has_own_masks = has_own_masks
         self.accepted = frozenset(inspect.signature(model.forward).parameters)
 
     def forward(
@@ -75,9 +79,10 @@ class _Whole(nn.Module):
         arguments = {name: value for name, value in values.items() if name in self.accepted}
         if not any(name.endswith("token_type_embeddings") for name, _ in self.model.named_modules()):
             arguments.pop("token_type_ids", None)
-        output: Any = self.model(
-            input_ids=tokens, attention_mask=None if is_decoder else beside, return_dict=True, **arguments
-        )
+        mask = None if is_decoder else beside
+        if self.has_own_masks:
+            mask = (beside >= -1).reshape(beside.shape[0], length).long()
+        output: Any = self.model(input_ids=tokens, attention_mask=mask, return_dict=True, **arguments)
         if is_decoder:
             parts: torch.Tensor = SOFTMAX_PARTS(output.logits, shift, beside.unsqueeze(-1))
             return parts
@@ -113,14 +118,29 @@ def trace(
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.tables = tables
-    whole = _Whole(model, inputs, tables, adapter, first_position).eval()
     rows = copies * BATCH
     with torch.device("meta"), torch.no_grad():
         tokens = torch.empty(rows, TOKENS, dtype=torch.long)
         beside = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
         trained = [torch.empty(copies, matrix.rank, matrix.width) for matrix in adapter]
         shift = torch.empty(rows, TOKENS, 1)
-        exported = torch.export.export(whole, (tokens, beside, shift, *trained), strict=False)
+        given = (tokens, beside, shift, *trained)
+
+        def exported_with(has_own_masks: bool) -> ExportedProgram:
+            whole = _Whole(model, inputs, tables, adapter, first_position, has_own_masks).eval()
+            return torch.export.export(whole, given, strict=False)
+
+        exported = None
+        try:
+            exported = exported_with(False)
+        except PrgeError:
+            raise
+        except Exception:
+            if is_decoder or tables.attended:
+                raise
+        if exported is None or not (is_decoder or tables.attended):
+            # It makes masks of its own, of what is a token and what is padding.
+            exported = exported_with(True)
     graph_module = exported.module(check_guards=False)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
