@@ -80,7 +80,6 @@ def grouped_attention(
             by_head = by_head + attention_mask
         scores = by_head.reshape(scores.shape)
     else:
-        tables.attended = True
         # Of unknown sizes a reshape of the scores would leave the delegate: masks have their shape instead,
         # once for each query of a group, or once for each group.
         if is_causal:

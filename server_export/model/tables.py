@@ -78,8 +78,6 @@ class ModelTables:
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
-        # Whether the model asked `server_export.model.attention` for an attention.
-        self.attended = False
         self.all: list[ModelTable] = []
         self._numbers: dict[Hashable, int] = {}
 

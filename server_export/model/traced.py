@@ -26,6 +26,12 @@ from server_export.model.tables import ModelTables
 
 # No width, vocabulary or number of heads is known to have one of them as a factor.
 BATCH, TOKENS, COPIES = 7919, 6007, 5003
+aten = torch.ops.aten
+_LAID_OUT = {
+    *(aten.expand.default, aten.reshape.default, aten.view.default, aten.unsqueeze.default),
+    *(aten.slice.Tensor, aten.clone.default, aten.contiguous.default, aten.to.dtype, aten.alias.default),
+    *(aten.detach_.default, aten._assert_tensor_metadata.default),
+}
 # What a graph's names of weights have before transformers' own.
 WHOLE_PREFIX = "model."
 
@@ -136,12 +142,25 @@ def trace(
         except PrgeError:
             raise
         except Exception:
-            if is_decoder or tables.attended:
+            if is_decoder:
                 raise
-        if exported is None or not (is_decoder or tables.attended):
+        if exported is None or not (is_decoder or _adds(exported)):
             # It makes masks of its own, of what is a token and what is padding.
             exported = exported_with(True)
     graph_module = exported.module(check_guards=False)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
+
+
+def _adds(exported: ExportedProgram) -> bool:
+    """Whether a traced encoder adds the padding that it is given to scores, and does nothing else with it."""
+    (beside,) = (n for n in exported.graph.find_nodes(op="placeholder") if n.name == "beside")
+    ahead = [beside]
+    while ahead:
+        for user in ahead.pop().users:
+            if user.target in _LAID_OUT:
+                ahead.append(user)
+            elif user.op != "output" and user.target not in (aten.add.Tensor, aten.add_.Tensor):
+                return False
+    return True
