@@ -6,22 +6,32 @@ The points are found in the graph, not in the model's code. Stretches between th
 such as attention and what follows it, are one block. What is before the first of these is the embedding,
 what is after the last one the head. Blocks of the same operators and shapes are of one kind, whatever
 weights they read, and whatever tables and adapters they are given.
+
+Some models have several values alive everywhere, such as streams beside the state, or keys and values that
+later layers read too. They are cut where a layer ends, and the state is all of these side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from server_export.graph.modules import as_module, attribute
+from server_export.graph.shapes import without_memory
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 
 STATE, TABLE_PREFIX = "state", "table_"
 _STATE_DIMENSIONS = 3
+aten = torch.ops.aten
+
+# What crosses a cut.
+Values: TypeAlias = tuple[Node, ...]
 
 
 @dataclass(frozen=True)
@@ -52,19 +62,15 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     nodes = list(graph_module.graph.nodes)
     (output,) = (node for node in nodes if node.op == "output")
     source = next(node for node in nodes if node.op == "placeholder")
-    flow = reached([source])
-    answer = output.args[0][0]
-    points = [point for point in _points(nodes, source, flow) if point is not answer]
-    # Logits are alone alive too, and no head begins behind them.
-    while points and not _frozen_shapes(answer, points[-1], adapter):
-        points.pop()
-    stretches = list(zip([source, *points], [*points, answer], strict=True))
-    shapes = [_frozen_shapes(end, start, adapter) for start, end in stretches]
-    has_head = answer.target is SOFTMAX_PARTS
-    ends = [stretches[last][1] for last in _last_of_blocks(shapes, has_head)]
-    starts = [source, *ends[:-1]]
+    answer = (output.args[0][0],)
+    alive = _alive(nodes, reached([source]))
+    places = [place for place, values in alive.items() if len(values) == 1]
+    ends, repeats = _ends(alive, places, source, answer, adapter)
+    if not repeats and (several := {*places, *_ends_of_layers(nodes)}):
+        ends, _ = _ends(alive, sorted(several & {*alive}), source, answer, adapter)
+    starts = [(source,), *ends[:-1]]
     return [
-        _block(graph_module, start, end, adapter, table, is_first=start is source)
+        _block(graph_module, start, end, adapter, table, start == (source,), tuple(source.meta["val"].shape))
         for start, end in zip(starts, ends, strict=True)
     ]
 
@@ -87,49 +93,79 @@ def reached(sources: Iterable[Node]) -> set[Node]:
     return found
 
 
-def _points(nodes: Sequence[Node], source: Node, flow: set[Node]) -> list[Node]:
-    """States float32 [rows, tokens, width] that are alone alive of what depends on the source."""
+def _alive(nodes: Sequence[Node], flow: set[Node]) -> dict[int, Values]:
+    """What of the flow is needed behind a place, by places; those with what can't be a state are left out."""
     place = {node: index for index, node in enumerate(nodes)}
-    rows, tokens = source.meta["val"].shape
-    ends: dict[int, int] = {}
-    alive, points = 0, []
+    rows, tokens = next(node for node in nodes if node.op == "placeholder").meta["val"].shape
+    last = {node: max(map(place.__getitem__, node.users), default=-1) for node in flow}
+    found: dict[int, Values] = {}
+    alive: list[Node] = []
     for index, node in enumerate(nodes):
-        users = [place[user] for user in node.users] if node in flow else []
-        if users:
-            alive += 1
-            ends[max(users)] = ends.get(max(users), 0) + 1
-        alive -= ends.pop(index, 0)
-        value = node.meta.get("val")
-        if (
-            alive == 1
-            and users
-            and isinstance(value, torch.Tensor)
-            and value.dtype == torch.float32
-            and value.dim() == _STATE_DIMENSIONS
-            and tuple(value.shape[:2]) == (rows, tokens)
-        ):
-            points.append(node)
-    return points
+        alive = [each for each in [*alive, node] if each in flow and last[each] > index]
+        if alive and all(_may_cross(each, rows, tokens) for each in alive):
+            found[index] = tuple(alive)
+    return {
+        index: values
+        for index, values in found.items()
+        if len(values) > 1 or values[0].meta["val"].shape[:-1] == (rows, tokens)
+    }
 
 
-def _between(end: Node, start: Node) -> set[Node]:
-    """What is computed of `start` on the way to `end`, with all that it needs besides."""
+def _may_cross(node: Node, rows: int, tokens: int) -> bool:
+    """Whether a value is numbers of each token."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+        return False
+    shape = list(value.shape)
+    return value.dim() >= _STATE_DIMENSIONS and shape.count(rows) == shape.count(tokens) == 1
+
+
+def _ends_of_layers(nodes: Sequence[Node]) -> list[int]:
+    """Where the members of the model's list of layers end: of the list that most of the graph belongs to."""
+    members: dict[str, dict[str, int]] = {}
+    sizes: dict[str, int] = {}
+    for index, node in enumerate(nodes):
+        stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
+        paths = (str(path).rpartition(".") for path, _ in stack.values())
+        of_list = next((path for path in paths if path[2].isdigit()), None)
+        if of_list is not None:
+            members.setdefault(of_list[0], {})[of_list[2]] = index
+            sizes[of_list[0]] = sizes.get(of_list[0], 0) + 1
+    return list(members[max(sizes, key=sizes.__getitem__)].values()) if sizes else []
+
+
+def _ends(
+    alive: Mapping[int, Values], places: Sequence[int], source: Node, answer: Values, adapter: Collection[str]
+) -> tuple[list[Values], bool]:
+    """Where blocks end that are cut at some of these places, and whether stretches between them repeat."""
+    points = [values for values in dict.fromkeys(alive[place] for place in places) if values != answer]
+    # Logits are alone alive too, and no head begins behind them.
+    while points and not _frozen_shapes(answer, points[-1], adapter):
+        points.pop()
+    stretches = list(zip([(source,), *points], [*points, answer], strict=True))
+    shapes = [_frozen_shapes(end, start, adapter) for start, end in stretches]
+    last, repeats = _last_of_blocks(shapes, answer[0].target is SOFTMAX_PARTS)
+    return [stretches[index][1] for index in last], repeats
+
+
+def _between(ends: Values, starts: Values) -> set[Node]:
+    """What is computed of `starts` on the way to `ends`, with all that it needs besides."""
     found: set[Node] = set()
-    ahead = [end]
+    ahead = list(ends)
     while ahead:
         node = ahead.pop()
-        if node is not start and node not in found:
+        if node not in starts and node not in found:
             found.add(node)
             ahead.extend(node.all_input_nodes)
     return found
 
 
-def _frozen_shapes(end: Node, start: Node, adapter: Collection[str]) -> tuple[Any, ...]:
+def _frozen_shapes(ends: Values, starts: Values, adapter: Collection[str]) -> tuple[Any, ...]:
     """Shapes of the weights that a stretch reads, but for those of an adapter, in the order of their use."""
-    needed = _between(end, start)
+    needed = _between(ends, starts)
     by_adapter = {node for node in needed if node.op == "placeholder" and str(node.target) in adapter}
     shapes = []
-    for node in end.graph.nodes:
+    for node in ends[0].graph.nodes:
         if node in needed and not by_adapter.intersection(_nearby(node)):
             shapes += [tuple(n.meta["val"].shape) for n in node.all_input_nodes if n.op == "get_attr"]
     return tuple(shapes)
@@ -142,13 +178,14 @@ def _nearby(node: Node) -> set[Node]:
     while ahead:
         user = ahead.pop()
         found.update(user.all_input_nodes)
-        if user.target in (torch.ops.aten.reshape.default, torch.ops.aten.view.default):
+        if user.target in (aten.reshape.default, aten.view.default):
             ahead.extend(user.users)
     return found
 
 
-def _last_of_blocks(shapes: Sequence[Any], has_head: bool) -> list[int]:
-    """The last stretches of blocks: of the longest run of a shortest period, and of what is around it.
+def _last_of_blocks(shapes: Sequence[Any], has_head: bool) -> tuple[list[int], bool]:
+    """The last stretches of blocks: of the longest run of a shortest period, and of what is around it; and
+    whether there is one.
 
     Without any run all between the first stretch, and the last one if that is a head, is one block.
     """
@@ -166,21 +203,22 @@ def _last_of_blocks(shapes: Sequence[Any], has_head: bool) -> list[int]:
             start += max(1, length - period + 1)
     covered, period, start = best[0], -best[1], -best[2]
     if not covered:
-        return sorted({0, max(0, count - 1 - has_head), count - 1})
+        return sorted({0, max(0, count - 1 - has_head), count - 1}), False
     ends = [start - 1] if start else []
     ends += range(start + period - 1, start + covered, period)
-    return [*ends, count - 1] if ends[-1] < count - 1 else list(ends)
+    return ([*ends, count - 1] if ends[-1] < count - 1 else list(ends)), True
 
 
 def _block(
     graph_module: GraphModule,
-    start: Node,
-    end: Node,
+    starts: Values,
+    ends: Values,
     adapter: Collection[str],
     table: Any,
     is_first: bool,
+    sizes: tuple[int, int],
 ) -> ModelBlock:
-    needed = _between(end, start)
+    needed = _between(ends, starts)
     graph = Graph()
     values: dict[Node, Node] = {}
 
@@ -188,10 +226,16 @@ def _block(
         values[node] = graph.placeholder(name)
         values[node].meta["val"] = node.meta["val"]
 
-    order = [node for node in start.graph.nodes if node in needed]
+    order = [node for node in graph_module.graph.nodes if node in needed]
     given = [node for node in order if node.op == "placeholder"]
     tables: dict[int, Node] = {}
-    placeholder(start, str(start.target) if is_first else STATE)
+    rows, tokens = sizes
+    if len(starts) == 1:
+        placeholder(starts[0], str(starts[0].target) if is_first else STATE)
+    else:
+        width = sum(each.meta["val"].numel() for each in starts) // (rows * tokens)
+        state = graph.placeholder(STATE)
+        state.meta["val"] = torch.empty(rows, tokens, width, device="meta")
     for node in given:
         if str(node.target) not in adapter:
             placeholder(node, str(node.target))
@@ -207,17 +251,59 @@ def _block(
     for node in given:
         if str(node.target) in adapter:
             placeholder(node, str(node.target))
+    if len(starts) > 1:
+        values |= _taken_apart(state, starts, sizes)
     for node in order:
         if node not in values and node.op != "get_attr":
             for weight in node.all_input_nodes:
                 if weight.op == "get_attr" and weight not in values:
                     values[weight] = graph.node_copy(weight)
             values[node] = graph.node_copy(node, values.__getitem__)
-    graph.output((values[end],))
+    answers = [values[end] for end in ends]
+    graph.output((answers[0] if len(ends) == 1 else _side_by_side(answers, sizes),))
     weights = tuple(dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"))
     return ModelBlock(
         as_module(graph_module, graph), weights, tuple(tables), trained, _signature(graph_module, graph)
     )
+
+
+def _side_by_side(values: Sequence[Node], sizes: tuple[int, int]) -> Node:
+    """One state [rows, tokens, width] of several values, in their graph."""
+    parts = []
+    for value in values:
+        order, shape = _tokens_first(value, sizes)
+        turned = _call(aten.permute.default, value, order)
+        parts.append(_call(aten.reshape.default, turned, [*sizes, prod(shape[2:])]))
+    return _call(aten.cat.default, parts, 2)
+
+
+def _taken_apart(state: Node, values: Sequence[Node], sizes: tuple[int, int]) -> dict[Node, Node]:
+    """The values that a state was made of."""
+    found: dict[Node, Node] = {}
+    start = 0
+    for value in values:
+        order, shape = _tokens_first(value, sizes)
+        end = start + prod(shape[2:])
+        part = _call(aten.reshape.default, _call(aten.slice.Tensor, state, 2, start, end), shape)
+        found[value] = _call(aten.permute.default, part, [order.index(dim) for dim in range(len(order))])
+        start = end
+    return found
+
+
+def _tokens_first(value: Node, sizes: tuple[int, int]) -> tuple[list[int], list[int]]:
+    """The order of dimensions with rows and tokens in front, and the shape that it gives."""
+    shape = list(value.meta["val"].shape)
+    first = [shape.index(size) for size in sizes]
+    order = [*first, *(dim for dim in range(len(shape)) if dim not in first)]
+    return order, [shape[dim] for dim in order]
+
+
+def _call(target: Any, *arguments: Any) -> Node:
+    """A call that knows its value."""
+    first = arguments[0][0] if isinstance(arguments[0], list) else arguments[0]
+    node: Node = first.graph.call_function(target, arguments)
+    node.meta["val"] = target(*map_arg(arguments, lambda each: without_memory(each.meta["val"])))
+    return node
 
 
 def _signature(graph_module: GraphModule, graph: Graph) -> tuple[Any, ...]:
