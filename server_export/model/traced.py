@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
 
 from prge.contract import Matrix
+from server_export.graph.functional import functional_graph
 from server_export.graph.modules import remove_unused_attributes
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention
@@ -85,6 +87,14 @@ class _Whole(nn.Module):
         return states
 
 
+class _WithKnownNumbers(TorchFunctionMode):
+    """Numbers that a model makes tensors of are known, and not without memory as all else."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = function is torch.tensor and isinstance(args[0], bool | int | float)
+        return function(*args, **{**(kwargs or {}), **({"device": "cpu"} if known else {})})
+
+
 def trace(
     model: nn.Module,
     inputs: CallInputs,
@@ -120,8 +130,9 @@ def trace(
         beside = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
         trained = [torch.empty(copies, matrix.rank, matrix.width) for matrix in adapter]
         shift = torch.empty(rows, TOKENS, 1)
-        exported = torch.export.export(whole, (tokens, beside, shift, *trained), strict=False)
-    graph_module = exported.module(check_guards=False)
+        with _WithKnownNumbers():
+            exported = torch.export.export(whole, (tokens, beside, shift, *trained), strict=False)
+    graph_module = functional_graph(exported)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
