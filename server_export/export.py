@@ -167,6 +167,7 @@ def _write(
         modules=chain.modules,
         bounds=bounds,
         tables=lowered.tables,
+        shared=lowered.shared,
         kinds=lowered.kinds,
         blocks=lowered.blocks,
     )

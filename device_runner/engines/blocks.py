@@ -29,6 +29,7 @@ from device_runner.engines.interfaces import (
     problems_of,
     read_heads,
     read_saved,
+    read_shared,
     read_widths,
 )
 from device_runner.engines.packed_files import HashedFile, PackedFiles
@@ -97,6 +98,7 @@ class Blocks:
             read_widths(self.chain, self._programs),
             read_heads(self.chain, self._programs),
             read_saved(self.chain, self._programs),
+            read_shared(self.chain, self._programs),
         )
         for number, block in enumerate(self.chain.blocks):
             if problems := [*problems_of(self.chain, self._shapes, self._programs, number)]:
@@ -130,6 +132,10 @@ class Blocks:
     def width(self, number: int) -> int:
         """Width of the states that enter a block."""
         return self._shapes.widths[number][0]
+
+    def shared_width(self, value: int) -> int:
+        """Width of a shared value."""
+        return self._shapes.shared[value]
 
     def saved_widths(self, number: int) -> Mapping[str, int]:
         """Widths by name of the values that a block saves for the way back."""

@@ -72,6 +72,11 @@ class ModelChain:
         return len(self.blocks) - len(self.head_rows)
 
     @property
+    def shared(self) -> list[int]:
+        """The number of the block that makes each shared value."""
+        return [number for number, block in enumerate(self.blocks) for _ in block.gives]
+
+    @property
     def is_decoder(self) -> bool:
         """Whether it has a head."""
         return bool(self.head_rows)

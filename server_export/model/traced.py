@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
 
 from prge.contract import Matrix
 from prge.errors import PrgeError
+from server_export.graph.functional import functional_graph
 from server_export.graph.modules import remove_unused_attributes
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention
@@ -96,6 +98,14 @@ class _Whole(nn.Module):
         return states
 
 
+class _WithKnownNumbers(TorchFunctionMode):
+    """Numbers that a model makes tensors of are known, and not without memory as all else."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = function is torch.tensor and isinstance(args[0], bool | int | float)
+        return function(*args, **{**(kwargs or {}), **({"device": "cpu"} if known else {})})
+
+
 def trace(
     model: nn.Module,
     inputs: CallInputs,
@@ -134,7 +144,8 @@ def trace(
 
         def exported_with(has_own_masks: bool) -> ExportedProgram:
             whole = _Whole(model, inputs, tables, adapter, first_position, has_own_masks).eval()
-            return torch.export.export(whole, given, strict=False)
+            with _WithKnownNumbers():
+                return torch.export.export(whole, given, strict=False)
 
         exported = None
         try:
@@ -147,7 +158,7 @@ def trace(
         if exported is None or not (is_decoder or _adds(exported)):
             # It makes masks of its own, of what is a token and what is padding.
             exported = exported_with(True)
-    graph_module = exported.module(check_guards=False)
+    graph_module = functional_graph(exported)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
