@@ -59,6 +59,8 @@ def _fold_numbers(graph_module: GraphModule) -> None:
             tensor = attribute(graph_module, str(node.target))
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta and tensor.dim() == 0:
                 values[node] = tensor
+        elif node.target is aten.type_as.default and node.args[0] in values:
+            values[node] = values[node.args[0]].to(node.meta["val"].dtype)
         elif node.all_input_nodes and is_foldable(node, values):
             arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*arguments, **named)

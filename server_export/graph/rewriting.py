@@ -120,7 +120,8 @@ def remove_identities(graph: Graph) -> None:
 def _is_noop_cast(node: Node) -> bool:
     if node.target not in _CASTS:
         return False
-    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    source = node.args[0]
+    before, after = source.meta.get("val") if isinstance(source, Node) else None, node.meta.get("val")
     if before is None or after is None:
         return False
     return before.dtype == after.dtype and before.shape == after.shape
@@ -302,8 +303,14 @@ def _slice_scatter(
 
 @_rule(aten.matmul.default)
 def _matmul(writer: Writer, node: Node, left: Node, right: Node) -> Node | None:
-    """Of as many matrices on both sides."""
+    """Of as many matrices on both sides, or of matrices that all rows have."""
     first, second = left.meta["val"].shape, right.meta["val"].shape
+    if len(first) == len(second) == 4 and second[0] == 1 != first[0] and first[1] == second[1]:
+        rows, heads, length, width = first
+        by_head = writer.call(aten.permute.default, left, [1, 0, 2, 3])
+        stacked = [writer.reshape(by_head, [heads, rows * length, width]), writer.reshape(right, second[1:])]
+        product = writer.reshape(writer.call(aten.bmm.default, *stacked), [heads, rows, length, second[-1]])
+        return writer.call(aten.permute.default, product, [1, 0, 2, 3])
     if len(first) < 3 or first[:-2] != second[:-2]:
         return None
     stacked = [writer.reshape(each, [-1, *each.meta["val"].shape[-2:]]) for each in (left, right)]
