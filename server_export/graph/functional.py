@@ -65,7 +65,9 @@ def _fold_numbers(graph_module: GraphModule) -> None:
             arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*arguments, **named)
     for node, value in values.items():
-        for user in [user for user in node.users if user not in values]:
+        # Only tensors are chosen from.
+        users = [user for user in node.users if user not in values and user.target is not aten.where.self]
+        for user in users:
             user.args = torch.fx.node.map_arg(
                 user.args, lambda source, node=node, value=value: value.item() if source is node else source
             )
