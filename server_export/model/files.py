@@ -210,7 +210,8 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
         BundleError: it is damaged, or a number is out of bounds.
     """
     path = files.folder / CONFIG
-    config = _json_of(path)
+    # Bounds of time steps are infinite where a model has none.
+    config = _json_of(path, infinite=True)
     if not isinstance(config, dict):
         raise BundleError(f"{path} can't be read: it is no JSON object", remedy="copy the model again")
     problems = [problem for name, value in _flat(config) if (problem := _problem(name, value))]
@@ -233,9 +234,10 @@ def end_tokens(files: ModelFiles) -> list[int]:
     for path in (files.folder / CONFIG, files.folder / GENERATION_CONFIG):
         if not path.is_file():
             continue
-        content = _json_of(path)
-        parts = [content, content.get("text_config")] if isinstance(content, dict) else []
-        named = next((part["eos_token_id"] for part in parts if part and part.get("eos_token_id")), None)
+        content = _json_of(path, infinite=True)
+        inner = content.get("text_config") if isinstance(content, dict) else None
+        parts = [part for part in (content, inner) if isinstance(part, dict)]
+        named = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
         tokens = named if isinstance(named, list) else [] if named is None else [named]
         if any(type(token) is not int for token in tokens):
             raise BundleError(
@@ -275,9 +277,9 @@ def stored_numbers(files: ModelFiles, names: Collection[str] | None = None) -> i
     return total
 
 
-def _json_of(path: Path, most_bytes: int = MOST_JSON_BYTES) -> Any:
+def _json_of(path: Path, most_bytes: int = MOST_JSON_BYTES, infinite: bool = False) -> Any:
     try:
-        return read_json(path, most_bytes)
+        return read_json(path, most_bytes, infinite)
     except (OSError, DocumentError) as error:
         raise BundleError(f"{path} can't be read: {error}", remedy="copy the model again") from None
 

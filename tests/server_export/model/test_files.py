@@ -98,6 +98,9 @@ def test_tokens_that_end_a_text_are_those_of_both_configurations(tmp_path: Path)
     assert end_tokens(files) == [2, 7, 9]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
     assert end_tokens(files) == [7]
+    for inner, tokens in (({"eos_token_id": 0}, [0]), ("nothing", [])):
+        write_model(tmp_path, {"text_config": inner})
+        assert end_tokens(files) == tokens
 
 
 @pytest.mark.parametrize(
@@ -185,6 +188,7 @@ def test_usual_numbers_pass(tmp_path: Path) -> None:
         "n_inner": None,
         "vocab_size_per_layer_input": 262_144,
         "max_pixels": 1 << 28,
+        "time_step_limit": [0.0, float("inf")],
     }
     assert read_config(find_files(str(write_model(tmp_path, config)))) == config
 
