@@ -45,27 +45,41 @@ _IN_PLACE = {
 }
 
 
-def take_apart(graph_module: GraphModule) -> None:
-    """Write what no rule knows in plainer operators, in place; nodes carry `meta["val"]`."""
-    known = DIFFERENTIABLE | set(rewriting.RULES) | {str(target) for target in rewriting.KEPT}
+def take_apart(graph_module: GraphModule, declined: bool = False) -> None:
+    """Write what no rule knows in plainer operators, in place; nodes carry `meta["val"]`.
+
+    Args:
+        graph_module: as it was traced.
+        declined: it was rewritten, and what rules of rewriting know is taken apart too: they left it.
+    """
+    known = DIFFERENTIABLE | {str(target) for target in rewriting.KEPT}
+    known |= set() if declined else set(rewriting.RULES)
+    meant = set(rewriting.RULES) if declined else None
     unknown = [
-        node for node in graph_module.graph.nodes if str(node.target) not in known and _computes_floats(node)
+        node
+        for node in graph_module.graph.nodes
+        if str(node.target) not in known
+        and (meant is None or str(node.target) in meant)
+        and _computes_floats(node)
     ]
+    if not unknown:
+        return
     for node in unknown:
         _take_apart(graph_module.graph, node)
-    for node in graph_module.graph.nodes if unknown else ():
+    for node in graph_module.graph.nodes:
         if node.target in _VIEWS:
             # What it looks at may lie otherwise now.
             node.target = aten.reshape.default
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
+    if declined:
+        rewriting.rewrite(graph_module)
 
 
 def unknown_operators(graph_module: GraphModule) -> dict[str, Node]:
-    """Operators of numbers that no rule knows, each with its first node."""
-    known = DIFFERENTIABLE | set(rewriting.RULES) | {str(target) for target in rewriting.KEPT}
+    """Operators of numbers without a derivative in a graph that was rewritten, each with its first node."""
     nodes = [node for node in graph_module.graph.nodes if _computes_floats(node)]
-    return {str(node.target): node for node in reversed(nodes) if str(node.target) not in known}
+    return {str(node.target): node for node in reversed(nodes) if str(node.target) not in DIFFERENTIABLE}
 
 
 def _computes_floats(node: Node) -> bool:

@@ -17,6 +17,7 @@ from prge.learning.vocabulary import pieces_of
 from server_export.graph.cutting import ModelBlock, cut, kinds
 from server_export.graph.heads import join_heads
 from server_export.graph.modules import give_memory
+from server_export.graph.plain import take_apart
 from server_export.graph.rewriting import rewrite
 from server_export.graph.rotation import turn_by_layers
 from server_export.model.adapted import CallInputs, conv1d_names, convert_conv1d, insert_lora
@@ -32,6 +33,8 @@ from server_export.model.traced import COPIES, WHOLE_PREFIX, trace
 from server_export.model.weights import Weights
 
 _BASE = ".base."
+# What torch.export calls tensors that are made of numbers.
+_MADE_OF_NUMBERS = "lifted_tensor"
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,11 @@ class ModelChain:
     def end(self) -> int:
         """Number of the first block that answers no state."""
         return len(self.blocks) - len(self.head_rows)
+
+    @property
+    def shared(self) -> list[int]:
+        """The number of the block that makes each shared value."""
+        return [number for number, block in enumerate(self.blocks) for _ in block.gives]
 
     @property
     def is_decoder(self) -> bool:
@@ -163,6 +171,7 @@ def build_chain(
     traced = trace(model, inputs, tables, trained, outline.is_decoder, first_position(model), copies)
     weights.buffers |= fold_positions(traced.graph_module, tables, weights.buffers)
     blocks = cut(traced.graph_module, set(traced.adapter), TABLE)
+    _check_constants(blocks, weights)
     blocks += blocks[-1:] * (len(head_rows) - 1)
     kind_of = kinds(blocks)
     end = len(blocks) - len(head_rows)
@@ -181,6 +190,16 @@ def build_chain(
         int(model.get_input_embeddings().weight.shape[0]),
         scheme,
     )
+
+
+def _check_constants(blocks: Sequence[ModelBlock], weights: Weights) -> None:
+    """A tensor that a model makes of numbers while it runs has none while it is traced."""
+    names = {name.removeprefix(WHOLE_PREFIX) for block in blocks for name in block.weights}
+    if lost := sorted(name for name in names - set(weights.buffers) if _MADE_OF_NUMBERS in name):
+        raise BundleError(
+            f"the model makes a tensor of numbers while it runs, which tracing loses: {lost[0]}",
+            remedy="this architecture isn't supported; take another checkpoint, and please report it",
+        )
 
 
 def _check_adapter(blocks: Sequence[ModelBlock], adapter: Mapping[str, Matrix], end: int) -> None:
@@ -208,6 +227,7 @@ def _kinds(
     for number in sorted(set(kind_of)):
         graph_module, frozen = freeze(blocks[number], scheme, number >= end)
         rewrite(graph_module)
+        take_apart(graph_module, declined=True)
         turn_by_layers(graph_module)
         join_heads(graph_module)
         give_memory(graph_module)

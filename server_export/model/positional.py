@@ -34,8 +34,6 @@ _LAYOUTS = {
     aten.permute.default,
     aten.transpose.int,
 }
-# What torch.export calls such tensors.
-_MADE_OF_NUMBERS = "lifted_tensor"
 _ARITHMETIC = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 _HIDDEN = -1e4
 _REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
@@ -61,12 +59,6 @@ def fold_positions(
     graph_module.recompile()
     names = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
     tensors = {name: attribute(graph_module, name) for name in names}
-    lost = [name for name, tensor in tensors.items() if _MADE_OF_NUMBERS in name and tensor.is_meta]
-    if lost:
-        raise BundleError(
-            f"the model makes a tensor of numbers while it runs, which tracing loses: {sorted(lost)[0]}",
-            remedy=_REMEDY,
-        )
     return {
         name.removeprefix(WHOLE_PREFIX): tensor
         for name, tensor in tensors.items()

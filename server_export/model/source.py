@@ -13,6 +13,7 @@ from server_export.model.outline import outline_of
 from server_export.model.positions import longest_row
 from server_export.model.readout import readout_of
 from server_export.model.start import StartAdapter, start_adapter
+from server_export.model.weights import mapping_of
 from server_export.quiet import quiet_libraries
 from server_export.settings import ExportConfig
 
@@ -43,10 +44,12 @@ class Source:
             BundleError: there are none, or not as many as the configuration asks for.
         """
         fetch_weights(self.files)
-        check_size(self.files, self.loaded.model)
-        if self.files.revision:
-            return self
-        loaded = replace(self.loaded, sha256=self.files.sha256())
+        loaded = self.loaded
+        check_size(self.files, loaded.model, loaded.part_of)
+        if loaded.part_of is not None:
+            loaded = replace(loaded, key_mapping=mapping_of(self.files, loaded.model))
+        if not self.files.revision:
+            loaded = replace(loaded, sha256=self.files.sha256())
         return replace(self, start=replace(self.start, loaded=loaded))
 
     def starting_from(self, start: StartAdapter) -> Source:
