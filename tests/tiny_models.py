@@ -154,13 +154,20 @@ def make_model(architecture: str, seed: int = 0, *, head: bool = True, **changes
     model = kind.from_config(config, attn_implementation="eager").eval()
     if getattr(model, "pooler", None) is not None:
         model.pooler = None
+    randomize(model)
+    return model.requires_grad_(False)
+
+
+def randomize(model: Any) -> None:
+    """Give every parameter random numbers, in place, norms and biases included."""
+    import torch
+
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.normal_(std=0.5 * parameter.shape[-1] ** -0.5)
-    return model.requires_grad_(False)
 
 
 def make_tokenizer() -> Any:
