@@ -18,6 +18,7 @@ from prge.errors import BundleError
 from server_export.graph.modules import attribute
 from server_export.graph.rewriting import KEPT
 from server_export.graph.shapes import resized
+from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.graph.writing import Writer
 from server_export.model.tables import TABLE, ModelTable, ModelTables
 from server_export.model.traced import BATCH, COPIES, TOKENS, WHOLE_PREFIX
@@ -143,7 +144,7 @@ def _replace(graph_module: GraphModule, node: Node, positions: _Positions, table
     writer = Writer(graph_module)
     if not long:
         _write_constant(graph_module, node, value)
-    elif value.dtype.is_floating_point and bool((value == value.reshape(-1)[0]).all()):
+    elif bool((value == value.reshape(-1)[0]).all()):
         ones = value.reshape(-1)[:1].reshape([1] * len(shape))
         writer.replace(node, lambda writer: _spread(writer, node, writer.constant(ones)))
     elif value.dtype == torch.long and value.numel() == tables.longest and _counts(value):
@@ -152,6 +153,8 @@ def _replace(graph_module: GraphModule, node: Node, positions: _Positions, table
         writer.replace(node, lambda writer: _rows(writer, node, tables, long[0], value))
     elif len(long) == 2 and (window := _causal_window(value)) is not None:
         writer.replace(node, lambda writer: _mask(writer, node, tables, window))
+    elif len(long) == 2 and not _is_decoder(graph_module) and (values := _by_distance(value)) is not None:
+        writer.replace(node, lambda writer: _relative(writer, node, tables, values))
     else:
         raise BundleError(
             f"the model computes {node.target} of positions, {list(value.shape)} {value.dtype} of a row of "
@@ -229,6 +232,34 @@ def _causal_window(value: torch.Tensor) -> int | None:
     places = torch.arange(length)
     expected = (places[:, None] < places) | (places[:, None] - places >= window)
     return window if torch.equal(hidden, expected) and not bool(seen.any()) else None
+
+
+def _is_decoder(graph_module: GraphModule) -> bool:
+    """Whether rows may go in pieces, for which there are no tables by distance."""
+    return any(node.target is SOFTMAX_PARTS for node in graph_module.graph.nodes)
+
+
+def _by_distance(value: torch.Tensor) -> torch.Tensor | None:
+    """The numbers [2 length - 1] of a square by the distance of two tokens, if it depends on that alone."""
+    length = value.shape[-1]
+    if value.numel() != length**2 or value.dtype not in (torch.float32, torch.long, torch.bool):
+        return None
+    square = value.reshape(length, length)
+    values = torch.cat([square[0, 1:].flip(0), square[:, 0]])
+    is_it = torch.equal(ModelTable("relative", values=values).of(length)[0], square)
+    return values if is_it else None
+
+
+def _relative(writer: Writer, node: Node, tables: ModelTables, values: torch.Tensor) -> Node:
+    """A square of numbers by distance; what holds or doesn't is 1 or 0 in its table."""
+    dtype = torch.float32 if values.dtype is torch.bool else values.dtype
+    values = values.to(dtype)
+    key = ("relative", dtype, values.numpy().tobytes())
+    found = _asked(node, tables, key, ModelTable("relative", values=values), [1, TOKENS, TOKENS], dtype)
+    found = writer.reshape(found, _of_one_row(node))
+    if node.meta["val"].dtype is torch.bool:
+        found = writer.call(aten.ne.Scalar, found, 0)
+    return _spread(writer, node, found)
 
 
 def _mask(writer: Writer, node: Node, tables: ModelTables, window: int) -> Node:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 
+from prge.errors import told_as_bundle_error
 from prge.learning.costs import Outline
 from server_export.model.chain import ModelChain, build_chain, plain_layers
 from server_export.model.files import ModelFiles, fetch_weights, find_files
@@ -16,6 +17,8 @@ from server_export.model.start import StartAdapter, start_adapter
 from server_export.model.weights import mapping_of
 from server_export.quiet import quiet_libraries
 from server_export.settings import ExportConfig
+
+_REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
 
 
 @dataclass(frozen=True)
@@ -92,4 +95,5 @@ def open_source(config: ExportConfig) -> Source:
     longest = longest_row(loaded, config.sequence_length)
     transposed = plain_layers(loaded.model)
     start = start_adapter(config, loaded, bool(transposed))
-    return Source(files, readout, longest, transposed, start, outline_of(start, longest))
+    with told_as_bundle_error(f"{config.model} can't be told in numbers", _REMEDY):
+        return Source(files, readout, longest, transposed, start, outline_of(start, longest))

@@ -180,7 +180,8 @@ def _rotary_values(
     # Made anew: that of a model without weights has no frequencies either.
     rotary: Any = type(old)(config=config)
     parameters = inspect.signature(rotary.forward).parameters
-    types = sorted(set(config.layer_types)) if "layer_type" in parameters else [None]
+    named = getattr(config, "layer_types", None) if "layer_type" in parameters else None
+    types = sorted(set(named)) if named else [None]
     positions, marker = torch.arange(longest).reshape(1, longest), torch.zeros(1)
     with torch.no_grad():
         found = {kind: rotary(marker, positions, *([] if kind is None else [kind])) for kind in types}
