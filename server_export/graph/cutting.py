@@ -6,32 +6,40 @@ The points are found in the graph, not in the model's code. Stretches between th
 such as attention and what follows it, are one block. What is before the first of these is the embedding,
 what is after the last one the head. Blocks of the same operators and shapes are of one kind, whatever
 weights they read, and whatever tables and adapters they are given.
+
+Where several values are alive, layers are blocks; server_export/graph/layers.py tells what crosses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
+from server_export.graph.layers import Stretch, Values, of_layers
 from server_export.graph.modules import as_module, attribute
+from server_export.graph.shapes import without_memory
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 
-STATE, TABLE_PREFIX = "state", "table_"
+STATE, TABLE_PREFIX, TAKEN_PREFIX = "state", "table_", "taken_"
 _STATE_DIMENSIONS = 3
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class ModelBlock:
     """A stretch of a model.
 
-    `graph_module` has the placeholders `state` or what the model's graph takes, then `table_0`, ..., then the
-    adapter's, and one output. `weights` are the names of its frozen tensors, in the order of their use;
-    blocks of one kind use theirs in the same order. `tables` are the numbers of its tables, `adapter` its
-    placeholders of the model's adapter.
+    `graph_module` has the placeholders `state` or what the model's graph takes, then `table_0`, ..., then
+    `taken_0`, ..., then the adapter's; it answers the state and what it gives. `weights` are the names of its
+    frozen tensors, in the order of their use; blocks of one kind use theirs in the same order. `tables` are
+    the numbers of its tables, `adapter` its placeholders of the model's adapter. `takes` and `gives` are
+    numbers of shared values, f32 [rows, tokens, width].
     """
 
     graph_module: GraphModule
@@ -39,6 +47,8 @@ class ModelBlock:
     tables: tuple[int, ...]
     adapter: tuple[str, ...]
     signature: tuple[Any, ...]
+    takes: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
 
 
 def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list[ModelBlock]:
@@ -54,6 +64,27 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     source = next(node for node in nodes if node.op == "placeholder")
     flow = reached([source])
     answer = output.args[0][0]
+    stretches = of_layers(nodes, flow, answer) or _where_one_is_alive(nodes, flow, source, answer, adapter)
+    given = [value for stretch in stretches for value in stretch.gives]
+    shared = {value: number for number, value in enumerate(given)}
+    blocks = [_block(graph_module, stretch, adapter, table, source, shared) for stretch in stretches]
+    changes = moves(blocks)
+    # A block that takes what no adapter changes computes other derivatives.
+    return [
+        replace(block, signature=(tuple(map(changes.__getitem__, block.takes)), *block.signature))
+        for block in blocks
+    ]
+
+
+def moves(blocks: Sequence[ModelBlock]) -> list[bool]:
+    """Whether each shared value comes from a block that an adapter may change."""
+    lowest = next((number for number, block in enumerate(blocks) if block.adapter), len(blocks))
+    return [number >= lowest for number, block in enumerate(blocks) for _ in block.gives]
+
+
+def _where_one_is_alive(
+    nodes: Sequence[Node], flow: set[Node], source: Node, answer: Node, adapter: Collection[str]
+) -> list[Stretch]:
     points = [point for point in _points(nodes, source, flow) if point is not answer]
     # Logits are alone alive too, and no head begins behind them.
     while points and not _frozen_shapes(answer, points[-1], adapter):
@@ -61,12 +92,10 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     stretches = list(zip([source, *points], [*points, answer], strict=True))
     shapes = [_frozen_shapes(end, start, adapter) for start, end in stretches]
     has_head = answer.target is SOFTMAX_PARTS
-    ends = [stretches[last][1] for last in _last_of_blocks(shapes, has_head)]
-    starts = [source, *ends[:-1]]
-    return [
-        _block(graph_module, start, end, adapter, table, is_first=start is source)
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    adapted = [_is_adapted(end, start, adapter) for start, end in stretches]
+    last = _with_adapted(_last_of_blocks(shapes, has_head), adapted, has_head)
+    ends = [stretches[number][1] for number in last]
+    return [Stretch((start,), (end,)) for start, end in zip([source, *ends[:-1]], ends, strict=True)]
 
 
 def kinds(blocks: Sequence[ModelBlock]) -> list[int]:
@@ -112,13 +141,13 @@ def _points(nodes: Sequence[Node], source: Node, flow: set[Node]) -> list[Node]:
     return points
 
 
-def _between(end: Node, start: Node) -> set[Node]:
-    """What is computed of `start` on the way to `end`, with all that it needs besides."""
+def _between(ends: Values, starts: Values) -> set[Node]:
+    """What is computed of `starts` on the way to `ends`, with all that it needs besides."""
     found: set[Node] = set()
-    ahead = [end]
+    ahead = [*ends]
     while ahead:
         node = ahead.pop()
-        if node is not start and node not in found:
+        if node not in starts and node not in found:
             found.add(node)
             ahead.extend(node.all_input_nodes)
     return found
@@ -126,7 +155,7 @@ def _between(end: Node, start: Node) -> set[Node]:
 
 def _frozen_shapes(end: Node, start: Node, adapter: Collection[str]) -> tuple[Any, ...]:
     """Shapes of the weights that a stretch reads, but for those of an adapter, in the order of their use."""
-    needed = _between(end, start)
+    needed = _between((end,), (start,))
     by_adapter = {node for node in needed if node.op == "placeholder" and str(node.target) in adapter}
     shapes = []
     for node in end.graph.nodes:
@@ -172,29 +201,51 @@ def _last_of_blocks(shapes: Sequence[Any], has_head: bool) -> list[int]:
     return [*ends, count - 1] if ends[-1] < count - 1 else list(ends)
 
 
+def _is_adapted(end: Node, start: Node, adapter: Collection[str]) -> bool:
+    needed = _between((end,), (start,))
+    return any(node.op == "placeholder" and str(node.target) in adapter for node in needed)
+
+
+def _with_adapted(last: Sequence[int], adapted: Sequence[bool], has_head: bool) -> list[int]:
+    """The last stretches of blocks, where neither the embedding nor the head has an adapter in it.
+
+    Some models have a layer before or after the others that isn't like them.
+    """
+    numbers = [number for number, is_adapted in enumerate(adapted) if is_adapted]
+    before = [number - 1 for number in numbers if 0 < number <= last[0]]
+    head = last[-2] if has_head and len(last) > 1 else last[-1]
+    behind = [number for number in numbers if head < number < last[-1]]
+    return sorted({*last, *before[:1], *behind[-1:]})
+
+
 def _block(
     graph_module: GraphModule,
-    start: Node,
-    end: Node,
+    stretch: Stretch,
     adapter: Collection[str],
     table: Any,
-    is_first: bool,
+    source: Node,
+    shared: Mapping[Node, int],
 ) -> ModelBlock:
-    needed = _between(end, start)
+    needed = _between((*stretch.ends, *stretch.gives), (*stretch.starts, *stretch.takes))
     graph = Graph()
     values: dict[Node, Node] = {}
+    packing = _Packing(graph, tuple(source.meta["val"].shape))
 
     def placeholder(node: Node, name: str) -> None:
         values[node] = graph.placeholder(name)
         values[node].meta["val"] = node.meta["val"]
 
-    order = [node for node in start.graph.nodes if node in needed]
+    order = [node for node in graph_module.graph.nodes if node in needed]
     given = [node for node in order if node.op == "placeholder"]
-    tables: dict[int, Node] = {}
-    placeholder(start, str(start.target) if is_first else STATE)
+    packed = []
+    if stretch.starts == (source,):
+        placeholder(source, str(source.target))
+    else:
+        packed.append((packing.placeholder(STATE, stretch.starts), stretch.starts))
     for node in given:
         if str(node.target) not in adapter:
             placeholder(node, str(node.target))
+    tables: dict[int, Node] = {}
     for node in order:
         if node.target is table:
             number = node.args[0]
@@ -203,21 +254,92 @@ def _block(
                 placeholder(node, f"{TABLE_PREFIX}{len(tables)}")
                 tables[number] = values[node]
             values[node] = tables[number]
+    for number, taken in enumerate(stretch.takes):
+        packed.append((packing.placeholder(f"{TAKEN_PREFIX}{number}", (taken,)), (taken,)))
     trained = tuple(str(node.target) for node in given if str(node.target) in adapter)
     for node in given:
         if str(node.target) in adapter:
             placeholder(node, str(node.target))
+    for whole, parts in packed:
+        values |= packing.taken_apart(whole, parts)
     for node in order:
         if node not in values and node.op != "get_attr":
             for weight in node.all_input_nodes:
                 if weight.op == "get_attr" and weight not in values:
                     values[weight] = graph.node_copy(weight)
             values[node] = graph.node_copy(node, values.__getitem__)
-    graph.output((values[end],))
-    weights = tuple(dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"))
+    is_last = stretch.ends[0] in graph_module.graph.output_node().args[0]
+    answers = [values[stretch.ends[0]]] if is_last else [packing.side_by_side(stretch.ends, values)]
+    answers += [packing.side_by_side((value,), values) for value in stretch.gives]
+    graph.output(tuple(answers))
+    weights = dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr")
+    takes, gives = (tuple(map(shared.__getitem__, each)) for each in (stretch.takes, stretch.gives))
     return ModelBlock(
-        as_module(graph_module, graph), weights, tuple(tables), trained, _signature(graph_module, graph)
+        as_module(graph_module, graph),
+        tuple(weights),
+        tuple(tables),
+        trained,
+        _signature(graph_module, graph),
+        takes,
+        gives,
     )
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """Values of a model side by side, f32 [rows, tokens, width], in the graph of a block."""
+
+    graph: Graph
+    sizes: tuple[int, ...]
+
+    def placeholder(self, name: str, values: Values) -> Node:
+        """An input of some values."""
+        width = sum(value.meta["val"].numel() for value in values) // prod(self.sizes)
+        node = self.graph.placeholder(name)
+        node.meta["val"] = torch.empty(*self.sizes, width, device="meta")
+        return node
+
+    def side_by_side(self, values: Values, copies: Mapping[Node, Node]) -> Node:
+        """What is made of the copies of some values."""
+        parts = []
+        for value in values:
+            order, shape = self._tokens_first(value)
+            turned = self._call(aten.permute.default, copies[value], order)
+            parts.append(self._call(aten.reshape.default, turned, [*self.sizes, prod(shape[2:])]))
+        return parts[0] if len(parts) == 1 else self._call(aten.cat.default, parts, 2)
+
+    def taken_apart(self, whole: Node, values: Values) -> dict[Node, Node]:
+        """The values that an input was made of."""
+        found: dict[Node, Node] = {}
+        start = 0
+        for value in values:
+            order, shape = self._tokens_first(value)
+            end = start + prod(shape[2:])
+            part = whole if len(values) == 1 else self._call(aten.slice.Tensor, whole, 2, start, end)
+            part = self._call(aten.reshape.default, part, shape)
+            found[value] = self._call(
+                aten.permute.default, part, [order.index(dim) for dim in range(len(order))]
+            )
+            start = end
+        return found
+
+    def _tokens_first(self, value: Node) -> tuple[list[int], list[int]]:
+        """The order of dimensions with rows and tokens in front, and the shape that it gives."""
+        shape = list(value.meta["val"].shape)
+        first = [shape.index(size) for size in self.sizes]
+        order = [*first, *(dim for dim in range(len(shape)) if dim not in first)]
+        return order, [shape[dim] for dim in order]
+
+    def _call(self, target: Any, source: Any, argument: Any, *more: Any) -> Node:
+        """A change of order or shape, if it changes anything, or another call."""
+        value = source.meta["val"] if isinstance(source, Node) else None
+        is_same = value is not None and argument == [*value.shape] and target is aten.reshape.default
+        if is_same or (target is aten.permute.default and argument == sorted(argument)):
+            return source
+        arguments = (source, argument, *more)
+        node: Node = self.graph.call_function(target, arguments)
+        node.meta["val"] = target(*map_arg(arguments, lambda each: without_memory(each.meta["val"])))
+        return node
 
 
 def _signature(graph_module: GraphModule, graph: Graph) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -43,8 +44,8 @@ def outline_of(start: StartAdapter, longest: int) -> Outline:
         for parameter in model.parameters()
         if id(parameter) not in weights | biases and parameter is not table
     )
-    heads = int(getattr(config, "num_attention_heads", 1))
-    head_width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads = _largest(config, "num_attention_heads") or 1
+    head_width = _largest(config, "head_dim") or config.hidden_size // heads
     below = blocks_below(model, list(start.lora_a))
     head_shape = _shape(head) if isinstance(head, nn.Linear) else None
     return Outline(
@@ -53,7 +54,7 @@ def outline_of(start: StartAdapter, longest: int) -> Outline:
         blocks_below=below,
         heads=heads,
         head_width=head_width,
-        key_width=int(getattr(config, "num_key_value_heads", None) or heads) * head_width,
+        key_width=(_largest(config, "num_key_value_heads") or heads) * head_width,
         gelu=any("gelu" in str(getattr(config, name, "")) for name in _ACTIVATIONS),
         layers=_grouped(layers, blocks[:below]),
         head=head_shape,
@@ -66,6 +67,12 @@ def outline_of(start: StartAdapter, longest: int) -> Outline:
         parameters=parameter_count(model),
         longest=longest,
     )
+
+
+def _largest(config: Any, name: str) -> int:
+    """A number of a configuration, of which each layer may have its own; 0 if there is none."""
+    own = name in (getattr(config, "per_layer_attributes", None) or ())
+    return max(int(getattr(each, name, None) or 0) for each in (config.per_layer_config if own else [config]))
 
 
 def _grouped(layers: dict[str, nn.Linear], below: Sequence[str]) -> tuple[Layer, ...]:

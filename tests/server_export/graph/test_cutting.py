@@ -103,3 +103,17 @@ def test_without_points_to_cut_at_the_model_is_one_block() -> None:
 
     graph = rewritten_graph(Short(), (torch.zeros(ROWS, TOKENS, dtype=torch.long), torch.zeros(1)))
     assert len(cut(graph, [], table=None)) == 1
+
+
+class FirstLayer(Layer):
+    """One that isn't like the others."""
+
+    def forward(self, state: torch.Tensor, mask: torch.Tensor, lora_b: torch.Tensor | None) -> torch.Tensor:
+        return super().forward(state, mask, lora_b) @ self.up.weight
+
+
+def test_an_adapted_layer_that_isnt_like_the_others_is_no_part_of_the_embedding() -> None:
+    for adapted in (3, 4):
+        _, blocks = blocks_of(Model(FirstLayer(), *(Layer() for _ in range(3))), adapted)
+        assert not blocks[0].adapter
+        assert sum(len(block.adapter) for block in blocks) == adapted
