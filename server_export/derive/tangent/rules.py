@@ -558,3 +558,16 @@ def _sum(builder: Builder, source: Node, shape: tuple[int, ...], dim: int) -> No
     if dim % len(shape) == len(shape) - 1:
         return builder.total(source, builder.queries, *shape)
     return builder.call(aten.sum.dim_IntList, source, [_behind_queries(dim)], True)
+
+
+@_elementwise(aten.clamp.default)
+def _clamp(
+    builder: Builder, argument: Node, result: Node, least: Number | None = None, most: Number | None = None
+) -> Node:
+    slopes = []
+    if least is not None:
+        slopes.append(relu_slope(builder.call, builder.call(aten.sub.Tensor, argument, least)))
+    if most is not None:
+        below = builder.call(aten.add.Tensor, builder.product(argument, -1.0), most)
+        slopes.append(relu_slope(builder.call, below))
+    return builder.product(slopes[0], slopes[1]) if len(slopes) > 1 else slopes[0]

@@ -196,6 +196,8 @@ ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "relu": F.relu,
+    "clamp": lambda x: x.clamp(-0.4, 0.9),
+    "clamp below": lambda x: x.clamp(min=0.3),
     "square": lambda x: x**2,
     "cube": lambda x: x**3,
     "root": lambda x: x**0.5,
