@@ -297,11 +297,11 @@ class Blocks:
         Else every block would fault it in anew. It takes tens of kilobytes where weights are mapped, and is
         left out where they are not.
         """
-        number = min(1, len(self._files) - 1)
-        if self._files[number].packed is None:
+        first = 1  # behind the embedding
+        if self._files[first].packed is None:
             return None
-        role = next(iter(self.chain.kinds[self.chain.blocks[number].kind].methods))
-        return self._load(number, role, self._arena)
+        role = next(iter(self.chain.kinds[self.chain.blocks[first].kind].methods))
+        return self._load(first, role, self._arena)
 
     def _opened(self, path: Path) -> Any:
         with captured_stderr() as log:

@@ -29,6 +29,16 @@ _GEMMA3 = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
 }
+_PER_LAYER_INPUTS = {
+    "num_attention_heads": 8,
+    "head_dim": 256,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256,
+    "sliding_window": 512,
+    "final_logit_softcapping": 30.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
 # From each model's published config.json.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
@@ -90,6 +100,17 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "sliding_window": 1024,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "gemma3n-e2b": {
+        **_PER_LAYER_INPUTS,
+        "model_type": "gemma3n_text",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 10,
+        "vocab_size": 262400,
+        "max_position_embeddings": 32768,
     },
     "tinyllama-1.1b": {
         "model_type": "llama",

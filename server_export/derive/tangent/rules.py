@@ -586,9 +586,9 @@ def _cosine(builder: Builder, argument: Node, result: Node) -> Node:
 def _clamp(
     builder: Builder, argument: Node, result: Node, least: Number | None = None, most: Number | None = None
 ) -> Node:
-    slopes = [
-        None if least is None else relu_slope(builder.call, builder.call(aten.sub.Tensor, argument, least))
-    ]
+    slopes = []
+    if least is not None:
+        slopes.append(relu_slope(builder.call, builder.call(aten.sub.Tensor, argument, least)))
     if most is not None:
         below = builder.call(aten.add.Tensor, builder.product(argument, -1.0), most)
         slopes.append(relu_slope(builder.call, below))

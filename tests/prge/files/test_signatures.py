@@ -7,15 +7,19 @@ import pytest
 from prge.contract import STEP_ROLES
 from prge.files import signatures
 from prge.files.signatures import (
+    ALL_ROLES,
     BACK,
     BACK_SAVED,
     DECODE,
     OF_BACK,
     PREFILL,
+    PREFILL_BACK,
+    PREFILL_TANGENT,
     ROLES,
     SAVE,
     STACK,
     TANGENT,
+    Sharing,
     of_block,
     of_head,
 )  # fmt: skip
@@ -32,10 +36,12 @@ SIZES |= {
     "members": 3,
     "past": 17,
     "saved": 20,
+    "taken": 21,
+    "given": 22,
 }
 
 
-@pytest.mark.parametrize("name", ["_BLOCK", "_ATTENTION", "_TOKENS", "_HEAD"])
+@pytest.mark.parametrize("name", ["_BLOCK", "_ATTENTION", "_TAKEN", "_GIVEN", "_TOKENS", "_HEAD"])
 def test_every_word_of_the_table_is_a_tensor(name: str) -> None:
     for text in getattr(signatures, name).values():
         rest = signatures._TENSOR.sub("", text).replace("->", "")
@@ -49,6 +55,31 @@ def test_every_role_has_shapes_of_numbers(role: str, is_first: bool) -> None:
     for tensor in (*signature.inputs, *signature.outputs):
         assert all(number > 0 for number in tensor.shape(SIZES))
     assert ("tokens" in signature.needed(0)) == is_first != ("state" in signature.needed(0))
+
+
+@pytest.mark.parametrize("role", ALL_ROLES)
+def test_of_what_a_block_takes_only_values_that_change_have_derivatives(role: str) -> None:
+    is_back, is_tangent = role in (BACK, BACK_SAVED, PREFILL_BACK), role in (TANGENT, PREFILL_TANGENT)
+    sharing = Sharing(takes=(False, True, True), gives=1, past=(1, 2))
+    signature = of_block(role, attends=True, sharing=sharing)
+    asked, answered = signature.needed(0), signature.answers(0)
+    assert {"taken.0", "taken.1", "taken.2"} < asked
+    assert ("given.0" in answered) == (not is_back)
+    assert ("d_taken.1" in asked, "d_given.0" in answered) == (is_tangent, is_tangent)
+    assert ("slope_given.0" in asked, "slope_taken.2" in answered) == (is_back, is_back)
+    assert not {"d_taken.0", "slope_taken.0", "slope_keys"} & {*asked, *answered}
+    assert "keys" not in answered
+    for tensor in (*signature.inputs, *signature.outputs):
+        assert all(number > 0 for number in tensor.shape(SIZES))
+
+
+def test_a_past_that_doesnt_change_has_no_derivative() -> None:
+    sharing = Sharing(takes=(False, False), past=(0, 1))
+    tangent, back = (
+        of_block(role, attends=True, sharing=sharing) for role in (PREFILL_TANGENT, PREFILL_BACK)
+    )
+    assert "past_keys" in tangent.needed(0) & back.needed(0)
+    assert not {"d_past_keys", "slope_past_keys"} & {*tangent.needed(0), *back.answers(0)}
 
 
 def test_copies_and_rows_leave_a_stack_together() -> None:
