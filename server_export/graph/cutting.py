@@ -8,13 +8,16 @@ what is after the last one the head. Blocks of the same operators and shapes are
 weights they read, and whatever tables and adapters they are given.
 
 Some models have several values alive everywhere, such as streams beside the state, or keys and values that
-later layers read too. They are cut where a layer ends, and the state is all of these side by side.
+later layers read too. They are cut where a layer ends, and the state is all of these side by side. So is it
+before and behind experts, which are blocks of their own:
+
+    block   state -> [what experts see, shares, index, rest]        the next one   [what they say, rest] -> ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeAlias
 
@@ -22,6 +25,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from server_export.graph.experts import EXPERTS
 from server_export.graph.modules import as_module, attribute
 from server_export.graph.shapes import without_memory
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
@@ -41,7 +45,8 @@ class ModelBlock:
     `graph_module` has the placeholders `state` or what the model's graph takes, then `table_0`, ..., then the
     adapter's, and one output. `weights` are the names of its frozen tensors, in the order of their use;
     blocks of one kind use theirs in the same order. `tables` are the numbers of its tables, `adapter` its
-    placeholders of the model's adapter.
+    placeholders of the model's adapter. `experts` is the number of the layer whose experts come behind it;
+    `is_expert` says that it is one of them.
     """
 
     graph_module: GraphModule
@@ -49,6 +54,8 @@ class ModelBlock:
     tables: tuple[int, ...]
     adapter: tuple[str, ...]
     signature: tuple[Any, ...]
+    experts: int | None = None
+    is_expert: bool = False
 
 
 def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list[ModelBlock]:
@@ -68,10 +75,12 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     ends, repeats = _ends(alive, places, source, answer, adapter)
     if not repeats and (several := {*places, *_ends_of_layers(nodes)}):
         ends, _ = _ends(alive, sorted(several & {*alive}), source, answer, adapter)
-    starts = [(source,), *ends[:-1]]
+    sizes = tuple(source.meta["val"].shape)
     return [
-        _block(graph_module, start, end, adapter, table, start == (source,), tuple(source.meta["val"].shape))
-        for start, end in zip(starts, ends, strict=True)
+        replace(
+            _block(graph_module, start, end, adapter, table, start == (source,), sizes), experts=experts
+        )
+        for start, end, experts in _stretches(nodes, source, ends)
     ]
 
 
@@ -146,6 +155,34 @@ def _ends(
     shapes = [_frozen_shapes(end, start, adapter) for start, end in stretches]
     last, repeats = _last_of_blocks(shapes, answer[0].target is SOFTMAX_PARTS)
     return [stretches[index][1] for index in last], repeats
+
+
+def _stretches(
+    nodes: Sequence[Node], source: Node, ends: Sequence[Values]
+) -> Iterator[tuple[Values, Values, int | None]]:
+    """What blocks begin and end with, and the number of the experts behind them.
+
+    A layer is parted at its experts; what it does behind them joins the next one's beginning.
+    """
+    starts: Values = (source,)
+    for end in ends:
+        needed = _between(end, starts)
+        for experts in nodes:
+            if experts in needed and experts.target is EXPERTS:
+                states, shares, index, number, _ = experts.args
+                rest = _beside(nodes, source, experts)
+                yield starts, (states, shares, index, *rest), number
+                starts = (experts, *rest)
+        if starts[0].target is not EXPERTS or end is ends[-1]:
+            yield starts, end, None
+            starts = end
+
+
+def _beside(nodes: Sequence[Node], source: Node, experts: Node) -> Values:
+    """What passes by some experts: needed behind them, and computed without these and later ones."""
+    behind = reached(node for node in nodes[nodes.index(experts) :] if node.target is EXPERTS)
+    before = reached([source]) - behind
+    return tuple(node for node in nodes if node in before and behind.intersection(node.users) - {experts})
 
 
 def _between(ends: Values, starts: Values) -> set[Node]:
@@ -230,7 +267,8 @@ def _block(
     given = [node for node in order if node.op == "placeholder"]
     tables: dict[int, Node] = {}
     rows, tokens = sizes
-    if len(starts) == 1:
+    is_packed = len(starts) > 1 or starts[0].target is EXPERTS
+    if not is_packed:
         placeholder(starts[0], str(starts[0].target) if is_first else STATE)
     else:
         width = sum(each.meta["val"].numel() for each in starts) // (rows * tokens)
@@ -251,7 +289,7 @@ def _block(
     for node in given:
         if str(node.target) in adapter:
             placeholder(node, str(node.target))
-    if len(starts) > 1:
+    if is_packed:
         values |= _taken_apart(state, starts, sizes)
     for node in order:
         if node not in values and node.op != "get_attr":
@@ -261,10 +299,14 @@ def _block(
             values[node] = graph.node_copy(node, values.__getitem__)
     answers = [values[end] for end in ends]
     graph.output((answers[0] if len(ends) == 1 else _side_by_side(answers, sizes),))
+    return replace(whole_block(as_module(graph_module, graph)), tables=tuple(tables), adapter=trained)
+
+
+def whole_block(graph_module: GraphModule) -> ModelBlock:
+    """A graph that is a block as it is, without tables and adapter."""
+    graph = graph_module.graph
     weights = tuple(dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"))
-    return ModelBlock(
-        as_module(graph_module, graph), weights, tuple(tables), trained, _signature(graph_module, graph)
-    )
+    return ModelBlock(graph_module, weights, (), (), _signature(graph_module, graph))
 
 
 def _side_by_side(values: Sequence[Node], sizes: tuple[int, int]) -> Node:
@@ -272,7 +314,7 @@ def _side_by_side(values: Sequence[Node], sizes: tuple[int, int]) -> Node:
     parts = []
     for value in values:
         order, shape = _tokens_first(value, sizes)
-        turned = _call(aten.permute.default, value, order)
+        turned = _call(aten.permute.default, value, order) if order != sorted(order) else value
         parts.append(_call(aten.reshape.default, turned, [*sizes, prod(shape[2:])]))
     return _call(aten.cat.default, parts, 2)
 
@@ -284,8 +326,12 @@ def _taken_apart(state: Node, values: Sequence[Node], sizes: tuple[int, int]) ->
     for value in values:
         order, shape = _tokens_first(value, sizes)
         end = start + prod(shape[2:])
-        part = _call(aten.reshape.default, _call(aten.slice.Tensor, state, 2, start, end), shape)
-        found[value] = _call(aten.permute.default, part, [order.index(dim) for dim in range(len(order))])
+        part = _call(aten.slice.Tensor, state, 2, start, end)
+        if len(order) < len(shape):
+            found[value] = _call(aten.reshape.default, part, [*value.meta["val"].shape])
+        else:
+            part = _call(aten.reshape.default, part, shape)
+            found[value] = _call(aten.permute.default, part, [order.index(dim) for dim in range(len(order))])
         start = end
     return found
 
@@ -293,6 +339,8 @@ def _taken_apart(state: Node, values: Sequence[Node], sizes: tuple[int, int]) ->
 def _tokens_first(value: Node, sizes: tuple[int, int]) -> tuple[list[int], list[int]]:
     """The order of dimensions with rows and tokens in front, and the shape that it gives."""
     shape = list(value.meta["val"].shape)
+    if shape[0] == prod(sizes):
+        return list(range(len(shape))), [*sizes, *shape[1:]]
     first = [shape.index(size) for size in sizes]
     order = [*first, *(dim for dim in range(len(shape)) if dim not in first)]
     return order, [shape[dim] for dim in order]

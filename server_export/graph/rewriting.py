@@ -41,6 +41,17 @@ _CASTS = {
     aten.expand.default,
     aten.expand_as.default,
 }
+_VIEWS = {
+    aten.view.default,
+    aten.reshape.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.expand.default,
+}
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 
 
@@ -101,6 +112,20 @@ def _unwrap_quantized_weights(graph_module: GraphModule) -> None:
             constant.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(constant)
             graph.erase_node(node)
+
+
+def without_changes_in_place(graph: Graph) -> None:
+    """Let arithmetic that writes over its first argument answer another value, in place; views are left."""
+    nodes = list(graph.nodes)
+    for place, node in enumerate(nodes):
+        library, name, *overload = [*str(node.target).split("."), "", ""]
+        plain = getattr(getattr(aten, name.removesuffix("_"), None), overload[0], None)
+        if node.op != "call_function" or library != "aten" or not name.endswith("_") or plain is None:
+            continue
+        changed, behind = node.args[0], {*nodes[place + 1 :]}
+        if not _VIEWS.intersection(each.target for each in (changed, *changed.users)):
+            node.target = plain
+            changed.replace_all_uses_with(node, delete_user_cb=behind.__contains__)
 
 
 def remove_identities(graph: Graph) -> None:

@@ -19,6 +19,7 @@ from server_export.graph.modules import give_memory
 from server_export.graph.rewriting import rewrite
 from server_export.graph.rotation import turn_by_layers
 from server_export.model.adapted import CallInputs, conv1d_names, convert_conv1d, insert_lora
+from server_export.model.experts import expert_blocks, expert_layers
 from server_export.model.files import ModelFiles
 from server_export.model.frozen import ADAPTER_WEIGHT, Frozen, freeze
 from server_export.model.loading import LoadedModel
@@ -26,7 +27,7 @@ from server_export.model.positions import first_position
 from server_export.model.quantization import GROUP_SIZE, QuantizationReport
 from server_export.model.readout import cut_head
 from server_export.model.tables import TABLE, ModelTables, make_rotary_tables
-from server_export.model.traced import COPIES, WHOLE_PREFIX, trace
+from server_export.model.traced import BATCH, COPIES, TOKENS, WHOLE_PREFIX, trace
 from server_export.model.weights import Weights
 
 _BASE = ".base."
@@ -160,7 +161,13 @@ def build_chain(
     make_rotary_tables(model, tables)
     trained = matrices(modules)
     traced = trace(model, inputs, tables, trained, outline.is_decoder, first_position(model), copies)
-    blocks = cut(traced.graph_module, set(traced.adapter), TABLE)
+    layers = [*expert_layers(model).items()]
+    blocks = []
+    for block in cut(traced.graph_module, set(traced.adapter), TABLE):
+        blocks.append(block)
+        if block.experts is not None:
+            name, module = layers[block.experts]
+            blocks += expert_blocks(WHOLE_PREFIX + name, module, copies * BATCH, TOKENS)
     blocks += blocks[-1:] * (len(head_rows) - 1)
     kind_of = kinds(blocks)
     end = len(blocks) - len(head_rows)

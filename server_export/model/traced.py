@@ -18,7 +18,8 @@ from torch.fx import GraphModule
 from prge.contract import Matrix
 from server_export.graph.modules import remove_unused_attributes
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
-from server_export.model import attention
+from server_export.graph.rewriting import without_changes_in_place
+from server_export.model import attention, experts
 from server_export.model.adapted import CallInputs
 from server_export.model.tables import ModelTables
 
@@ -86,7 +87,7 @@ class _Whole(nn.Module):
 
 
 def trace(
-    model: nn.Module,
+    model: Any,
     inputs: CallInputs,
     tables: ModelTables,
     adapter: Sequence[Matrix],
@@ -110,6 +111,11 @@ def trace(
     """
     attention.register()
     model.set_attn_implementation(attention.NAME)
+    if layers := experts.expert_layers(model):
+        experts.register()
+        model.set_experts_implementation(experts.NAME)
+        for number, layer in enumerate(layers.values()):
+            layer.number = number
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.tables = tables
@@ -122,6 +128,7 @@ def trace(
         shift = torch.empty(rows, TOKENS, 1)
         exported = torch.export.export(whole, (tokens, beside, shift, *trained), strict=False)
     graph_module = exported.module(check_guards=False)
+    without_changes_in_place(graph_module.graph)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
