@@ -43,7 +43,7 @@ class Source:
             BundleError: there are none, or not as many as the configuration asks for.
         """
         fetch_weights(self.files)
-        check_size(self.files, self.loaded.model)
+        check_size(self.files, self.loaded.model, self.loaded.part_of)
         if self.files.revision:
             return self
         loaded = replace(self.loaded, sha256=self.files.sha256())

@@ -145,7 +145,7 @@ def test_integers_are_a_quantized_model_unless_they_are_old_masks(tmp_path: Path
         ({"n_layer": 10**6}, "from 1 to 512"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"num_labels": 10**8}, "num_labels is 100000000, must be at most 65536"),
-        ({"unheard_of": 10**9}, "unheard_of is 1000000000"),
+        ({"unheard_of": 10**10}, "unheard_of is 10000000000"),
         ({"inner": {"rope": [{"factor": 10**50}]}}, "factor is 1000"),
         ({"hidden_size": 10**200}, "a number of 201 digits"),
         ({"eps": float("nan")}, "NaN"),
@@ -182,6 +182,8 @@ def test_usual_numbers_pass(tmp_path: Path) -> None:
         "layer_types": ["full_attention"] * 126,
         "use_cache": True,
         "n_inner": None,
+        "vocab_size_per_layer_input": 262_144,
+        "max_pixels": 1 << 28,
     }
     assert read_config(find_files(str(write_model(tmp_path, config)))) == config
 
