@@ -2,9 +2,9 @@
 
     before   [what experts see, shares, index, rest]        behind   [what they say, rest]
 
-An expert takes what it sees of a token with the token's share behind it, and answers its part of the sum: the
-product with the share is inside of its program, and so are all derivatives. Tokens are gathered, answers added
-up, one expert after the other, so that a sum's bits depend on nothing else.
+An expert takes what it sees of a token with the token's share behind it, and answers its part of the sum:
+the product with the share is inside of its program, and so are all derivatives. Tokens are gathered, answers
+added up, one expert after the other, so that a sum's bits depend on nothing else.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ class Routing:
         return self.leaving - self.said
 
     @property
+    def read(self) -> int:
+        """Numbers of a state that experts and their way back read."""
+        return self.entering - self.rest
+
+    @property
     def chosen(self) -> int:
         """Experts of a token."""
         return (self.entering - self.seen - self.rest) // 2
@@ -82,7 +87,7 @@ class Routing:
     def behind(self, states: FloatArray) -> FloatArray:
         """States [..., tokens, leaving] to which no expert has added."""
         result = np.zeros((*states.shape[:-1], self.leaving), np.float32)
-        result[..., self.said :] = states[..., self.entering - self.rest :]
+        result[..., self.said :] = states[..., self.read :]
         return result
 
     def forward(self, states: FloatArray, run: Run, *tangents: FloatArray) -> list[FloatArray]:
@@ -104,12 +109,12 @@ class Routing:
         """Slope [tokens, entering] of the states before the experts, from that [tokens, leaving] behind.
 
         Args:
-            states: f32 [tokens, entering].
+            states: f32 [tokens, entering]; what passes by may be left out.
             slope: of a loss.
             run: the way back of an expert, of states and slope.
         """
-        found = np.zeros_like(states)
-        found[:, self.entering - self.rest :] = slope[:, self.said :]
+        found = np.zeros((len(states), self.entering), np.float32)
+        found[:, self.read :] = slope[:, self.said :]
         for expert, tokens, places in self.choices(states):
             (own,) = run(expert, self.gathered(states, tokens, places), slope[tokens, : self.said])
             found[tokens, : self.seen] += own[:, :-1]

@@ -17,7 +17,7 @@ from prge.learning.vocabulary import Reading
 from server_export.graph.modules import replace_tensor
 from server_export.lower.chain import LoweredChain
 from server_export.model.chain import ModelChain
-from server_export.model.eager import EagerBlock
+from server_export.model.eager import EagerBlock, through_experts
 from server_export.model.loading import load_model
 from server_export.model.readout import log_probabilities
 from server_export.quiet import quiet_engine
@@ -119,9 +119,12 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
 def _answers(chain: ModelChain, tokens: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
     """What the blocks compute one after the other; `beside` is of a head, or of an encoder's attention."""
     state, done = tokens, count_parts(chain.end)
-    for number in range(chain.end):
-        state = EagerBlock(chain, number).answer(state, beside)
-        done()
+    for turn in chain.turns(chain.end):
+        if chain.blocks[turn.start].is_expert:
+            (state,) = through_experts(chain, turn, [state])
+        else:
+            state = EagerBlock(chain, turn.start).answer(state, beside)
+        done(len(turn))
     if not chain.is_decoder:
         return state
     every = slice(None)

@@ -11,7 +11,7 @@ Some models have several values alive everywhere, such as streams beside the sta
 later layers read too. They are cut where a layer ends, and the state is all of these side by side. So is it
 before and behind experts, which are blocks of their own:
 
-    block   state -> [what experts see, shares, index, rest]        the next one   [what they say, rest] -> ...
+    block   state -> [what experts see, shares, index, rest]     next block   [what they say, rest] -> ...
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
         ends, _ = _ends(alive, sorted(several & {*alive}), source, answer, adapter)
     sizes = tuple(source.meta["val"].shape)
     return [
-        replace(
-            _block(graph_module, start, end, adapter, table, start == (source,), sizes), experts=experts
-        )
+        replace(_block(graph_module, start, end, adapter, table, start == (source,), sizes), experts=experts)
         for start, end, experts in _stretches(nodes, source, ends)
     ]
 

@@ -2,8 +2,8 @@
 
     experts(states [..., in], shares [..., chosen], index f32 [..., chosen], number, out) -> [..., out]
 
-A token's answer is the sum of what its chosen experts make of it, each times its share. The operator is traced
-and never run: `prge.learning.experts` brings tokens to experts and adds up what they answer.
+A token's answer is the sum of what its chosen experts make of it, each times its share. The operator is
+traced and never run: `prge.learning.experts` brings tokens to experts and adds up what they answer.
 """
 
 from __future__ import annotations

@@ -90,6 +90,7 @@ def lower_roles(
     is_head: bool,
     cache: ProgramCache | None = None,
     done: Callable[[float], object] = lambda share: None,
+    saves: bool = True,
 ) -> LoweredRoles:
     """Lower a kind of block for some roles.
 
@@ -102,11 +103,12 @@ def lower_roles(
         is_head: whether it is a decoder's head.
         cache: of programs; None: lower in any case.
         done: is told which further share of this is done.
+        saves: whether roles beside `back` save what it needs.
 
     Raises:
         BundleError: an operator has no derivative, or ExecuTorch refuses a method.
     """
-    graphs = role_graphs(graph_module, adapter, roles, is_head)
+    graphs = role_graphs(graph_module, adapter, roles, is_head, saves)
     methods = {role: _interface(graph, role, adapter, is_head) for role, graph in graphs.items()}
     shared = {*stored, *(name for weight in stored for name in transposed_names(weight))}
     constants: dict[str, torch.Tensor] = {}
@@ -128,9 +130,13 @@ def lower_roles(
 
 
 def role_graphs(
-    graph_module: GraphModule, adapter: Mapping[str, Matrix], roles: Collection[str], is_head: bool
+    graph_module: GraphModule,
+    adapter: Mapping[str, Matrix],
+    roles: Collection[str],
+    is_head: bool,
+    saves: bool = True,
 ) -> dict[str, GraphModule]:
-    """The graphs of a kind's roles, in marker sizes; beside `back` those that save what it needs."""
+    """The graphs of a kind's roles, in marker sizes; beside `back` others that save what it needs."""
     frozen = [] if any(m.letter == "a" for m in adapter.values()) else list(adapter)
     several, one_copy = graph_module, with_size(graph_module, COPIES, 1)
     if is_head:
@@ -146,7 +152,9 @@ def role_graphs(
         joint = backpropagate(one_copy, wanted, list(adapter), TOKENS, with_answer=True)
         # A head is read with a shift by what is known of the words so far, and goes back with one by all.
         parts = partition(joint, 1 if is_head else BATCH, TOKENS, ["shift"])
-        graphs |= {BACK: parts.back, SAVE: parts.save, BACK_SAVED: parts.back_saved}
+        graphs[BACK] = parts.back
+        if saves:
+            graphs |= {SAVE: parts.save, BACK_SAVED: parts.back_saved}
     one_row = with_size(one_copy, BATCH, 1)
     if PREFILL in roles and not is_head:
         graphs[PREFILL] = continued(one_row, frozen, 1, TOKENS, PAST)

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from prge.contract import AdaptedModule, Matrix, matrices
 from prge.errors import BundleError
 from prge.learning.vocabulary import pieces_of
-from server_export.graph.cutting import ModelBlock, cut, kinds
+from server_export.graph.cutting import STATE, ModelBlock, cut, kinds
 from server_export.graph.modules import give_memory
 from server_export.graph.rewriting import rewrite
 from server_export.graph.rotation import turn_by_layers
@@ -107,6 +107,20 @@ class ModelChain:
         """The same blocks, whose frozen weights are of another scheme."""
         return replace(self, kinds=_kinds(self.blocks, self.kind_of, scheme, self.end), scheme=scheme)
 
+    def state_widths(self, number: int) -> tuple[int, int]:
+        """Widths of what enters and leaves a block with a state."""
+        graph = self.blocks[number].graph_module.graph
+        (state,), (answer,) = graph.find_nodes(op="placeholder", target=STATE), graph.output_node().args[0]
+        return state.meta["val"].shape[-1], answer.meta["val"].shape[-1]
+
+    def turns(self, count: int) -> list[range]:
+        """The first blocks in order, the experts of a layer together."""
+        found: list[range] = []
+        for number, block in enumerate(self.blocks[:count]):
+            starts = not block.is_expert or not self.blocks[number - 1].is_expert
+            found.append(range(number if starts else found.pop().start, number + 1))
+        return found
+
     def tensors(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors that a block's kind reads, made of the block's weights.
 
@@ -114,13 +128,16 @@ class ModelChain:
             BundleError: the files lack a weight, or it isn't finite.
         """
         rows = self.head_rows[number - self.end] if number >= self.end else None
-        read = [self._read(name.removeprefix(WHOLE_PREFIX), rows) for name in self.blocks[number].weights]
+        block = self.blocks[number]
+        read = [self._read(name.removeprefix(WHOLE_PREFIX), rows, block.is_expert) for name in block.weights]
         return dict(self.kinds[self.kind_of[number]].frozen.tensors(read))
 
-    def _read(self, name: str, rows: Sequence[int] | None) -> torch.Tensor:
+    def _read(self, name: str, rows: Sequence[int] | None, of_expert: bool) -> torch.Tensor:
         layer, _, part = name.rpartition(".")
         if part == ADAPTER_WEIGHT:
             return self.lora_a[layer]
+        if of_expert and part.isdigit():
+            return self.weights.read(layer, range(int(part), int(part) + 1))[0]
         return self.weights.read(name.replace(_BASE, "."), rows if layer == self.head else None)
 
 

@@ -1,7 +1,7 @@
 """Experts as transformers calls them, and each as a block: its own part of the layer's stacked weights.
 
-transformers asks a registered function for what the experts of a layer say, as it does for attention. What
-tells one expert's layers is what its own such functions read of a module of experts: which weights it has, how
+transformers asks a registered function for what the experts of a layer say, as it does for attention. What an
+expert computes is told by what its own such functions read of a module of experts: which weights it has, how
 they lie, and `_apply_gate`, a private name that they all call.
 """
 

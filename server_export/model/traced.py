@@ -17,8 +17,8 @@ from torch.fx import GraphModule
 
 from prge.contract import Matrix
 from server_export.graph.modules import remove_unused_attributes
-from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.graph.rewriting import without_changes_in_place
+from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention, experts
 from server_export.model.adapted import CallInputs
 from server_export.model.tables import ModelTables
