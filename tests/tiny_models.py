@@ -69,6 +69,8 @@ _ENCODER = {**_COMMON, "type_vocab_size": 2}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertConfig", _ENCODER),
     "roberta": ("RobertaConfig", {**_ENCODER, "pad_token_id": 1, "bos_token_id": 0, "type_vocab_size": 1}),
+    # One layer, used three times.
+    "albert": ("AlbertConfig", {**_ENCODER, "embedding_size": 32, "num_hidden_layers": 3}),
     "distilbert": (
         "DistilBertConfig",
         {

@@ -77,6 +77,8 @@ class Blocks:
         self._roles = {STACK, *roles}
         if BACK in self._roles and backend.name == "native":
             self._roles |= {*OF_BACK}
+        # A layer that is used again is loaded once, as the first block with its weights.
+        self._first = self.chain.first_of_weights
         # Methods by block and role, those of the block that was used last at the end.
         self._loaded: dict[int, dict[str, Any]] = {}
         self._spare: dict[int, list[Array]] = {}
@@ -102,8 +104,8 @@ class Blocks:
                 raise foreign_program(bundle.file(self.chain.kinds[block.kind].program), problems)
         is_native = backend.name == "native"
         self._packed = PackedFiles(tell) if is_native else None
-        self._files = [self._weights(number) for number in range(len(self.chain.blocks))]
-        for number, file in enumerate(self._files):
+        self._files = {number: self._weights(number) for number in dict.fromkeys(self._first)}
+        for number, file in self._files.items():
             if file.packed is None:
                 self._try(number)
         self._arena = self._new_arena() if is_native else None
@@ -149,8 +151,8 @@ class Blocks:
         if self._packed is None:
             return 0
         weights = sum(
-            size * (1 if file.packed else len(self._roles))
-            for size, file in zip(self._bytes, self._files, strict=True)
+            self._bytes[number] * (1 if file.packed else len(self._roles))
+            for number, file in self._files.items()
         )
         if self._memory is not None:
             return max(0, self._memory - weights)
@@ -231,12 +233,12 @@ class Blocks:
         if self._memory is None or number == before:
             return
         following = number + 1 if number > before else number - 1
-        if not 0 <= following < len(self._files) or self._loaded.get(following):
+        if not 0 <= following < len(self._first) or self._loaded.get(self._first[following]):
             return
         if self.chain.is_expert(following):
             # It may be that no token asks for it.
             return
-        path = self._files[following].packed
+        path = self._files[self._first[following]].packed
         if path is not None and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError), path.open("rb") as stream:
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
@@ -255,11 +257,12 @@ class Blocks:
 
     def method(self, number: int, role: str) -> Any:
         """A block's method, loaded; it stays so until the next one is asked for."""
-        methods = self._loaded[number] = self._loaded.pop(number, {})
+        first = self._first[number]
+        methods = self._loaded[first] = self._loaded.pop(first, {})
         if role not in methods:
-            self._make_room(number)
-            methods = self._loaded.setdefault(number, methods)
-            methods[role] = self._load(number, role, self._arena)
+            self._make_room(first)
+            methods = self._loaded.setdefault(first, methods)
+            methods[role] = self._load(first, role, self._arena)
         self._read_ahead(number)
         return methods[role]
 

@@ -202,8 +202,11 @@ class Chain:
     def _problems(self) -> Iterator[str]:
         if not 2 <= len(self.blocks) <= _MOST_BLOCKS:
             yield f"it has {len(self.blocks)} blocks, must be 2 to {_MOST_BLOCKS}"
-        if len({block.weights for block in self.blocks}) < len(self.blocks):
-            yield "blocks share a weights file"
+        for number, first in enumerate(self.first_of_weights):
+            one, other = self.blocks[first], self.blocks[number]
+            is_layer = 0 < first < self.end and number < self.end
+            if first < number and not (is_layer and (one.kind, one.modules) == (other.kind, other.modules)):
+                yield f"blocks {first} and {number} share a weights file and aren't one layer"
         if self.pooling not in POOLINGS:
             yield f"pooling is {shown(self.pooling)}, must be one of {', '.join(POOLINGS)}"
         words, pieces = self.vocabulary_size, len(self.blocks) - self.end
@@ -230,7 +233,7 @@ class Chain:
                 yield f"a table is {shown(table)}"
         if len({module.trains_a for module in self.modules}) > 1:
             yield "some of its modules train lora_a, others don't"
-        used = sorted(number for block in self.blocks for number in block.modules)
+        used = sorted({number for block in self.blocks for number in block.modules})
         if not used:
             yield "no block has an adapted module: there is nothing to train"
         if used != list(range(len(self.modules))):
@@ -315,12 +318,23 @@ class Chain:
             return len(kinds)
         return next((n + 1 for n in reversed(range(len(kinds))) if kinds[n] != kinds[-1]), 0)
 
+    @property
+    def first_of_weights(self) -> list[int]:
+        """For each block the number of the first one with its weights file: some models share layers."""
+        first: dict[str, int] = {}
+        return [first.setdefault(block.weights, number) for number, block in enumerate(self.blocks)]
+
     def loaded_bytes(self, size: Callable[[str], int]) -> list[int]:
         """Bytes that each block's weights take while it is loaded, by the size of a file.
 
-        The first block's are tables, whose rows are read where they lie.
+        The first block's are tables, whose rows are read where they lie; those that were loaded for a block
+        before are there already.
         """
-        return [size(block.weights) if number else 0 for number, block in enumerate(self.blocks)]
+        first = self.first_of_weights
+        return [
+            size(block.weights) if number and first[number] == number else 0
+            for number, block in enumerate(self.blocks)
+        ]
 
     @property
     def piece_words(self) -> int:

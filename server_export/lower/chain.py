@@ -80,9 +80,14 @@ def lower_chain(
     place = {first: number for number, first in enumerate(chain.kinds)}
     number_of = {module.name: number for number, module in enumerate(chain.modules)}
     blocks = []
+    written: dict[tuple[int, tuple[str, ...]], str] = {}
     for number, block in enumerate(chain.blocks):
         kind, path = place[chain.kind_of[number]], f"{WEIGHTS}/{_block_name(chain, number)}.ptd"
-        lowered[kind].write(folder / path, chain.tensors(number))
+        if number < chain.end:
+            # A layer that is used again has the file of its first use.
+            path = written.setdefault((kind, block.weights), path)
+        if not (folder / path).exists():
+            lowered[kind].write(folder / path, chain.tensors(number))
         modules = tuple(number_of[layer] for layer in _layers(chain, block))
         blocks.append(manifest.Block(kind, path, block.tables, modules))
         part()

@@ -54,7 +54,8 @@ class Weights:
             raise BundleError(f"{self.files.name} lacks {name}", remedy="give a complete checkpoint")
         source = self._sources[known]
         if source.conversion is None:
-            tensor = self._stored(*source.stored.values(), rows)
+            (stored,) = source.stored.values()
+            tensor = self._stored(stored, rows)
         else:
             tensor = source.made(self._stored, self._config, rows)[known]
         tensor = tensor.to(torch.float32)

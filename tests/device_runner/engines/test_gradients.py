@@ -64,7 +64,7 @@ def flat(matrices: Mapping[str, Any]) -> Array:
     [
         ("llama", ""),
         *rest(*((name, "") for name in ("llama lora", *ARCHITECTURES)), ("bert", "mean"), ("bert", "first")),
-        *rest(("bert lora", "mean")),
+        *rest(("bert lora", "mean"), ("albert", "mean"), ("albert lora", "mean")),
     ],
 )
 def test_in_float32_it_is_autograds_but_for_rounding(
