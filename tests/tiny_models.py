@@ -85,6 +85,38 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ARCHITECTURES = tuple([*DECODERS, *ENCODERS])
+# Mixtures of experts: routers that choose before a softmax or behind it, with sums of what was chosen or a
+# bias for the choice, an expert that all tokens have, a layer without experts.
+_EXPERTS = {**_GROUPED, "intermediate_size": 48, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe": ("OlmoeConfig", {**_EXPERTS, "num_experts": 8, "num_hidden_layers": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**_EXPERTS, "moe_intermediate_size": 48, "num_experts": 8, "head_dim": 32, "norm_topk_prob": True},
+    ),
+    "granitemoe": ("GraniteMoeConfig", {**_EXPERTS, "num_local_experts": 8, "residual_multiplier": 0.7}),
+    "mixtral": ("MixtralConfig", {**_EXPERTS, "num_local_experts": 8}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            **_EXPERTS,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+            "num_experts": 8,
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            **_EXPERTS,
+            "moe_intermediate_size": 48,
+            "num_experts": 8,
+            "num_hidden_layers": 2,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention"],
+        },
+    ),
+}
 # One whose layers have names that PEFT has no usual choice among.
 UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {"persimmon": ("PersimmonConfig", _COMMON)}
 
@@ -104,7 +136,7 @@ def make_config(architecture: str, **changes: Any) -> Any:
     """The transformers configuration of a tiny model."""
     import transformers
 
-    name, settings = {**DECODERS, **ENCODERS, **UNUSUAL}[architecture]
+    name, settings = {**DECODERS, **ENCODERS, **EXPERTS, **UNUSUAL}[architecture]
     return getattr(transformers, name)(**{**settings, **changes})
 
 
@@ -125,6 +157,9 @@ def make_model(architecture: str, seed: int = 0, *, head: bool = True, **changes
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.normal_(std=0.5 * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.normal_(std=0.1)
     return model.requires_grad_(False)
 
 

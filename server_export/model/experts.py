@@ -59,7 +59,7 @@ class _Expert(nn.Module):
     def __init__(self, name: str, module: Any, number: int) -> None:
         super().__init__()
         self.experts, self.path, self.number = [module], name, number
-        for weight in _weight_names(module):
+        for weight in weight_names(module):
             self._place(f"{name}.{weight}").register_parameter(
                 str(number), nn.Parameter(torch.empty(module.get_parameter(weight).shape[1:], device="meta"))
             )
@@ -94,7 +94,7 @@ class _Expert(nn.Module):
         )
 
 
-def _weight_names(module: Any) -> list[str]:
+def weight_names(module: Any) -> list[str]:
     """Names of the weights that each expert of a module has a part of."""
     count = module.down_proj.shape[0]
     return [
@@ -112,7 +112,7 @@ def expert_blocks(name: str, module: Any, rows: int, tokens: int) -> Iterator[Mo
         module: of the experts.
         rows, tokens: of a state.
     """
-    seen = module.get_parameter(_weight_names(module)[0]).shape[-2 if module.is_transposed else -1]
+    seen = module.get_parameter(weight_names(module)[0]).shape[-2 if module.is_transposed else -1]
     state = torch.empty(rows, tokens, seen + 1, device="meta")
     with torch.device("meta"), torch.no_grad():
         exported = torch.export.export(_Expert(name, module, 0).eval(), (state,), strict=False)
