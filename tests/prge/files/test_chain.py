@@ -174,7 +174,7 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda b: b["blocks"].__delitem__(slice(1, None)), "it has 1 blocks, must be 2 to 1024"),
+        (lambda b: b["blocks"].__delitem__(slice(1, None)), "it has 1 blocks, must be 2 to 16384"),
         (lambda b: b["blocks"].extend(b["blocks"] * 500), "it has 2004 blocks"),
         (lambda b: b.update(pooling="last"), "pooling is 'last', must be one of mean, first"),
         (lambda b: b.update(readout="logits"), "readout is 'logits'"),
@@ -230,6 +230,8 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
         (lambda b: _adapt_instead(b, 0), "block 0, the first or a head, has adapted modules"),
         (lambda b: _adapt_instead(b, 3), "block 3, the first or a head, has adapted modules"),
         (_adapt_nothing, "no block has an adapted module: there is nothing to train"),
+        (lambda b: b["kinds"][1].update(experts=True), "block 1, an expert, has modules or tables"),
+        (lambda b: b["kinds"][0].update(experts=True), "block 0, an expert, .* or is the first or the last"),
     ],
 )
 def test_a_chain_that_no_engine_can_run_is_refused(change: Change, told: str) -> None:
