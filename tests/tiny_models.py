@@ -86,7 +86,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ARCHITECTURES = tuple([*DECODERS, *ENCODERS])
 # Mixtures of experts: routers that choose before a softmax or behind it, with sums of what was chosen or a
-# bias for the choice, an expert that all tokens have, a layer without experts.
+# bias for the choice, an expert that all tokens have.
 _EXPERTS = {**_GROUPED, "intermediate_size": 48, "num_experts_per_tok": 2, "num_hidden_layers": 1}
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeConfig", {**_EXPERTS, "num_experts": 8, "num_hidden_layers": 2}),
@@ -111,9 +111,8 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             **_EXPERTS,
             "moe_intermediate_size": 48,
             "num_experts": 8,
-            "num_hidden_layers": 2,
-            "num_dense_layers": 1,
-            "layer_types": ["conv", "full_attention"],
+            "num_dense_layers": 0,
+            "layer_types": ["full_attention"],
         },
     ),
 }

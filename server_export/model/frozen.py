@@ -170,8 +170,11 @@ def _tensor(graph_module: GraphModule, name: str, shape: tuple[int, ...], dtype:
 
 
 def _is_frozen_layer(node: Node) -> bool:
+    """Whether it is a layer whose weights are many enough to be rounded: one with a single output isn't."""
     weight = node.args[1]
-    return isinstance(weight, Node) and weight.op == "get_attr" and not _is_of_adapter(str(weight.target))
+    if not isinstance(weight, Node) or weight.op != "get_attr" or len(weight.meta["val"]) == 1:
+        return False
+    return not _is_of_adapter(str(weight.target))
 
 
 def _chooses(layer: Node) -> bool:
