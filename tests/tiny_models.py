@@ -71,6 +71,11 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("RobertaConfig", {**_ENCODER, "pad_token_id": 1, "bos_token_id": 0, "type_vocab_size": 1}),
     # One layer, used three times.
     "albert": ("AlbertConfig", {**_ENCODER, "embedding_size": 32, "num_hidden_layers": 3}),
+    # The first layer lacks a norm; a window on both sides.
+    "modernbert": (
+        "ModernBertConfig",
+        {**_COMMON, "num_hidden_layers": 4, "global_attn_every_n_layers": 2, "local_attention": 2 * WINDOW},
+    ),
     "distilbert": (
         "DistilBertConfig",
         {
@@ -116,6 +121,36 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Decoders with several values alive between layers, of which the last two use keys and values of the others.
+_SHARING = {
+    **_GEMMA,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+}
+SHARING: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **{name: value for name, value in _SHARING.items() if name != "query_pre_attn_scalar"},
+            "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0],
+            "altup_num_inputs": 3,
+            "laurel_rank": 4,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            **{name: value for name, value in _SHARING.items() if name != "query_pre_attn_scalar"},
+            "global_head_dim": 32,
+            "use_double_wide_mlp": True,
+        },
+    ),
+}
 # One whose layers have names that PEFT has no usual choice among.
 UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {"persimmon": ("PersimmonConfig", _COMMON)}
 
@@ -135,7 +170,7 @@ def make_config(architecture: str, **changes: Any) -> Any:
     """The transformers configuration of a tiny model."""
     import transformers
 
-    name, settings = {**DECODERS, **ENCODERS, **EXPERTS, **UNUSUAL}[architecture]
+    name, settings = {**DECODERS, **SHARING, **ENCODERS, **EXPERTS, **UNUSUAL}[architecture]
     return getattr(transformers, name)(**{**settings, **changes})
 
 

@@ -29,6 +29,7 @@ from device_runner.engines.interfaces import (
     problems_of,
     read_heads,
     read_saved,
+    read_shared,
     read_widths,
 )
 from device_runner.engines.packed_files import HashedFile, PackedFiles
@@ -98,6 +99,7 @@ class Blocks:
             read_widths(self.chain, self._programs),
             read_heads(self.chain, self._programs),
             read_saved(self.chain, self._programs),
+            read_shared(self.chain, self._programs),
         )
         for number, block in enumerate(self.chain.blocks):
             if problems := [*problems_of(self.chain, self._shapes, self._programs, number)]:
@@ -136,6 +138,10 @@ class Blocks:
     def routing(self, number: int) -> Routing:
         """How states lie around the experts of a layer, by the first one's number."""
         return self._shapes.routings[number]
+
+    def shared_width(self, value: int) -> int:
+        """Width of a shared value."""
+        return self._shapes.shared[value]
 
     def saved_widths(self, number: int) -> Mapping[str, int]:
         """Widths by name of the values that a block saves for the way back."""

@@ -13,7 +13,7 @@ from typing import Any
 from device_runner.engines.base import DTYPES, Tensors
 from device_runner.engines.tables import Tables
 from prge.contract import LARGEST_SIZE
-from prge.files.chain import PAST_KEYS, PAST_VALUES, TABLE, Bounds, Chain
+from prge.files.chain import GIVEN, PAST_KEYS, PAST_VALUES, TABLE, TAKEN, Bounds, Chain
 from prge.files.signatures import DECODE, PREFILL, SAVE, STACK
 from prge.learning.experts import Routing
 
@@ -30,6 +30,7 @@ class Shapes:
         widths: of the states that enter and leave every block; 0 where none does.
         heads: of the keys and values of every block.
         saved: of every block's saved values, by name.
+        shared: of every shared value.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Shapes:
         widths: Sequence[tuple[int, int]],
         heads: Sequence[AttentionHeads],
         saved: Sequence[Mapping[str, int]],
+        shared: Sequence[int] = (),
     ) -> None:
         self._chain = chain
         self._tables = tables
@@ -46,6 +48,7 @@ class Shapes:
         self.routings = read_routings(chain, widths)
         self.heads = heads
         self.saved = saved
+        self.shared = shared
 
     def of(
         self, number: int, role: str, name: str, sizes: Bounds, is_output: bool = False
@@ -73,6 +76,10 @@ class Shapes:
             numbers["words"] = chain.piece_words
         if name in self.saved[number]:
             numbers["saved"] = self.saved[number][name]
+        elif TAKEN in name:
+            numbers["taken"] = self.shared[block.takes[_index(name)]]
+        elif GIVEN in name:
+            numbers["given"] = self.shared[chain.gives(number)[_index(name)]]
         elif "." in name:
             module = chain.modules[block.modules[_index(name)]]
             numbers |= {"rank": module.rank, "in": module.in_features, "out": module.out_features}
@@ -124,6 +131,20 @@ def read_saved(chain: Chain, programs: Sequence[Any]) -> list[dict[str, int]]:
     return found
 
 
+def read_shared(chain: Chain, programs: Sequence[Any]) -> list[int]:
+    """Widths of all shared values, as the programs that give them have them; 0 of no tensor."""
+    found = []
+    for value, maker in enumerate(chain.shared):
+        method, program = (
+            chain.kinds[chain.blocks[maker].kind].methods[STACK],
+            programs[chain.blocks[maker].kind],
+        )
+        name = f"{GIVEN}{chain.gives(maker).index(value)}"
+        tensors = program.signature(STACK).outputs if STACK in program.methods else []
+        found.append(_width(method.outputs, tensors, name))
+    return found
+
+
 def read_widths(chain: Chain, programs: Sequence[Any]) -> list[tuple[int, int]]:
     """Widths of the states that enter and leave every block, as its program has them; 0 where none does."""
     widths = []
@@ -167,6 +188,14 @@ def problems_of(chain: Chain, shapes: Shapes, programs: Sequence[Any], number: i
         yield f"it takes states of width {widths[number][0]}, the block before gives {widths[before][1]}"
     if chain.is_encoder and number == len(widths) - 1 and widths[number][1] != chain.width:
         yield f"it gives states of width {widths[number][1]}, the manifest says {chain.width}"
+    heads = shapes.heads[number]
+    for place, width in zip(block.past, (heads.key_width, heads.value_width), strict=False):
+        if heads.count * width not in (0, shapes.shared[block.takes[place]]):
+            yield f"it takes keys or values of the width {shapes.shared[block.takes[place]]} for {heads}"
+    if any(
+        not 1 <= width <= LARGEST_SIZE for width in (shapes.shared[value] for value in chain.gives(number))
+    ):
+        yield f"it gives values of the widths {[shapes.shared[value] for value in chain.gives(number)]}"
     if any(not 1 <= width <= LARGEST_SIZE for width in shapes.saved[number].values()):
         yield f"it saves values of the widths {sorted(shapes.saved[number].values())}"
     for role, method in chain.kinds[block.kind].methods.items():
@@ -191,8 +220,8 @@ def problems_of(chain: Chain, shapes: Shapes, programs: Sequence[Any], number: i
                     )
 
 
-def _width(names: Sequence[str], tensors: Tensors) -> int:
-    tensor = tensors[names.index("state")] if "state" in names and len(names) == len(tensors) else None
+def _width(names: Sequence[str], tensors: Tensors, name: str = "state") -> int:
+    tensor = tensors[names.index(name)] if name in names and len(names) == len(tensors) else None
     return tensor[1][-1] if tensor and tensor[1] else 0
 
 

@@ -4,7 +4,7 @@
     back      the last piece first; what it says of the past's keys and values is a slope of those before it
 
 Memory grows with a row's length alone: later pieces are shorter, because their tokens have more scores. A
-sliding window's past is the window.
+sliding window's past is the window. Keys and values that a block takes from another are there for all pieces.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from prge.engine import Array, FloatArray
 from prge.files.chain import (
     CAUSAL,
     FEWEST_TOKENS,
+    GIVEN,
     KEYS,
     MASKED,
     PAST_KEYS,
@@ -29,11 +30,16 @@ from prge.files.chain import (
     SLOPE_PAST_VALUES,
     SLOPE_VALUES,
     TABLE,
+    TAKEN,
     VALUES,
 )
 from prge.files.signatures import PREFILL, PREFILL_BACK, PREFILL_TANGENT
 
 Arrays = dict[str, Array]
+
+_OF_TOKENS = (TAKEN, f"d_{TAKEN}", f"slope_{GIVEN}")
+_SLOPES = {KEYS: SLOPE_KEYS, VALUES: SLOPE_VALUES}
+_SLOPES_OF_PAST = {KEYS: SLOPE_PAST_KEYS, VALUES: SLOPE_PAST_VALUES}
 
 
 class Pieces:
@@ -53,58 +59,60 @@ class Pieces:
         Args:
             number: of the block.
             inputs: `tokens` [1, 1, tokens] or `state` [1, 1, tokens, width], and the adapter's
-                [1, rank, width].
+                [1, rank, width]; what the block takes as the state.
 
         Returns:
-            `state` [1, tokens, width], and what a way back needs of attention: `keys` and `values`
-            [heads, tokens, width].
+            `state` [1, tokens, width] and what the block gives, and what a way back needs of attention:
+            `keys` and `values` [heads, tokens, width].
         """
         name = "state" if number else "tokens"
         entering = inputs[name][0]
         length = entering.shape[1]
         found = {"state": np.empty((1, length, self._blocks.width(number + 1)), np.float32)}
-        attends = self._chain.attends(number)
-        if attends:
-            heads = self._blocks.heads(number)
-            found[KEYS] = np.empty((heads.count, length, heads.key_width), np.float32)
-            found[VALUES] = np.empty((heads.count, length, heads.value_width), np.float32)
+        for place, value in enumerate(self._chain.gives(number)):
+            found[f"{GIVEN}{place}"] = np.empty((1, length, self._blocks.shared_width(value)), np.float32)
+        own = self._own_keys(number, length)
+        taken = {each: array[0] for each, array in inputs.items() if each.startswith(TAKEN)}
+        known = own or self._taken_keys(number, taken)
         adapter = {**self._frozen(number), **inputs}
         for piece in self._pieces(number, length):
-            given = {**adapter, **self.beside(number, piece, found)}
+            given = {**adapter, **self.beside(number, piece, known)}
+            given |= {each: _cut(array, piece) for each, array in taken.items()}
             given[name] = entering[:, piece]
             answer = self._blocks.run(number, PREFILL, given)
-            found["state"][:, piece] = answer["state"]
-            if attends:
-                found[KEYS][:, piece] = answer[KEYS]
-                found[VALUES][:, piece] = answer[VALUES]
+            for each, whole in (*found.items(), *own.items()):
+                whole[..., piece, :] = answer[each]
             self._release(answer)
-        return found
+        return {**found, **own}
 
     def tangent(self, number: int, inputs: Arrays) -> Arrays:
         """A block's answer and its tangents.
 
         Args:
             number: of the block.
-            inputs: `state` [1, tokens, width], `d_state` [queries, 1, tokens, width], and the adapter's.
+            inputs: `state` [1, tokens, width], `d_state` [queries, 1, tokens, width], what the block takes in
+                their shapes, and the adapter's.
 
         Returns:
-            `state` and `d_state`.
+            `state` and `d_state`, and what the block gives.
         """
-        state, d_state = inputs["state"], inputs["d_state"]
-        length, width = state.shape[1], self._blocks.width(number + 1)
-        found: Arrays = {"state": np.empty((1, length, width), np.float32)}
-        found["d_state"] = np.empty((len(d_state), 1, length, width), np.float32)
-        known: Arrays = {}
-        if self._chain.attends(number):
-            heads = self._blocks.heads(number)
-            for name, width in ((KEYS, heads.key_width), (VALUES, heads.value_width)):
-                known[name] = np.empty((heads.count, length, width), np.float32)
-                known[f"d_{name}"] = np.empty((len(d_state), heads.count, length, width), np.float32)
+        length, queries = inputs["state"].shape[1], len(inputs["d_state"])
+        widths = {"state": self._blocks.width(number + 1)}
+        for place, value in enumerate(self._chain.gives(number)):
+            widths[f"{GIVEN}{place}"] = self._blocks.shared_width(value)
+        found: Arrays = {}
+        for name, width in widths.items():
+            found[name] = np.empty((1, length, width), np.float32)
+            found[f"d_{name}"] = np.empty((queries, 1, length, width), np.float32)
+        own = self._own_keys(number, length)
+        own |= {f"d_{name}": np.empty((queries, *array.shape), np.float32) for name, array in own.items()}
+        known = own or self._taken_keys(number, inputs)
+        of_tokens = {name: array for name, array in inputs.items() if _is_of_tokens(name)}
         for piece in self._pieces(number, length):
             given = {**inputs, **self.beside(number, piece, known)}
-            given |= {"state": _cut(state, piece), "d_state": _cut(d_state, piece)}
+            given |= {name: _cut(array, piece) for name, array in of_tokens.items()}
             answer = self._blocks.run(number, PREFILL_TANGENT, given)
-            for name, whole in (*found.items(), *known.items()):
+            for name, whole in (*found.items(), *own.items()):
                 whole[..., piece, :] = answer[name]
             self._release(answer)
         return found
@@ -114,37 +122,65 @@ class Pieces:
 
         Args:
             number: of the block.
-            inputs: `state` and `slope` [1, tokens, width], the keys and values of `stack`, and the adapter's.
+            inputs: `state` and `slope` [1, tokens, width], the keys and values of `stack`, what the block
+                takes and slopes of what it gives as the state, and the adapter's.
 
         Returns:
-            `slope` by the state and the adapter's gradients.
+            `slope` by the state, those by what it takes, and the adapter's gradients.
         """
-        state, slope = inputs["state"], inputs["slope"]
+        state = inputs["state"]
         found: Arrays = {"slope": np.empty_like(state)}
-        attends = self._chain.attends(number)
-        by_keys, by_values = (np.zeros_like(inputs[name]) if attends else state for name in (KEYS, VALUES))
+        changes = self._chain.sharing(number).takes
+        for place in (place for place, each in enumerate(changes) if each):
+            found[f"slope_{TAKEN}{place}"] = np.zeros_like(inputs[f"{TAKEN}{place}"])
+        own = {name: np.zeros_like(inputs[name]) for name in (KEYS, VALUES) if name in inputs}
+        slopes = {name.removeprefix("slope_"): array for name, array in found.items()}
+        known, by_past = (
+            (inputs, own) if own else (self._taken_keys(number, each) for each in (inputs, slopes))
+        )
+        of_tokens = {name: array for name, array in inputs.items() if _is_of_tokens(name)}
+        of_tokens |= {slope: own[name] for name, slope in _SLOPES.items() if own}
         for piece in reversed([*self._pieces(number, state.shape[1])]):
-            given = {**inputs, **self.beside(number, piece, inputs)}
-            given |= {"state": _cut(state, piece), "slope": _cut(slope, piece)}
-            if attends:
-                given |= {SLOPE_KEYS: _cut(by_keys, piece), SLOPE_VALUES: _cut(by_values, piece)}
+            given = {**inputs, **self.beside(number, piece, known)}
+            given |= {name: _cut(array, piece) for name, array in of_tokens.items()}
             answer = self._blocks.run(number, PREFILL_BACK, given)
             found["slope"][:, piece] = answer["slope"]
-            if attends:
-                past = slice(self._first_seen(number, piece.start), piece.start)
-                known = past.stop - past.start
-                by_keys[:, past] += answer[SLOPE_PAST_KEYS][:, -known:][:, :known]
-                by_values[:, past] += answer[SLOPE_PAST_VALUES][:, -known:][:, :known]
+            past = slice(self._first_seen(number, piece.start), piece.start)
+            size = past.stop - past.start
+            for name, whole in by_past.items():
+                whole[:, past] += answer[_SLOPES_OF_PAST[name]][:, -size:][:, :size]
             for name, array in answer.items():
                 if name.startswith("gradient"):
                     found[name] = found[name] + array if name in found else array.copy()
+                elif name.startswith(f"slope_{TAKEN}"):
+                    found[name][:, piece] += array
             self._release(answer)
         return found
 
     def kept_numbers(self, number: int) -> int:
-        """Numbers of a token's keys and values."""
+        """Numbers of a token's keys and values that a block makes."""
+        if self._chain.blocks[number].past:
+            return 0
         heads = self._blocks.heads(number)
         return heads.count * (heads.key_width + heads.value_width)
+
+    def _own_keys(self, number: int, length: int) -> Arrays:
+        """Room for keys and values of an attention that makes its own, [heads, tokens, width]."""
+        if not self._chain.attends(number) or self._chain.blocks[number].past:
+            return {}
+        heads = self._blocks.heads(number)
+        widths = {KEYS: heads.key_width, VALUES: heads.value_width}
+        return {name: np.empty((heads.count, length, width), np.float32) for name, width in widths.items()}
+
+    def _taken_keys(self, number: int, taken: Arrays) -> Arrays:
+        """The same of one that takes them, of [1, tokens, heads x width]; with `d_` before the name their
+        tangents."""
+        found: Arrays = {}
+        for name, place in zip((KEYS, VALUES), self._chain.blocks[number].past, strict=False):
+            for kind in ("", "d_"):
+                if (array := taken.get(f"{kind}{TAKEN}{place}")) is not None:
+                    found[f"{kind}{name}"] = by_heads(array[..., 0, :, :], self._blocks.heads(number).count)
+        return found
 
     def _pieces(self, number: int, length: int) -> Iterator[slice]:
         mask = self._chain.causal_table(number)
@@ -202,6 +238,16 @@ class Pieces:
     def _release(self, values: Arrays) -> None:
         for array in values.values():
             self._blocks.release(array)
+
+
+def by_heads(array: FloatArray, heads: int) -> FloatArray:
+    """The same numbers [..., tokens, heads x width] as [..., heads, tokens, width]."""
+    return np.swapaxes(array.reshape(*array.shape[:-1], heads, -1), -2, -3)
+
+
+def _is_of_tokens(name: str) -> bool:
+    """Whether an input has a row for each token."""
+    return name in ("state", "d_state", "slope") or name.startswith(_OF_TOKENS)
 
 
 def _cut(array: FloatArray, piece: slice) -> FloatArray:

@@ -6,7 +6,8 @@
 Keys and values of all tokens lie in arrays of the host, which the engine reads in place: of every block
 [slots, heads, 1 + capacity, width]. The sequences of a step lie in the first slots. What is called again and
 again is bound to its arrays once. The first place of a slot stays zero: it stands for the token of a step.
-Those in float16 become float32 block by block, in two arrays that all blocks share.
+Those in float16 become float32 block by block, in two arrays that all blocks share. What several blocks take
+from another is kept once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import numpy as np
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.choice import choose
 from device_runner.engines.experts import Experts
-from device_runner.engines.pieces import Pieces
+from device_runner.engines.pieces import Pieces, by_heads
+from device_runner.engines.shared_values import SharedValues
 from device_runner.engines.trunk_cache import Precision
 from prge.engine import Array, EngineName, FloatArray
 from prge.errors import BundleError, EngineError
@@ -28,6 +30,7 @@ from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.chain import (
     FEWEST_TOKENS,
+    GIVEN,
     KEYS,
     MASKED,
     OWN,
@@ -35,6 +38,7 @@ from prge.files.chain import (
     PAST_VALUES,
     SEEN,
     TABLE,
+    TAKEN,
     VALUES,
 )
 from prge.files.signatures import DECODE, PREFILL
@@ -53,12 +57,7 @@ class _Sequence:
     length: int = 0
 
 
-@dataclass
-class _Cache:
-    """Keys and values of a block."""
-
-    keys: Array
-    values: Array
+_Key = tuple[str, int]
 
 
 @dataclass
@@ -110,7 +109,8 @@ class ChainSpeaker:
         self._context = min(context or chain.bounds.context, chain.bounds.context)
         self._capacity = 0
         self._dtype = np.dtype(precision)
-        self._caches: dict[int, _Cache] = {}
+        # Of a block's own by its number and their name, of a shared value by its number.
+        self._caches: dict[_Key, Array] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
         self._step: _Step | None = None
@@ -222,23 +222,29 @@ class ChainSpeaker:
         # A step reads all of it: little more than what is needed, copied now and then, takes less time.
         self._capacity = min(-(-length // _GROWTH) * _GROWTH, self._context)
         for number in range(self._chain.end):
-            if not self._chain.attends(number):
-                continue
             heads = self._blocks.heads(number)
-            shape = self._slots, heads.count, 1 + self._capacity
-            keys = np.zeros((*shape, heads.key_width), self._dtype)
-            values = np.zeros((*shape, heads.value_width), self._dtype)
-            if before := self._caches.get(number):
-                keys[:, :, : before.keys.shape[2]] = before.keys
-                values[:, :, : before.values.shape[2]] = before.values
-            self._caches[number] = _Cache(keys, values)
+            widths = heads.key_width, heads.value_width
+            for (_, key), width in zip(self._kept(number), widths, strict=False):
+                kept = self._caches.get(key)
+                if kept is None or kept.shape[2] != 1 + self._capacity:
+                    shape = self._slots, heads.count, 1 + self._capacity, width
+                    self._caches[key] = np.zeros(shape, self._dtype)
+                    if kept is not None:
+                        self._caches[key][:, :, : kept.shape[2]] = kept
         self._step = None
+
+    def _kept(self, number: int) -> list[tuple[str, _Key]]:
+        """Names of what is kept of a block's attention, keys and values, each with where it is."""
+        if not self._chain.attends(number):
+            return []
+        block = self._chain.blocks[number]
+        keys = [(TAKEN, block.takes[place]) for place in block.past]
+        return [*zip((KEYS, VALUES), keys or [(KEYS, number), (VALUES, number)], strict=True)]
 
     def _forget(self, sequence: _Sequence) -> None:
         """Clear a slot behind its tokens: a mask hides numbers, but not those that aren't finite."""
         for cache in self._caches.values():
-            cache.keys[sequence.slot, :, 1 + sequence.length :] = 0
-            cache.values[sequence.slot, :, 1 + sequence.length :] = 0
+            cache[sequence.slot, :, 1 + sequence.length :] = 0
 
     def _arrange(self, sequences: Sequence[int]) -> None:
         """Move some sequences to the first slots, in this order."""
@@ -252,8 +258,7 @@ class ChainSpeaker:
 
     def _swap(self, slot: int, other: int) -> None:
         for cache in self._caches.values():
-            for array in (cache.keys, cache.values):
-                array[[slot, other]] = array[[other, slot]]
+            cache[[slot, other]] = cache[[other, slot]]
 
     # Through the blocks
 
@@ -294,12 +299,16 @@ class ChainSpeaker:
         own = np.zeros((1, 1, 1 + self._capacity), np.float32)
         own[..., 0] = 1
         state: Array = step.tokens
+        values: dict[int, FloatArray] = {}
         for number in (turn.start for turn in chain.turns(range(len(chain.blocks)))):
             if chain.is_expert(number):
                 behind = np.empty((rows, 1, self._blocks.routing(number).leaving), np.float32)
                 calls[number], state = partial(self._through_experts, number, state, behind), behind
                 continue
             given: dict[str, Array] = {"tokens": state, "state": state}
+            given |= {
+                f"{TAKEN}{index}": values[value] for index, value in enumerate(chain.blocks[number].takes)
+            }
             for index, table in enumerate(chain.blocks[number].tables):
                 if chain.tables[table].kind != "causal":
                     given[f"{TABLE}{index}"] = table_of(table)
@@ -309,19 +318,25 @@ class ChainSpeaker:
             answers: dict[str, Array] = {}
             mask = chain.causal_table(number)
             if mask is not None:
-                heads, cache = self._blocks.heads(number), self._caches[number]
+                heads = self._blocks.heads(number)
+                caches = {name: self._caches[place] for name, place in self._kept(number)}
                 key = mask.window, heads.count
                 step.seen.setdefault(key, np.empty((rows * heads.count, 1, 1 + self._capacity), np.float32))
                 given |= {
-                    PAST_KEYS: past(number, PAST_KEYS, cache.keys),
-                    PAST_VALUES: past(number, PAST_VALUES, cache.values),
+                    PAST_KEYS: past(number, PAST_KEYS, caches[KEYS]),
+                    PAST_VALUES: past(number, PAST_VALUES, caches[VALUES]),
                     SEEN: step.seen[key],
                     OWN: own,
                 }
-                keys = np.empty((rows, heads.count, heads.key_width), np.float32)
-                values = np.empty((rows, heads.count, heads.value_width), np.float32)
-                step.kept += [(cache.keys, keys), (cache.values, values)]
-                answers |= {KEYS: keys, VALUES: values}
+                if not chain.blocks[number].past:
+                    for name, width in ((KEYS, heads.key_width), (VALUES, heads.value_width)):
+                        answers[name] = np.empty((rows, heads.count, width), np.float32)
+                        step.kept.append((caches[name], answers[name]))
+            for index, value in enumerate(chain.gives(number)):
+                width = self._blocks.shared_width(value)
+                answers[f"{GIVEN}{index}"] = values[value] = np.empty((rows, 1, width), np.float32)
+                if (cache := self._caches.get((TAKEN, value))) is not None:
+                    step.kept.append((cache, values[value].reshape(rows, cache.shape[1], -1)))
             if number < chain.end:
                 answers["state"] = np.empty((rows, 1, self._blocks.width(number + 1)), np.float32)
                 state = answers["state"]
@@ -345,14 +360,15 @@ class ChainSpeaker:
         piece = slice(start, start + len(tokens))
         state: Array = np.array([tokens], np.int64)
         lora_a, lora_b = self._lora_a(sequence.adapter), sequence.adapter.lora_b
+        shared = SharedValues(chain)
         for number in (turn.start for turn in chain.turns(range(chain.end))):
             if chain.is_expert(number):
                 entering, state = state, self._experts.forward(number, [state])[0]
                 self._blocks.release(entering)
                 continue
-            cache = self._caches.get(number)
-            known = {KEYS: cache.keys[slot, :, 1:], VALUES: cache.values[slot, :, 1:]} if cache else {}
+            known = {name: self._caches[place][slot, :, 1:] for name, place in self._kept(number)}
             given = {"tokens": state, "state": state, **self._pieces.beside(number, piece, known)}
+            given |= shared.inputs(number)
             for index, module in enumerate(chain.blocks[number].modules):
                 name = chain.modules[module].name
                 given[f"lora_a.{index}"], given[f"lora_b.{index}"] = lora_a[name][None], lora_b[name][None]
@@ -361,8 +377,14 @@ class ChainSpeaker:
                 self._blocks.release(state)
             state = found["state"]
             for name, whole in known.items():
-                whole[:, piece] = found[name]
-                self._blocks.release(found[name])
+                if name in found:
+                    whole[:, piece] = found[name]
+                    self._blocks.release(found[name])
+            shared.keep(number, found)
+            for value in chain.gives(number):
+                if (cache := self._caches.get((TAKEN, value))) is not None:
+                    cache[slot, :, 1:][:, piece] = by_heads(shared.values[value][0], cache.shape[1])
+            shared.leave(number, self._blocks.release)
         sequence.length = piece.stop
         last = state[:, -1:].copy()
         self._blocks.release(state)

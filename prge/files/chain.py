@@ -2,9 +2,10 @@
 
     embedding   tokens -> state        block   state -> state        head   state -> parts
 
-A program has a method for each role of its kind; prge/files/signatures.py says what these take and answer. A
-decoder's head is one or more blocks of a kind, each with a piece of the vocabulary. `table.<n>` are a block's
-tables, and `<n>` of an adapter's inputs counts the block's adapted modules.
+A program has a method for each role of its kind; prge/files/signatures.py says what these take and answer.
+Shared values go from the block that makes them to several others. A decoder's head is one or more blocks of
+a kind, each with a piece of the vocabulary. `table.<n>` are a block's tables, `taken.<n>` and `given.<n>` the
+shared values that it takes and gives, and `<n>` of an adapter's inputs counts the block's adapted modules.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from prge.files.signatures import (
     SAVE,
     SAVED,
     STACK,
+    Sharing,
     Signature,
     of_block,
     of_head,
 )
 
-TABLES = ("causal", "rotary", "positions", "zeros")
+TABLES = ("causal", "rotary", "positions", "zeros", "relative")
+# Those with a tensor in the tables file.
+STORED_TABLES = ("rotary", "relative")
 POOLINGS = ("mean", "first")
 TABLE = "table."
 KEYS, VALUES, PAST_KEYS, PAST_VALUES = "keys", "values", "past_keys", "past_values"
@@ -39,7 +43,10 @@ PAST_ONES = "past_ones"
 SLOPE_KEYS, SLOPE_VALUES = "slope_keys", "slope_values"
 SLOPE_PAST_KEYS, SLOPE_PAST_VALUES = "slope_past_keys", "slope_past_values"
 SEEN, CAUSAL, OWN = "seen", "causal", "own"
+TAKEN, GIVEN = "taken.", "given."
+_PAST = (PAST_KEYS, PAST_VALUES)
 _MOST_BLOCKS = 1 << 14
+_MOST_SHARED = 4096
 # Values that a block saves: a few of its own, and one for each adapted module.
 _MOST_SAVED = 256
 # Of what is wrong with a chain: one mistake can show in every block.
@@ -146,12 +153,18 @@ class Kind:
 
 @dataclass(frozen=True)
 class Block:
-    """One block: the number of its kind, its weights file, its tables, its modules among the chain's."""
+    """One block: the number of its kind, its weights file, its tables, its modules among the chain's.
+
+    `takes` are numbers of the chain's shared values. `past` tells which of these are the keys and the values
+    of its attention, [tokens, heads x width]; it is empty if the block makes its own.
+    """
 
     kind: int
     weights: str
     tables: tuple[int, ...]
     modules: tuple[int, ...]
+    takes: tuple[int, ...] = ()
+    past: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -161,7 +174,9 @@ class Table:
     `causal`: a mask f32 [members, tokens, tokens], once for each query of a group of heads, that lets a token
     see itself and `window` - 1 tokens before;
     `rotary`: f32 [1, tokens, width], rows of the tensor of the table's number in the tables file;
-    `positions`: i64 [1, tokens], counted from `first`; `zeros`: i64 [1, tokens].
+    `positions`: i64 [1, tokens], counted from `first`; `zeros`: i64 [1, tokens];
+    `relative`: f32 or i64 [members, tokens, tokens] by how far two tokens are apart. The tensor of the
+    table's number in the tables file has one for each distance, from the farthest before to that behind.
     """
 
     kind: str
@@ -172,7 +187,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Chain:
-    """What a manifest says of a model's blocks."""
+    """What a manifest says of a model's blocks; `shared` has the block that makes each shared value."""
 
     readout: str
     pooling: str
@@ -183,6 +198,7 @@ class Chain:
     tables: tuple[Table, ...]
     kinds: tuple[Kind, ...]
     blocks: tuple[Block, ...]
+    shared: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if problems := [*self._problems()]:
@@ -222,6 +238,10 @@ class Chain:
             yield f"pieces of rows have {shown(self.bounds.piece)} tokens, rows {shown(self.bounds.tokens)}"
         if self.bounds.has_pieces and self.bounds.context < self.bounds.tokens:
             yield f"rows have {shown(self.bounds.tokens)} tokens, texts {shown(self.bounds.context)}"
+        makers = len(self.shared)
+        if makers > _MOST_SHARED or any(not 0 <= maker < len(self.blocks) for maker in self.shared):
+            yield f"its {makers} shared values come from the blocks {shown(self.shared)}"
+            return
         for table in self.tables:
             window = 1 if table.window is None else table.window
             if (
@@ -233,7 +253,8 @@ class Chain:
                 yield f"a table is {shown(table)}"
         if len({module.trains_a for module in self.modules}) > 1:
             yield "some of its modules train lora_a, others don't"
-        used = sorted({number for block in self.blocks for number in block.modules})
+        layers = (self.blocks[number] for number in dict.fromkeys(self.first_of_weights))
+        used = sorted(number for block in layers for number in block.modules)
         if not used:
             yield "no block has an adapted module: there is nothing to train"
         if used != list(range(len(self.modules))):
@@ -247,6 +268,9 @@ class Chain:
             if any(not 0 <= table < len(self.tables) for table in block.tables):
                 yield f"block {number} has the tables {shown(block.tables)}, there are {len(self.tables)}"
                 continue
+            if problem := self._sharing_problem(number, block):
+                yield problem
+                continue
             if block.modules and (number == 0 or self.is_head(number)):
                 yield f"block {number}, the first or a head, has adapted modules"
             is_between = 0 < number < min(self.end, len(self.blocks) - 1)
@@ -256,6 +280,18 @@ class Chain:
                 yield f"block {number} lacks the role {STACK}"
             yield from self._interface_problems(number, block)
 
+    def _sharing_problem(self, number: int, block: Block) -> str:
+        """What is wrong with the values that a block takes, if anything is."""
+        before = {value for value, maker in enumerate(self.shared) if 0 <= maker < number}
+        if self.is_head(number) and (block.takes or number in self.shared):
+            return f"block {number}, a head, shares values"
+        if not before.issuperset(block.takes) or len({*block.takes}) < len(block.takes):
+            return f"block {number} takes the values {shown(block.takes)} of {len(self.shared)}"
+        places = range(len(block.takes))
+        if block.past and (len(block.past) != len(_PAST) or not {*places}.issuperset(block.past)):
+            return f"block {number} has its past in {shown(block.past)} of {len(block.takes)} values"
+        return ""
+
     def _interface_problems(self, number: int, block: Block) -> Iterator[str]:
         """What a block's methods ask for, or answer, otherwise than an engine expects."""
         modules = len(block.modules)
@@ -263,7 +299,7 @@ class Chain:
             if role not in ALL_ROLES:
                 yield f"block {number} has the role {shown(role)}, this version knows {', '.join(ALL_ROLES)}"
                 continue
-            if len(method.outputs) > _MOST_SAVED + modules:
+            if len(method.outputs) > _MOST_SAVED + modules + 2 * len(self.shared):
                 yield f"block {number} has {len(method.outputs)} outputs in the role {role}"
                 continue
             signature, asked = self.signature(number, role), {*method.inputs}
@@ -281,7 +317,23 @@ class Chain:
         saved = len(self._saved(number))
         if self.is_head(number):
             return of_head(role, saved)
-        return of_block(role, number == 0, self.attends(number), self.trains_a, saved)
+        attends, sharing = self.attends(number), self.sharing(number)
+        return of_block(role, number == 0, attends, self.trains_a, saved, sharing)
+
+    def sharing(self, number: int) -> Sharing:
+        """What a block has to do with shared values."""
+        block = self.blocks[number]
+        changes = tuple(self.shared[value] >= self.lowest_adapted for value in block.takes)
+        return Sharing(changes, len(self.gives(number)), block.past)
+
+    def gives(self, number: int) -> list[int]:
+        """Numbers of the shared values that a block makes."""
+        return [value for value, maker in enumerate(self.shared) if maker == number]
+
+    def shared_at(self, number: int) -> list[int]:
+        """Numbers of the shared values that enter the blocks from this one on."""
+        needed = {value for block in self.blocks[number:] for value in block.takes}
+        return [value for value in sorted(needed) if self.shared[value] < number]
 
     def saved(self, number: int) -> list[str]:
         """Names of what a block's forward pass saves for the way back; none if it can't."""
@@ -289,7 +341,7 @@ class Chain:
 
     def _saved(self, number: int) -> list[str]:
         method = self.kinds[self.blocks[number].kind].methods.get(SAVE)
-        outputs = method.outputs[: _MOST_SAVED + 1] if method else ()
+        outputs = method.outputs[: _MOST_SAVED + 1 + len(self.shared)] if method else ()
         return [name for name in outputs if name.startswith(f"{SAVED}.")]
 
     def is_head(self, number: int) -> bool:
@@ -388,7 +440,7 @@ class Chain:
     @property
     def lowest_adapted(self) -> int:
         """Number of the first block with an adapter."""
-        return next(number for number, block in enumerate(self.blocks) if block.modules)
+        return next((number for number, block in enumerate(self.blocks) if block.modules), len(self.blocks))
 
     def contract(
         self,
@@ -493,9 +545,13 @@ class Chain:
                     _get(b, "weights", str),
                     _all(b, "tables", int),
                     _all(b, "modules", int),
+                    # Most bundles share no values, and older ones don't say so.
+                    _all({"takes": [], **b}, "takes", int),
+                    _all({"past": [], **b}, "past", int),
                 )
                 for b in _all(block, "blocks", Mapping)
             ),
+            shared=_all({"shared": [], **block}, "shared", int),
         )
 
 

@@ -123,12 +123,12 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
 
 def _answers(chain: ModelChain, tokens: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
     """What the blocks compute one after the other; `beside` is of a head, or of an encoder's attention."""
-    state, done = tokens, count_parts(chain.end)
+    state, done, shared = tokens, count_parts(chain.end), dict[int, torch.Tensor]()
     for turn in chain.turns(chain.end):
         if chain.blocks[turn.start].is_expert:
             (state,) = through_experts(chain, turn, [state])
         else:
-            state = EagerBlock(chain, turn.start).answer(state, beside)
+            state = EagerBlock(chain, turn.start).answer(state, beside, shared=shared)
         done(len(turn))
     if not chain.is_decoder:
         return state

@@ -7,46 +7,42 @@ such as attention and what follows it, are one block. What is before the first o
 what is after the last one the head. Blocks of the same operators and shapes are of one kind, whatever
 weights they read, and whatever tables and adapters they are given.
 
-Some models have several values alive everywhere, such as streams beside the state, or keys and values that
-later layers read too. They are cut where a layer ends, and the state is all of these side by side. So is it
-before and behind experts, which are blocks of their own:
-
-    block   state -> [what experts see, shares, index, rest]     next block   [what they say, rest] -> ...
+Where several values are alive, layers are blocks; server_export/graph/layers.py tells what crosses. A layer
+is parted at its experts, which are blocks of their own; server_export/graph/experts.py tells where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from server_export.graph.experts import EXPERTS
+from server_export.graph.experts import parted_at_experts
+from server_export.graph.layers import Stretch, Values, of_layers
 from server_export.graph.modules import as_module, attribute
 from server_export.graph.shapes import without_memory
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 
-STATE, TABLE_PREFIX = "state", "table_"
+STATE, TABLE_PREFIX, TAKEN_PREFIX = "state", "table_", "taken_"
 _STATE_DIMENSIONS = 3
 aten = torch.ops.aten
-
-# What crosses a cut.
-Values: TypeAlias = tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class ModelBlock:
     """A stretch of a model.
 
-    `graph_module` has the placeholders `state` or what the model's graph takes, then `table_0`, ..., then the
-    adapter's, and one output. `weights` are the names of its frozen tensors, in the order of their use;
-    blocks of one kind use theirs in the same order. `tables` are the numbers of its tables, `adapter` its
-    placeholders of the model's adapter. `experts` is the number of the layer whose experts come behind it;
-    `is_expert` says that it is one of them.
+    `graph_module` has the placeholders `state` or what the model's graph takes, then `table_0`, ..., then
+    `taken_0`, ..., then the adapter's; it answers the state and what it gives. `weights` are the names of its
+    frozen tensors, in the order of their use; blocks of one kind use theirs in the same order. `tables` are
+    the numbers of its tables, `adapter` its placeholders of the model's adapter. `takes` and `gives` are
+    numbers of shared values, f32 [rows, tokens, width]. `experts` is the number of the layer whose experts
+    come behind it; `is_expert` says that it is one of them.
     """
 
     graph_module: GraphModule
@@ -54,6 +50,8 @@ class ModelBlock:
     tables: tuple[int, ...]
     adapter: tuple[str, ...]
     signature: tuple[Any, ...]
+    takes: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
     experts: int | None = None
     is_expert: bool = False
 
@@ -69,17 +67,41 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     nodes = list(graph_module.graph.nodes)
     (output,) = (node for node in nodes if node.op == "output")
     source = next(node for node in nodes if node.op == "placeholder")
-    answer = (output.args[0][0],)
-    alive = _alive(nodes, reached([source]))
-    places = [place for place, values in alive.items() if len(values) == 1]
-    ends, repeats = _ends(alive, places, source, answer, adapter)
-    if not repeats and (several := {*places, *_ends_of_layers(nodes)}):
-        ends, _ = _ends(alive, sorted(several & {*alive}), source, answer, adapter)
-    sizes = tuple(source.meta["val"].shape)
+    flow = reached([source])
+    answer = output.args[0][0]
+    stretches = of_layers(nodes, flow, answer) or _where_one_is_alive(nodes, flow, source, answer, adapter)
+    stretches = [*parted_at_experts(list(graph_module.graph.nodes), flow, stretches)]
+    given = [value for stretch in stretches for value in stretch.gives]
+    shared = {value: number for number, value in enumerate(given)}
+    blocks = [_block(graph_module, stretch, adapter, table, source, shared) for stretch in stretches]
+    changes = moves(blocks)
+    # A block that takes what no adapter changes computes other derivatives.
     return [
-        replace(_block(graph_module, start, end, adapter, table, start == (source,), sizes), experts=experts)
-        for start, end, experts in _stretches(nodes, source, ends)
+        replace(block, signature=(tuple(map(changes.__getitem__, block.takes)), *block.signature))
+        for block in blocks
     ]
+
+
+def moves(blocks: Sequence[ModelBlock]) -> list[bool]:
+    """Whether each shared value comes from a block that an adapter may change."""
+    lowest = next((number for number, block in enumerate(blocks) if block.adapter), len(blocks))
+    return [number >= lowest for number, block in enumerate(blocks) for _ in block.gives]
+
+
+def _where_one_is_alive(
+    nodes: Sequence[Node], flow: set[Node], source: Node, answer: Node, adapter: Collection[str]
+) -> list[Stretch]:
+    points = [point for point in _points(nodes, source, flow) if point is not answer]
+    # Logits are alone alive too, and no head begins behind them.
+    while points and not _frozen_shapes(answer, points[-1], adapter):
+        points.pop()
+    stretches = list(zip([source, *points], [*points, answer], strict=True))
+    shapes = [_frozen_shapes(end, start, adapter) for start, end in stretches]
+    has_head = answer.target is SOFTMAX_PARTS
+    adapted = [_is_adapted(end, start, adapter) for start, end in stretches]
+    last = _with_adapted(_last_of_blocks(shapes, has_head), adapted, has_head)
+    ends = [stretches[number][1] for number in last]
+    return [Stretch((start,), (end,)) for start, end in zip([source, *ends[:-1]], ends, strict=True)]
 
 
 def kinds(blocks: Sequence[ModelBlock]) -> list[int]:
@@ -100,93 +122,35 @@ def reached(sources: Iterable[Node]) -> set[Node]:
     return found
 
 
-def _alive(nodes: Sequence[Node], flow: set[Node]) -> dict[int, Values]:
-    """What of the flow is needed behind a place, by places; those with what can't be a state are left out."""
+def _points(nodes: Sequence[Node], source: Node, flow: set[Node]) -> list[Node]:
+    """States float32 [rows, tokens, width] that are alone alive of what depends on the source."""
     place = {node: index for index, node in enumerate(nodes)}
-    rows, tokens = next(node for node in nodes if node.op == "placeholder").meta["val"].shape
-    last = {node: max(map(place.__getitem__, node.users), default=-1) for node in flow}
-    found: dict[int, Values] = {}
-    alive: list[Node] = []
+    rows, tokens = source.meta["val"].shape
+    ends: dict[int, int] = {}
+    alive, points = 0, []
     for index, node in enumerate(nodes):
-        alive = [each for each in [*alive, node] if each in flow and last[each] > index]
-        if alive and all(_may_cross(each, rows, tokens) for each in alive):
-            found[index] = tuple(alive)
-    return {
-        index: values
-        for index, values in found.items()
-        if len(values) > 1 or values[0].meta["val"].shape[:-1] == (rows, tokens)
-    }
-
-
-def _may_cross(node: Node, rows: int, tokens: int) -> bool:
-    """Whether a value is numbers of each token."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
-        return False
-    shape = list(value.shape)
-    return value.dim() >= _STATE_DIMENSIONS and shape.count(rows) == shape.count(tokens) == 1
-
-
-def _ends_of_layers(nodes: Sequence[Node]) -> list[int]:
-    """Where the members of the model's list of layers end: of the list that most of the graph belongs to."""
-    members: dict[str, dict[str, int]] = {}
-    sizes: dict[str, int] = {}
-    for index, node in enumerate(nodes):
-        stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
-        paths = (str(path).rpartition(".") for path, _ in stack.values())
-        of_list = next((path for path in paths if path[2].isdigit()), None)
-        if of_list is not None:
-            members.setdefault(of_list[0], {})[of_list[2]] = index
-            sizes[of_list[0]] = sizes.get(of_list[0], 0) + 1
-    return list(members[max(sizes, key=sizes.__getitem__)].values()) if sizes else []
-
-
-def _ends(
-    alive: Mapping[int, Values], places: Sequence[int], source: Node, answer: Values, adapter: Collection[str]
-) -> tuple[list[Values], bool]:
-    """Where blocks end that are cut at some of these places, and whether stretches between them repeat."""
-    points = [values for values in dict.fromkeys(alive[place] for place in places) if values != answer]
-    # Logits are alone alive too, and no head begins behind them.
-    while points and not _frozen_shapes(answer, points[-1], adapter):
-        points.pop()
-    stretches = list(zip([(source,), *points], [*points, answer], strict=True))
-    shapes = [_frozen_shapes(end, start, adapter) for start, end in stretches]
-    last, repeats = _last_of_blocks(shapes, answer[0].target is SOFTMAX_PARTS)
-    return [stretches[index][1] for index in last], repeats
-
-
-def _stretches(
-    nodes: Sequence[Node], source: Node, ends: Sequence[Values]
-) -> Iterator[tuple[Values, Values, int | None]]:
-    """What blocks begin and end with, and the number of the experts behind them.
-
-    A layer is parted at its experts; what it does behind them joins the next one's beginning.
-    """
-    starts: Values = (source,)
-    for end in ends:
-        needed = _between(end, starts)
-        for experts in nodes:
-            if experts in needed and experts.target is EXPERTS:
-                states, shares, index, number, _ = experts.args
-                rest = _beside(nodes, source, experts)
-                yield starts, (states, shares, index, *rest), number
-                starts = (experts, *rest)
-        if starts[0].target is not EXPERTS or end is ends[-1]:
-            yield starts, end, None
-            starts = end
-
-
-def _beside(nodes: Sequence[Node], source: Node, experts: Node) -> Values:
-    """What passes by some experts: needed behind them, and computed without these and later ones."""
-    behind = reached(node for node in nodes[nodes.index(experts) :] if node.target is EXPERTS)
-    before = reached([source]) - behind
-    return tuple(node for node in nodes if node in before and behind.intersection(node.users) - {experts})
+        users = [place[user] for user in node.users] if node in flow else []
+        if users:
+            alive += 1
+            ends[max(users)] = ends.get(max(users), 0) + 1
+        alive -= ends.pop(index, 0)
+        value = node.meta.get("val")
+        if (
+            alive == 1
+            and users
+            and isinstance(value, torch.Tensor)
+            and value.dtype == torch.float32
+            and value.dim() == _STATE_DIMENSIONS
+            and tuple(value.shape[:2]) == (rows, tokens)
+        ):
+            points.append(node)
+    return points
 
 
 def _between(ends: Values, starts: Values) -> set[Node]:
     """What is computed of `starts` on the way to `ends`, with all that it needs besides."""
     found: set[Node] = set()
-    ahead = list(ends)
+    ahead = [*ends]
     while ahead:
         node = ahead.pop()
         if node not in starts and node not in found:
@@ -195,12 +159,12 @@ def _between(ends: Values, starts: Values) -> set[Node]:
     return found
 
 
-def _frozen_shapes(ends: Values, starts: Values, adapter: Collection[str]) -> tuple[Any, ...]:
+def _frozen_shapes(end: Node, start: Node, adapter: Collection[str]) -> tuple[Any, ...]:
     """Shapes of the weights that a stretch reads, but for those of an adapter, in the order of their use."""
-    needed = _between(ends, starts)
+    needed = _between((end,), (start,))
     by_adapter = {node for node in needed if node.op == "placeholder" and str(node.target) in adapter}
     shapes = []
-    for node in ends[0].graph.nodes:
+    for node in end.graph.nodes:
         if node in needed and not by_adapter.intersection(_nearby(node)):
             shapes += [tuple(n.meta["val"].shape) for n in node.all_input_nodes if n.op == "get_attr"]
     return tuple(shapes)
@@ -213,14 +177,13 @@ def _nearby(node: Node) -> set[Node]:
     while ahead:
         user = ahead.pop()
         found.update(user.all_input_nodes)
-        if user.target in (aten.reshape.default, aten.view.default):
+        if user.target in (torch.ops.aten.reshape.default, torch.ops.aten.view.default):
             ahead.extend(user.users)
     return found
 
 
-def _last_of_blocks(shapes: Sequence[Any], has_head: bool) -> tuple[list[int], bool]:
-    """The last stretches of blocks: of the longest run of a shortest period, and of what is around it; and
-    whether there is one.
+def _last_of_blocks(shapes: Sequence[Any], has_head: bool) -> list[int]:
+    """The last stretches of blocks: of the longest run of a shortest period, and of what is around it.
 
     Without any run all between the first stretch, and the last one if that is a head, is one block.
     """
@@ -238,24 +201,41 @@ def _last_of_blocks(shapes: Sequence[Any], has_head: bool) -> tuple[list[int], b
             start += max(1, length - period + 1)
     covered, period, start = best[0], -best[1], -best[2]
     if not covered:
-        return sorted({0, max(0, count - 1 - has_head), count - 1}), False
+        return sorted({0, max(0, count - 1 - has_head), count - 1})
     ends = [start - 1] if start else []
     ends += range(start + period - 1, start + covered, period)
-    return ([*ends, count - 1] if ends[-1] < count - 1 else list(ends)), True
+    return [*ends, count - 1] if ends[-1] < count - 1 else list(ends)
+
+
+def _is_adapted(end: Node, start: Node, adapter: Collection[str]) -> bool:
+    needed = _between((end,), (start,))
+    return any(node.op == "placeholder" and str(node.target) in adapter for node in needed)
+
+
+def _with_adapted(last: Sequence[int], adapted: Sequence[bool], has_head: bool) -> list[int]:
+    """The last stretches of blocks, where neither the embedding nor the head has an adapter in it.
+
+    Some models have a layer before or after the others that isn't like them.
+    """
+    numbers = [number for number, is_adapted in enumerate(adapted) if is_adapted]
+    before = [number - 1 for number in numbers if 0 < number <= last[0]]
+    head = last[-2] if has_head and len(last) > 1 else last[-1]
+    behind = [number for number in numbers if head < number < last[-1]]
+    return sorted({*last, *before[:1], *behind[-1:]})
 
 
 def _block(
     graph_module: GraphModule,
-    starts: Values,
-    ends: Values,
+    stretch: Stretch,
     adapter: Collection[str],
     table: Any,
-    is_first: bool,
-    sizes: tuple[int, int],
+    source: Node,
+    shared: Mapping[Node, int],
 ) -> ModelBlock:
-    needed = _between(ends, starts)
+    needed = _between((*stretch.ends, *stretch.gives), (*stretch.starts, *stretch.takes))
     graph = Graph()
     values: dict[Node, Node] = {}
+    packing = _Packing(graph, tuple(source.meta["val"].shape))
 
     def placeholder(node: Node, name: str) -> None:
         values[node] = graph.placeholder(name)
@@ -263,18 +243,15 @@ def _block(
 
     order = [node for node in graph_module.graph.nodes if node in needed]
     given = [node for node in order if node.op == "placeholder"]
-    tables: dict[int, Node] = {}
-    rows, tokens = sizes
-    is_packed = len(starts) > 1 or starts[0].target is EXPERTS
-    if not is_packed:
-        placeholder(starts[0], str(starts[0].target) if is_first else STATE)
+    packed = []
+    if stretch.starts == (source,):
+        placeholder(source, str(source.target))
     else:
-        width = sum(each.meta["val"].numel() for each in starts) // (rows * tokens)
-        state = graph.placeholder(STATE)
-        state.meta["val"] = torch.empty(rows, tokens, width, device="meta")
+        packed.append((packing.placeholder(STATE, stretch.starts), stretch.starts))
     for node in given:
         if str(node.target) not in adapter:
             placeholder(node, str(node.target))
+    tables: dict[int, Node] = {}
     for node in order:
         if node.target is table:
             number = node.args[0]
@@ -283,21 +260,33 @@ def _block(
                 placeholder(node, f"{TABLE_PREFIX}{len(tables)}")
                 tables[number] = values[node]
             values[node] = tables[number]
+    for number, taken in enumerate(stretch.takes):
+        packed.append((packing.placeholder(f"{TAKEN_PREFIX}{number}", (taken,)), (taken,)))
     trained = tuple(str(node.target) for node in given if str(node.target) in adapter)
     for node in given:
         if str(node.target) in adapter:
             placeholder(node, str(node.target))
-    if is_packed:
-        values |= _taken_apart(state, starts, sizes)
+    for whole, parts in packed:
+        values |= packing.taken_apart(whole, parts)
     for node in order:
         if node not in values and node.op != "get_attr":
             for weight in node.all_input_nodes:
                 if weight.op == "get_attr" and weight not in values:
                     values[weight] = graph.node_copy(weight)
             values[node] = graph.node_copy(node, values.__getitem__)
-    answers = [values[end] for end in ends]
-    graph.output((answers[0] if len(ends) == 1 else _side_by_side(answers, sizes),))
-    return replace(whole_block(as_module(graph_module, graph)), tables=tuple(tables), adapter=trained)
+    is_last = stretch.ends[0] in graph_module.graph.output_node().args[0]
+    answers = [values[stretch.ends[0]]] if is_last else [packing.side_by_side(stretch.ends, values)]
+    answers += [packing.side_by_side((value,), values) for value in stretch.gives]
+    graph.output(tuple(answers))
+    takes, gives = (tuple(map(shared.__getitem__, each)) for each in (stretch.takes, stretch.gives))
+    return replace(
+        whole_block(as_module(graph_module, graph)),
+        tables=tuple(tables),
+        adapter=trained,
+        takes=takes,
+        gives=gives,
+        experts=stretch.experts,
+    )
 
 
 def whole_block(graph_module: GraphModule) -> ModelBlock:
@@ -307,49 +296,64 @@ def whole_block(graph_module: GraphModule) -> ModelBlock:
     return ModelBlock(graph_module, weights, (), (), _signature(graph_module, graph))
 
 
-def _side_by_side(values: Sequence[Node], sizes: tuple[int, int]) -> Node:
-    """One state [rows, tokens, width] of several values, in their graph."""
-    parts = []
-    for value in values:
-        order, shape = _tokens_first(value, sizes)
-        turned = _call(aten.permute.default, value, order) if order != sorted(order) else value
-        parts.append(_call(aten.reshape.default, turned, [*sizes, prod(shape[2:])]))
-    return _call(aten.cat.default, parts, 2)
+@dataclass(frozen=True)
+class _Packing:
+    """Values of a model side by side, f32 [rows, tokens, width], in the graph of a block."""
 
+    graph: Graph
+    sizes: tuple[int, ...]
 
-def _taken_apart(state: Node, values: Sequence[Node], sizes: tuple[int, int]) -> dict[Node, Node]:
-    """The values that a state was made of."""
-    found: dict[Node, Node] = {}
-    start = 0
-    for value in values:
-        order, shape = _tokens_first(value, sizes)
-        end = start + prod(shape[2:])
-        part = _call(aten.slice.Tensor, state, 2, start, end)
-        if len(order) < len(shape):
-            found[value] = _call(aten.reshape.default, part, [*value.meta["val"].shape])
-        else:
-            part = _call(aten.reshape.default, part, shape)
-            found[value] = _call(aten.permute.default, part, [order.index(dim) for dim in range(len(order))])
-        start = end
-    return found
+    def placeholder(self, name: str, values: Values) -> Node:
+        """An input of some values."""
+        width = sum(value.meta["val"].numel() for value in values) // prod(self.sizes)
+        node = self.graph.placeholder(name)
+        node.meta["val"] = torch.empty(*self.sizes, width, device="meta")
+        return node
 
+    def side_by_side(self, values: Values, copies: Mapping[Node, Node]) -> Node:
+        """What is made of the copies of some values."""
+        parts = []
+        for value in values:
+            order, shape = self._tokens_first(value)
+            turned = self._call(aten.permute.default, copies[value], order)
+            parts.append(self._call(aten.reshape.default, turned, [*self.sizes, prod(shape[2:])]))
+        return parts[0] if len(parts) == 1 else self._call(aten.cat.default, parts, 2)
 
-def _tokens_first(value: Node, sizes: tuple[int, int]) -> tuple[list[int], list[int]]:
-    """The order of dimensions with rows and tokens in front, and the shape that it gives."""
-    shape = list(value.meta["val"].shape)
-    if shape[0] == prod(sizes):
-        return list(range(len(shape))), [*sizes, *shape[1:]]
-    first = [shape.index(size) for size in sizes]
-    order = [*first, *(dim for dim in range(len(shape)) if dim not in first)]
-    return order, [shape[dim] for dim in order]
+    def taken_apart(self, whole: Node, values: Values) -> dict[Node, Node]:
+        """The values that an input was made of."""
+        found: dict[Node, Node] = {}
+        start = 0
+        for value in values:
+            order, shape = self._tokens_first(value)
+            known = [*value.meta["val"].shape]
+            end = start + prod(shape[2:])
+            part = whole if len(values) == 1 else self._call(aten.slice.Tensor, whole, 2, start, end)
+            part = self._call(aten.reshape.default, part, shape if len(shape) == len(order) else known)
+            found[value] = self._call(
+                aten.permute.default, part, [order.index(dim) for dim in range(len(order))]
+            )
+            start = end
+        return found
 
+    def _tokens_first(self, value: Node) -> tuple[list[int], list[int]]:
+        """The order of dimensions with rows and tokens in front, and the shape that it gives."""
+        shape = list(value.meta["val"].shape)
+        if shape[0] == prod(self.sizes):
+            return list(range(len(shape))), [*self.sizes, *shape[1:]]
+        first = [shape.index(size) for size in self.sizes]
+        order = [*first, *(dim for dim in range(len(shape)) if dim not in first)]
+        return order, [shape[dim] for dim in order]
 
-def _call(target: Any, *arguments: Any) -> Node:
-    """A call that knows its value."""
-    first = arguments[0][0] if isinstance(arguments[0], list) else arguments[0]
-    node: Node = first.graph.call_function(target, arguments)
-    node.meta["val"] = target(*map_arg(arguments, lambda each: without_memory(each.meta["val"])))
-    return node
+    def _call(self, target: Any, source: Any, argument: Any, *more: Any) -> Node:
+        """A change of order or shape, if it changes anything, or another call."""
+        value = source.meta["val"] if isinstance(source, Node) else None
+        is_same = value is not None and argument == [*value.shape] and target is aten.reshape.default
+        if is_same or (target is aten.permute.default and argument == sorted(argument)):
+            return source
+        arguments = (source, argument, *more)
+        node: Node = self.graph.call_function(target, arguments)
+        node.meta["val"] = target(*map_arg(arguments, lambda each: without_memory(each.meta["val"])))
+        return node
 
 
 def _signature(graph_module: GraphModule, graph: Graph) -> tuple[Any, ...]:

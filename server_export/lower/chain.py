@@ -14,9 +14,9 @@ from prge.files import chain as manifest
 from prge.files.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.files.chain import Bounds
 from prge.files.signatures import DECODE, IN_PIECES, OF_STEPS, PREFILL, STACK
-from server_export.graph.cutting import ModelBlock
+from server_export.graph.cutting import ModelBlock, moves
 from server_export.lower.cache import ProgramCache
-from server_export.lower.roles import LoweredRoles, lower_roles
+from server_export.lower.roles import LoweredRoles, lower_roles, sharing_of
 from server_export.memory import give_back_freed
 from server_export.model.chain import ModelChain
 from server_export.model.tables import ModelTable
@@ -29,12 +29,14 @@ _OF_A_KIND = 20
 
 @dataclass(frozen=True)
 class LoweredChain:
-    """What a manifest says of the blocks that were written, and each kind's programs by number."""
+    """What a manifest says of the blocks that were written and of shared values, and each kind's programs by
+    number."""
 
     kinds: tuple[manifest.Kind, ...]
     blocks: tuple[manifest.Block, ...]
     tables: tuple[manifest.Table, ...]
     lowered: tuple[LoweredRoles, ...]
+    shared: tuple[int, ...] = ()
 
 
 def lower_chain(
@@ -89,13 +91,14 @@ def lower_chain(
         if not (folder / path).exists():
             lowered[kind].write(folder / path, chain.tensors(number))
         modules = tuple(number_of[layer] for layer in _layers(chain, block))
-        blocks.append(manifest.Block(kind, path, block.tables, modules))
+        past = lowered[kind].sharing.past
+        blocks.append(manifest.Block(kind, path, block.tables, modules, block.takes, past))
         part()
     _write_tables(folder / TABLES, chain.tables.all)
     tables = tuple(
         manifest.Table(table.kind, table.window, table.first, table.members) for table in chain.tables.all
     )
-    return LoweredChain(tuple(kinds), tuple(blocks), tables, tuple(lowered))
+    return LoweredChain(tuple(kinds), tuple(blocks), tables, tuple(lowered), tuple(chain.shared))
 
 
 def _lowered_kind(
@@ -117,6 +120,8 @@ def _lowered_kind(
         roles = {*roles} & {*STEP_ROLES}
     # A program counts a block's layers, which blocks of a kind have in the same order.
     place = {layer: str(number) for number, layer in enumerate(_layers(chain, block))}
+    changes = moves(chain.blocks)
+    takes = [changes[value] for value in block.takes]
     return lower_roles(
         kind.graph_module,
         {name: replace(chain.adapter[name], of=place[chain.adapter[name].of]) for name in block.adapter},
@@ -126,6 +131,7 @@ def _lowered_kind(
         first >= chain.end,
         cache,
         done,
+        sharing_of(kind.graph_module, takes, len(block.gives), roles),
         saves=not block.is_expert,
     )
 
@@ -156,7 +162,7 @@ def _block_name(chain: ModelChain, number: int) -> str:
 
 def _write_tables(path: Path, tables: list[ModelTable]) -> None:
     values: dict[str, torch.Tensor] = {
-        str(number): table.values.contiguous().clone()
+        str(number): torch.as_tensor(table.values).contiguous().clone()
         for number, table in enumerate(tables)
         if table.values is not None
     }

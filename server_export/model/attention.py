@@ -37,6 +37,12 @@ def causal_mask(length: int, window: int | None, dtype: torch.dtype) -> torch.Te
     return mask
 
 
+def window_mask(length: int, window: int, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask [length, length]: a token sees itself and at most `window` - 1 tokens on each side."""
+    mask = torch.full((length, length), MASKED, dtype=dtype)
+    return mask.triu(window) + mask.tril(-window)
+
+
 def padding_mask(mask: torch.Tensor) -> torch.Tensor:
     """Mask float [rows, length], 1 for a token and 0 for padding -> additive mask [rows, 1, 1, length]."""
     return ((1 - mask) * MASKED).reshape(mask.shape[0], 1, 1, mask.shape[1])
@@ -77,6 +83,8 @@ def grouped_attention(
         by_head = scores.reshape(rows, heads, length, length)
         if is_causal:
             by_head = by_head + causal_mask(length, sliding_window, scores.dtype)
+        elif sliding_window is not None:
+            by_head = by_head + window_mask(length, sliding_window, scores.dtype)
         if attention_mask is not None:
             by_head = by_head + attention_mask
         scores = by_head.reshape(scores.shape)
@@ -85,6 +93,8 @@ def grouped_attention(
         # once for each query of a group, or once for each group.
         if is_causal:
             scores = scores + tables.causal(length, sliding_window, members).reshape(-1, length)
+        elif sliding_window is not None and sliding_window < tables.longest:
+            scores = scores + tables.window(length, sliding_window, members).reshape(-1, length)
         if attention_mask is not None:
             padding = attention_mask.expand(rows, groups, 1, length)
             scores = scores + padding.reshape(rows * groups, 1, length)

@@ -73,6 +73,11 @@ class ModelChain:
         return len(self.blocks) - len(self.head_rows)
 
     @property
+    def shared(self) -> list[int]:
+        """The number of the block that makes each shared value."""
+        return [number for number, block in enumerate(self.blocks) for _ in block.gives]
+
+    @property
     def is_decoder(self) -> bool:
         """Whether it has a head."""
         return bool(self.head_rows)
@@ -110,7 +115,8 @@ class ModelChain:
     def state_widths(self, number: int) -> tuple[int, int]:
         """Widths of what enters and leaves a block with a state."""
         graph = self.blocks[number].graph_module.graph
-        (state,), (answer,) = graph.find_nodes(op="placeholder", target=STATE), graph.output_node().args[0]
+        (state,) = graph.find_nodes(op="placeholder", target=STATE)
+        answer = graph.output_node().args[0][0]
         return state.meta["val"].shape[-1], answer.meta["val"].shape[-1]
 
     def turns(self, count: int) -> list[range]:

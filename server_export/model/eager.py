@@ -12,7 +12,7 @@ from torch.fx.node import map_aggregate
 from prge.contract import matrices
 from prge.engine import FloatArray
 from prge.learning.experts import Routing
-from server_export.graph.cutting import TABLE_PREFIX
+from server_export.graph.cutting import TABLE_PREFIX, TAKEN_PREFIX
 from server_export.graph.modules import attribute
 from server_export.graph.shapes import resized
 from server_export.model.chain import ModelChain, layer_of
@@ -55,6 +55,7 @@ class EagerBlock(Interpreter):
         shift: torch.Tensor | None = None,
         adapter: Mapping[str, torch.Tensor] | None = None,
         watch: Watch | None = None,
+        shared: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """The state f32 [rows, tokens, width] after the block; of a head [rows, tokens, 2].
 
@@ -65,7 +66,10 @@ class EagerBlock(Interpreter):
             adapter: f32 [1, rank, width] by names of inputs; zeros where there is none.
             watch: is given what the adapted layers of these names see, [rows, tokens, in]; layers that see
                 the same share a call.
+            shared: values f32 [rows, tokens, width] of these rows by number; the block takes some of them and
+                adds others.
         """
+        shared = {} if shared is None else shared
         self._watch = watch
         rows, length = self._shape = (int(state.shape[0]), int(state.shape[1]))
         given = {"beside": beside, "shift": shift}
@@ -76,11 +80,16 @@ class EagerBlock(Interpreter):
             if name.startswith(TABLE_PREFIX):
                 table = self._chain.tables.all[block.tables[int(name.removeprefix(TABLE_PREFIX))]]
                 inputs.append(table.of(length))
+            elif name.startswith(TAKEN_PREFIX):
+                inputs.append(shared[block.takes[int(name.removeprefix(TAKEN_PREFIX))]])
             elif name in self._chain.adapter:
                 inputs.append(given_adapter[self._chain.adapter[name].name])
             else:
                 inputs.append(given.get(name, state))
-        (answer,) = self.run(*inputs)
+        answer, *given = self.run(*inputs)
+        shared |= {
+            value: array.reshape(rows, length, -1) for value, array in zip(block.gives, given, strict=True)
+        }
         result: torch.Tensor = answer.reshape(rows, length, -1)
         return result
 

@@ -27,6 +27,8 @@ GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 # Of sentence-transformers.
 MODULES = "modules.json"
+_POOLING, _MODE = "1_Pooling", "pooling_mode_"
+_POOLINGS = {"mean_tokens": "mean", "mean": "mean", "cls_token": "first", "cls": "first"}
 INDEX = "model.safetensors.index.json"
 # What to do instead of exporting codes: their rounding would be rounded again, and has no one form.
 UNQUANTIZED = "give the checkpoint that was quantized; prge export --quantize 8da4w makes int4 of it"
@@ -98,7 +100,7 @@ def find_files(name: str, revision: str | None = None) -> ModelFiles:
     if folder.suffix == ".gguf":
         raise _is_gguf(name)
     if folder.is_dir() and revision is None:
-        folder = _of_transformer(folder)
+        folder = transformer_folder(folder)
         if not (folder / CONFIG).is_file() and any(folder.glob(_GGUF)):
             raise _is_gguf(name)
         reason = "" if (folder / CONFIG).is_file() else f"it has no {CONFIG}"
@@ -126,7 +128,7 @@ def _is_gguf(name: str) -> BundleError:
     return BundleError(f"{name} is a GGUF file, whose weights are codes already", remedy=UNQUANTIZED)
 
 
-def _of_transformer(folder: Path) -> Path:
+def transformer_folder(folder: Path) -> Path:
     """Where sentence-transformers has the model: beside its list of modules, or in a folder of its own."""
     named = [module["path"] for module in sentence_modules(folder) if module["type"].endswith(".Transformer")]
     inner = folder / named[0] if named and Path(named[0]).name == named[0] else folder
@@ -147,6 +149,33 @@ def sentence_modules(folder: Path) -> list[dict[str, str]]:
     ):
         raise BundleError(f"{path} can't be read: it lists no modules", remedy="copy the model again")
     return content
+
+
+def stored_pooling(files: ModelFiles) -> str | None:
+    """How sentence-transformers pools the states of a model, as `--pooling` calls it; None where it doesn't.
+
+    Raises:
+        BundleError: a file is damaged, or it pools in another way.
+    """
+    if files.revision is not None:
+        for name in (MODULES, f"{_POOLING}/{CONFIG}"):
+            _from_hub(files.name, name, files.revision)
+    folder = files.folder if (files.folder / MODULES).is_file() else Path(files.name)
+    paths = [each["path"] for each in sentence_modules(folder) if each["type"].endswith(".Pooling")]
+    if not paths or Path(paths[0]).name != paths[0] or not (folder / paths[0] / CONFIG).is_file():
+        return None
+    path = folder / paths[0] / CONFIG
+    content = _json_of(path)
+    content = content if isinstance(content, dict) else {}
+    modes = {name.removeprefix(_MODE) for name, value in content.items() if value is True}
+    modes |= {content["pooling_mode"]} if isinstance(content.get("pooling_mode"), str) else set()
+    found = {_POOLINGS.get(mode, mode) for mode in modes if mode in _POOLINGS or f"{_MODE}{mode}" in content}
+    if len(found) != 1 or not found <= {*_POOLINGS.values()}:
+        raise BundleError(
+            f"{path} pools by {shown(', '.join(sorted(found)))}, a bundle can by the mean or the first token",
+            remedy="choose one with --pooling mean or --pooling first",
+        )
+    return found.pop()
 
 
 def fetch_weights(files: ModelFiles) -> None:
@@ -181,7 +210,8 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
         BundleError: it is damaged, or a number is out of bounds.
     """
     path = files.folder / CONFIG
-    config = _json_of(path)
+    # Bounds of time steps are infinite where a model has none.
+    config = _json_of(path, infinite=True)
     if not isinstance(config, dict):
         raise BundleError(f"{path} can't be read: it is no JSON object", remedy="copy the model again")
     problems = [problem for name, value in _flat(config) if (problem := _problem(name, value))]
@@ -204,9 +234,10 @@ def end_tokens(files: ModelFiles) -> list[int]:
     for path in (files.folder / CONFIG, files.folder / GENERATION_CONFIG):
         if not path.is_file():
             continue
-        content = _json_of(path)
-        parts = [content, content.get("text_config")] if isinstance(content, dict) else []
-        named = next((part["eos_token_id"] for part in parts if part and part.get("eos_token_id")), None)
+        content = _json_of(path, infinite=True)
+        inner = content.get("text_config") if isinstance(content, dict) else None
+        parts = [part for part in (content, inner) if isinstance(part, dict)]
+        named = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
         tokens = named if isinstance(named, list) else [] if named is None else [named]
         if any(type(token) is not int for token in tokens):
             raise BundleError(
@@ -246,9 +277,9 @@ def stored_numbers(files: ModelFiles, names: Collection[str] | None = None) -> i
     return total
 
 
-def _json_of(path: Path, most_bytes: int = MOST_JSON_BYTES) -> Any:
+def _json_of(path: Path, most_bytes: int = MOST_JSON_BYTES, infinite: bool = False) -> Any:
     try:
-        return read_json(path, most_bytes)
+        return read_json(path, most_bytes, infinite)
     except (OSError, DocumentError) as error:
         raise BundleError(f"{path} can't be read: {error}", remedy="copy the model again") from None
 

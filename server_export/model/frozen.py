@@ -20,6 +20,7 @@ from server_export.graph.modules import as_module, copied, remove_unused_attribu
 from server_export.graph.rewriting import remove_identities
 from server_export.graph.shapes import without_memory
 from server_export.model.quantization import EMBEDDING_BYTES, GROUP_SIZE, int4_weight, int8_rows, int8_weight
+from server_export.model.traced import BATCH, COPIES, TOKENS
 
 aten = torch.ops.aten
 torchao = torch.ops.torchao
@@ -132,7 +133,8 @@ def _computed(graph_module: GraphModule, weights: Sequence[str]) -> Frozen:
     constant: set[Node] = set()
     for node in graph_module.graph.nodes:
         sources = node.all_input_nodes
-        if node.op == "get_attr" or (node.op == "call_function" and sources and constant.issuperset(sources)):
+        is_computed = node.op == "call_function" and sources and constant.issuperset(sources)
+        if node.op == "get_attr" or (is_computed and not _has_a_call_s_size(node)):
             constant.add(node)
     read = [node for node in graph_module.graph.nodes if node in constant and set(node.users) - constant]
     graph = Graph()
@@ -151,6 +153,13 @@ def _computed(graph_module: GraphModule, weights: Sequence[str]) -> Frozen:
     graph.output(tuple(names.values()))
     graph.eliminate_dead_code()
     return Frozen(as_module(graph_module, graph), tuple(names))
+
+
+def _has_a_call_s_size(node: Node) -> bool:
+    """Whether a value is as large as a call, such as a weight that is repeated for each row."""
+    value = node.meta.get("val")
+    shape = value.shape if isinstance(value, torch.Tensor) else ()
+    return any(size and size % marker == 0 for size in shape for marker in (BATCH, TOKENS, COPIES))
 
 
 def _read_instead(graph_module: GraphModule, node: Node, name: str, constant: set[Node]) -> None:

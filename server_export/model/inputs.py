@@ -32,7 +32,7 @@ def watch_inputs(chain: ModelChain, rows: Sequence[Sequence[int]], watch: Watch)
         BundleError: the files lack a weight, or it isn't finite.
     """
     batches = [_padded(batch) for batch in _batches(rows)]
-    states = [tokens for tokens, _ in batches]
+    states, shared = [tokens for tokens, _ in batches], [dict[int, torch.Tensor]() for _ in batches]
     adapted = [number for number, block in enumerate(chain.blocks) if block.adapter]
     done = count_parts((adapted[-1] + 1) * len(batches))
     for turn in chain.turns(adapted[-1] + 1):
@@ -49,7 +49,9 @@ def watch_inputs(chain: ModelChain, rows: Sequence[Sequence[int]], watch: Watch)
                 watch(names, inputs[mask])
 
             with torch.no_grad():
-                states[place] = block.answer(states[place], padding_mask(mask.float()), watch=seen)
+                states[place] = block.answer(
+                    states[place], padding_mask(mask.float()), watch=seen, shared=shared[place]
+                )
             done()
         yield
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from server_export.model.files import (
     read_config,
     stored_numbers,
 )
-from server_export.model.weights import stored_of, stored_part
+from server_export.model.weights import stored_of, stored_part, stored_paths
 
 _DECODER_HEADS = ("ForCausalLM", "LMHeadModel")
 # Heads that a model without one has no use for.
@@ -40,7 +40,8 @@ class LoadedModel:
 
     `is_decoder` tells a causal language model with its vocabulary head from an encoder without a head.
     `revision` is the commit of a hub id, `sha256` the content of a folder; the outline of one has none.
-    `part_of` is the type of a checkpoint that holds more, such as images, of which this is the text part.
+    `part_of` is the type of a checkpoint that holds more, such as images, of which this is the text part;
+    `key_mapping` is what transformers is to be told of its names then, once the weights are there.
     """
 
     model: nn.Module
@@ -49,6 +50,7 @@ class LoadedModel:
     is_decoder: bool
     sha256: str | None = None
     part_of: str | None = None
+    key_mapping: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def config(self) -> Any:
@@ -93,7 +95,7 @@ def load_model(name_or_path: str, *, pooled: bool | None = None, revision: str |
             f"{name_or_path} can't be loaded as {opened.kind}: {first_line(error)}",
             remedy="give the folder or hub id of a complete transformers checkpoint",
         ) from None
-    _check_weights(name_or_path, model, report, opened.is_decoder)
+    _check_weights(name_or_path, model, report, opened.is_decoder, [*stored_paths(files)])
     loaded = prepare_model(model, name_or_path, opened.is_decoder, files.revision, opened.part_of)
     return loaded if files.revision else replace(loaded, sha256=files.sha256())
 
@@ -172,15 +174,19 @@ def _open_config(files: ModelFiles, pooled: bool | None) -> _Opened:
 
 def _text_part(config: Any) -> Any:
     """The configuration of the text model of a checkpoint that holds more; any other one as it is."""
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
     if getattr(config, "is_encoder_decoder", False):
         return config
     text = config.get_text_config()
-    if text is config or text.model_type not in MODEL_MAPPING_NAMES:
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
+    if text is config or text.model_type not in known:
         return config
     # A head beside the part is the whole model's, which says whether it is the part's table of embeddings.
-    text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", text.tie_word_embeddings))
+    text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
     return text
 
 
@@ -244,9 +250,15 @@ def check_size(files: ModelFiles, outline: nn.Module, part_of: str | None = None
         )
 
 
-def _check_weights(name: str, model: nn.Module, report: Mapping[str, Any], is_decoder: bool) -> None:
+def _check_weights(
+    name: str, model: Any, report: Mapping[str, Any], is_decoder: bool, stored: Collection[str]
+) -> None:
     """Raise BundleError unless every weight came from the files, and every one of the files was used."""
-    spare = (BUFFERS,) if is_decoder else (BUFFERS, _HEADS)
+    spare = [BUFFERS] if is_decoder else [BUFFERS, _HEADS]
+    prefix = f"{model.base_model_prefix}."
+    if not is_decoder and any(key.startswith(prefix) for key in stored):
+        # What stands beside the base is a head.
+        spare.append(re.compile(rf"^(?!{re.escape(prefix)})"))
     problems = {
         "lacks": [key for key in report["missing_keys"] if is_decoder or not key.startswith(_POOLER)],
         "has no place for": [
@@ -282,7 +294,7 @@ def _check_kind(config: Any, whole: Any, name: str) -> None:
         method = codes.get("quant_method") if isinstance(codes, Mapping) else None
         reason, remedy = f"quantized already{f' ({shown(method)})' if method else ''}", UNQUANTIZED
     elif config is whole and any(hasattr(config, part) for part in ("vision_config", "audio_config")):
-        reason = "a multimodal model, whose text part transformers has no class for"
+        reason = "a model of more than texts, whose text part transformers has no class of its own for"
     elif not getattr(config, "vocab_size", None):
         reason = "not a text model"
     if reason:

@@ -7,6 +7,7 @@ way in; they are read here and nowhere else, and tests/server_export/model/test_
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,7 +80,22 @@ def sources(model: nn.Module, stored: Collection[str]) -> dict[str, Source]:
     found = _sources(model, {name: name for name in stored})
     if _table(model) in found:
         return found
-    return _sources(model, _of_part(model, stored)) or found
+    place, beside = _place_of_part(model, stored)
+    prefix = _base_prefix(model)
+    part = {prefix + name.removeprefix(place): name for name in stored if name.startswith(place)}
+    return _sources(model, part | beside) or found
+
+
+def key_mapping(model: nn.Module, stored: Collection[str]) -> dict[str, str]:
+    """What transformers' `from_pretrained` is to be told, so that it finds a part of what is stored.
+
+    Names of expressions by what takes their place; empty where transformers finds the model by itself.
+    """
+    if _table(model) in _sources(model, {name: name for name in stored}):
+        return {}
+    place, beside = _place_of_part(model, stored)
+    renamed = {place: _base_prefix(model), **{name: given for given, name in beside.items() if given != name}}
+    return {f"^{re.escape(name)}": given for name, given in renamed.items()}
 
 
 def _sources(model: Any, names: Mapping[str, str]) -> dict[str, Source]:
@@ -116,21 +132,24 @@ def _table(model: Any) -> str:
     return next(name for name, parameter in model.named_parameters() if parameter is table)
 
 
-def _of_part(model: Any, stored: Collection[str]) -> dict[str, str]:
-    """Stored names of a model that is a part of what is stored, by the names that it would have alone.
+def _base_prefix(model: Any) -> str:
+    """What the names of a model's base begin with; a model that is a base itself has none."""
+    return f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
 
-    The part has one prefix: of those that the table of embeddings has, the one that most names fit behind.
+
+def _place_of_part(model: Any, stored: Collection[str]) -> tuple[str, dict[str, str]]:
+    """Where the base of a model that is a part of what is stored lies, and stored names of what is beside it.
+
+    Of the prefixes that the table of embeddings has, it is the one that most names fit behind.
     """
-    has_base = hasattr(model, model.base_model_prefix)
-    prefix = f"{model.base_model_prefix}." if has_base else ""
+    prefix = _base_prefix(model)
     table = _table(model).removeprefix(prefix)
     behind = {name.removeprefix(prefix) for name in model.state_dict() if name.startswith(prefix)}
     places = sorted({name.removesuffix(table) for name in stored if f".{name}".endswith(f".{table}")})
     if not places:
-        return {}
+        return "", {}
     place = max(places, key=lambda place: sum(place + name in stored for name in behind))
-    part = {prefix + name.removeprefix(place): name for name in stored if name.startswith(place)}
-    return part | dict(_beside_base(model, stored, prefix, place))
+    return place, dict(_beside_base(model, stored, prefix, place))
 
 
 def _beside_base(model: Any, stored: Collection[str], prefix: str, place: str) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -46,8 +47,8 @@ def outline_of(start: StartAdapter, longest: int) -> Outline:
         for parameter in model.parameters()
         if id(parameter) not in weights | biases and parameter is not table
     ) - sum(layer.numbers for layer in of_experts)
-    heads = int(getattr(config, "num_attention_heads", 1))
-    head_width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads = _largest(config, "num_attention_heads") or 1
+    head_width = _largest(config, "head_dim") or config.hidden_size // heads
     below = blocks_below(model, list(start.lora_a))
     head_shape = _shape(head) if isinstance(head, nn.Linear) else None
     return Outline(
@@ -56,7 +57,7 @@ def outline_of(start: StartAdapter, longest: int) -> Outline:
         blocks_below=below,
         heads=heads,
         head_width=head_width,
-        key_width=int(getattr(config, "num_key_value_heads", None) or heads) * head_width,
+        key_width=(_largest(config, "num_key_value_heads") or heads) * head_width,
         gelu=any("gelu" in str(getattr(config, name, "")) for name in _ACTIVATIONS),
         layers=(*_grouped(layers, blocks[:below]), *of_experts),
         head=head_shape,
@@ -82,6 +83,12 @@ def _of_experts(model: nn.Module, below: int) -> Iterator[Layer]:
                 outputs, inputs = reversed(shape) if module.is_transposed else shape
                 shapes[Layer(inputs, outputs, 1, False, name.startswith(prefixes), True)] += count
     return (replace(layer, count=count) for layer, count in shapes.items())
+
+
+def _largest(config: Any, name: str) -> int:
+    """A number of a configuration, of which each layer may have its own; 0 if there is none."""
+    own = name in (getattr(config, "per_layer_attributes", None) or ())
+    return max(int(getattr(each, name, None) or 0) for each in (config.per_layer_config if own else [config]))
 
 
 def _grouped(layers: dict[str, nn.Linear], below: Sequence[str]) -> tuple[Layer, ...]:

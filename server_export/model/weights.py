@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from prge.errors import BundleError
 from server_export.model.files import ModelFiles, first_line
-from server_export.model.names import sources
+from server_export.model.names import key_mapping, sources
 
 
 class Weights:
@@ -33,7 +33,7 @@ class Weights:
         self.transposed = frozenset(transposed)
         self._config = model.config
         self._tied = _tied_names(model)
-        self._buffers = _buffers(model)
+        self.buffers = _buffers(model)
         self._paths = stored_paths(files)
         self._sources = sources(model, self._paths)
 
@@ -48,8 +48,8 @@ class Weights:
             BundleError: the files lack it, or it has numbers that aren't finite.
         """
         known = next((known for known in (name, *self._tied.get(name, ())) if known in self._sources), None)
-        if known is None and name in self._buffers:
-            return self._buffers[name]
+        if known is None and name in self.buffers:
+            return self.buffers[name]
         if known is None:
             raise BundleError(f"{self.files.name} lacks {name}", remedy="give a complete checkpoint")
         source = self._sources[known]
@@ -72,7 +72,7 @@ class Weights:
             if isinstance(rows, range):
                 tensor: torch.Tensor = reader.get_slice(name)[rows.start : rows.stop]
             else:
-                tensor = reader.get_tensor(name)[slice(None) if rows is None else list(rows)]
+                tensor = reader.get_tensor(name)[... if rows is None else list(rows)]
         return tensor
 
 
@@ -95,6 +95,11 @@ def stored_of(files: ModelFiles, model: nn.Module) -> set[str]:
     return {
         name for source in sources(model, stored_paths(files)).values() for name in source.stored.values()
     }
+
+
+def mapping_of(files: ModelFiles, model: nn.Module) -> dict[str, str]:
+    """See `server_export.model.names.key_mapping`."""
+    return key_mapping(model, stored_paths(files))
 
 
 def stored_part(files: ModelFiles, model: nn.Module) -> dict[str, Any]:

@@ -39,7 +39,7 @@ pytestmark = needs_compiler
 TOLERANCE = 4e-6
 LAYERS = 30
 # What is different in the engine; tests/server_export/derive/test_blocks.py has the graphs of all.
-ARCHITECTURES = ("gpt2", "gemma3", "opt", "qwen3", "roberta")
+ARCHITECTURES = ("gpt2", "gemma3", "opt", "qwen3", "roberta", "gemma3n", "gemma4")
 MIXTURES = ("olmoe", "qwen3_moe", "granitemoe", "mixtral", "lfm2_moe")
 
 

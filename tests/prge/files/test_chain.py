@@ -56,8 +56,8 @@ def at(value: Json, path: tuple[Any, ...]) -> Json:
 
 PLACES = [*places(block_of())]
 MAY_BE_NULL = "window"
-# Rows of earlier bundles are whole, and no block is an expert.
-MAY_LACK = ("piece", "experts")
+# Rows of earlier bundles are whole, their blocks share no values, and none is an expert.
+MAY_LACK = ("piece", "shared", "takes", "past", "experts")
 
 
 def test_a_bundle_that_knows_no_pieces_has_whole_rows() -> None:
@@ -229,6 +229,12 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
         (lambda b: b.update(readout="pooled"), "block 3 takes .*'targets'"),
         (lambda b: _adapt_instead(b, 0), "block 0, the first or a head, has adapted modules"),
         (lambda b: _adapt_instead(b, 3), "block 3, the first or a head, has adapted modules"),
+        (lambda b: b.update(shared=[4]), r"its 1 shared values come from the blocks \(4,\)"),
+        (lambda b: b.update(shared=[1] * 5000), "its 5000 shared values come from"),
+        (lambda b: b.update(shared=[3]), "block 3, a head, shares values"),
+        (lambda b: b.update(shared=[1]), r"block 1 answers \('state',\) in the role stack"),
+        (lambda b: b["blocks"][1].update(takes=[0]), r"block 1 takes the values \(0,\) of 0"),
+        (lambda b: b["blocks"][2].update(past=[0, 1]), r"block 2 has its past in \(0, 1\) of 0 values"),
         (_adapt_nothing, "no block has an adapted module: there is nothing to train"),
         (lambda b: b["kinds"][1].update(experts=True), "block 1, an expert, has modules or tables"),
         (lambda b: b["kinds"][0].update(experts=True), "block 0, an expert, .* or is the first or the last"),

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from server_export.graph.cutting import ModelBlock, cut, kinds
 from server_export.graph.experts import EXPERTS
-from server_export.graph.rewriting import rewritten_graph, without_changes_in_place
+from server_export.graph.rewriting import rewritten_graph
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 3, 5, 8, 16
 
@@ -140,16 +140,15 @@ def test_a_layer_is_parted_at_its_experts_and_joins_the_next_one() -> None:
     assert widths == [(WIDTH, before), (behind, before), (behind, before), (behind, VOCABULARY)]
 
 
-def test_a_value_that_is_written_over_becomes_another_one() -> None:
-    class InPlace(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            shares = torch.softmax(x, -1)
-            total = shares.sum(-1, keepdim=True)
-            shares /= total + 1
-            return shares * 2
+class FirstLayer(Layer):
+    """One that isn't like the others."""
 
-    given = torch.randn(2, 3)
-    traced: Any = torch.export.export(InPlace(), (given,)).module(check_guards=False)
-    without_changes_in_place(traced.graph)
-    traced.recompile()
-    assert "aten.div_." not in traced.code and torch.equal(traced(given), InPlace()(given))
+    def forward(self, state: torch.Tensor, mask: torch.Tensor, lora_b: torch.Tensor | None) -> torch.Tensor:
+        return super().forward(state, mask, lora_b) @ self.up.weight
+
+
+def test_an_adapted_layer_that_isnt_like_the_others_is_no_part_of_the_embedding() -> None:
+    for adapted in (3, 4):
+        _, blocks = blocks_of(Model(FirstLayer(), *(Layer() for _ in range(3))), adapted)
+        assert not blocks[0].adapter
+        assert sum(len(block.adapter) for block in blocks) == adapted
