@@ -106,6 +106,37 @@ RELATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mpnet": ("MPNetConfig", _COMMON),
 }
+# Mixtures of experts: routers that choose before a softmax or behind it, with sums of what was chosen or a
+# bias for the choice, an expert that all tokens have.
+_EXPERTS = {**_GROUPED, "intermediate_size": 48, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe": ("OlmoeConfig", {**_EXPERTS, "num_experts": 8, "num_hidden_layers": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**_EXPERTS, "moe_intermediate_size": 48, "num_experts": 8, "head_dim": 32, "norm_topk_prob": True},
+    ),
+    "granitemoe": ("GraniteMoeConfig", {**_EXPERTS, "num_local_experts": 8, "residual_multiplier": 0.7}),
+    "mixtral": ("MixtralConfig", {**_EXPERTS, "num_local_experts": 8}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            **_EXPERTS,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+            "num_experts": 8,
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            **_EXPERTS,
+            "moe_intermediate_size": 48,
+            "num_experts": 8,
+            "num_dense_layers": 0,
+            "layer_types": ["full_attention"],
+        },
+    ),
+}
 # Decoders with several values alive between layers, of which the last two use keys and values of the others.
 _SHARING = {
     **_GEMMA,
@@ -155,7 +186,7 @@ def make_config(architecture: str, **changes: Any) -> Any:
     """The transformers configuration of a tiny model."""
     import transformers
 
-    name, settings = {**DECODERS, **SHARING, **ENCODERS, **RELATIVE, **UNUSUAL}[architecture]
+    name, settings = {**DECODERS, **SHARING, **ENCODERS, **RELATIVE, **EXPERTS, **UNUSUAL}[architecture]
     return getattr(transformers, name)(**{**settings, **changes})
 
 
@@ -184,6 +215,9 @@ def randomize(model: Any) -> None:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.normal_(std=0.5 * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.normal_(std=0.1)
 
 
 def make_tokenizer() -> Any:

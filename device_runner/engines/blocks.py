@@ -42,6 +42,7 @@ from prge.files.chain import TABLE, Interface
 from prge.files.peft import scaled_lora_a
 from prge.files.signatures import BACK, DECODE, OF_BACK, PREFILL, STACK
 from prge.host.memory import available_memory
+from prge.learning.experts import Routing
 
 # Of the memory that is available, one part in so many may hold what forward passes save.
 _SHARE = 4
@@ -131,8 +132,13 @@ class Blocks:
         return self._bundle.sha256
 
     def width(self, number: int) -> int:
-        """Width of the states that enter a block."""
-        return self._shapes.widths[number][0]
+        """Width of the states that enter a block, or the experts of a layer by the first one's number."""
+        routing = self._shapes.routings.get(number)
+        return routing.entering if routing else self._shapes.widths[number][0]
+
+    def routing(self, number: int) -> Routing:
+        """How states lie around the experts of a layer, by the first one's number."""
+        return self._shapes.routings[number]
 
     def shared_width(self, value: int) -> int:
         """Width of a shared value."""
@@ -196,28 +202,31 @@ class Blocks:
     def in_a_row(
         self,
         role: str,
-        inputs: Sequence[Sequence[Array]],
-        outputs: Sequence[Sequence[Array]],
+        calls: Mapping[int, tuple[Sequence[Array], Sequence[Array]] | Callable[[], None]],
         before: Callable[[int], None] | None = None,
     ) -> Callable[[], None]:
-        """A function that runs a role of all blocks, of what the arrays hold when it is called.
+        """A function that runs a role of blocks, of what the arrays hold when it is called.
 
         Args:
-            inputs, outputs: of each block, contiguous and in its method's order.
+            calls: by each block's number, in order: inputs and outputs, contiguous and in its method's order;
+                or what is called in its place.
             before: is called with each block's number before it runs, and may fill its inputs.
 
         Raises:
             RefusedError: an array isn't what the method takes. So does the function if the engine fails.
         """
-        given = [*zip(inputs, outputs, strict=True)]
-        if self._memory is None and before is None:
-            return self._runtime.in_a_row([(self.method(n, role), *each) for n, each in enumerate(given)])
+        if self._memory is None and before is None and not any(map(callable, calls.values())):
+            bound: Any = calls
+            return self._runtime.in_a_row([(self.method(n, role), *each) for n, each in bound.items()])
 
         def compute() -> None:
-            for number, each in enumerate(given):
+            for number, each in calls.items():
                 if before is not None:
                     before(number)
-                self.method(number, role).run(*each)
+                if callable(each):
+                    each()
+                else:
+                    self.method(number, role).run(*each)
 
         return compute
 
@@ -232,6 +241,9 @@ class Blocks:
             return
         following = number + 1 if number > before else number - 1
         if not 0 <= following < len(self._first) or self._loaded.get(self._first[following]):
+            return
+        if self.chain.is_expert(following):
+            # It may be that no token asks for it.
             return
         path = self._files[self._first[following]].packed
         if path is not None and hasattr(os, "posix_fadvise"):

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from device_runner.engines.base import CheckedEngine
 from device_runner.engines.blocks import Blocks
+from device_runner.engines.experts import Experts
 from device_runner.engines.head import Asked, VocabularyHead, slices
 from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.pieces import Pieces
@@ -97,6 +98,7 @@ class ChainEngine(CheckedEngine):
         self._end = blocks.chain.end
         self._head = VocabularyHead(blocks)
         self._pieces = Pieces(blocks)
+        self._experts = Experts(blocks)
         # Shared values that enter the lowest adapted block, and their widths.
         self._entering = blocks.chain.shared_at(self._first)
         self._widths = [blocks.shared_width(value) for value in self._entering]
@@ -184,7 +186,11 @@ class ChainEngine(CheckedEngine):
         ]
         gradients: dict[str, FloatArray] = {}
         is_finite = bool(np.isfinite(by_state).all())
-        for number in reversed(above):
+        for experts in reversed(self._chain.turns(above)):
+            number = experts.start
+            if self._chain.is_expert(number):
+                is_finite &= self._back_through_experts(number, parts)
+                continue
             for turn, part in enumerate(parts):
                 kept = part.kept.pop()
                 given = {name: array.astype(np.float32, copy=False) for name, array in kept.items()}
@@ -208,6 +214,18 @@ class ChainEngine(CheckedEngine):
             # A layer that rounds to int8 makes a number of what is none: nobody would see it in the gradient.
             gradients = {name: np.full_like(gradient, np.nan) for name, gradient in gradients.items()}
         return answers, gradients
+
+    def _back_through_experts(self, number: int, parts: Sequence[Part]) -> bool:
+        """The slopes of all parts before the experts of a layer; whether what it read is finite."""
+        kept = [part.kept.pop()["state"] for part in parts]
+        states = [array[0].astype(np.float32, copy=False) for array in kept]
+        slopes = self._experts.back(number, states, [part.values["slope"] for part in parts])
+        is_finite = all(bool(np.isfinite(array).all()) for array in (*states, *slopes))
+        for part, array, slope in zip(parts, kept, slopes, strict=True):
+            self._release(part.values)
+            self._kept.leave(array)
+            part.values = {"slope": slope}
+        return is_finite
 
     # Through the blocks
 
@@ -279,7 +297,11 @@ class ChainEngine(CheckedEngine):
         return Part(rows, values, given, shared, adapter)
 
     def _pass(self, parts: Sequence[Part], role: str, numbers: range, keep: bool = False) -> None:
-        for number in numbers:
+        for experts in self._chain.turns(numbers):
+            number = experts.start
+            if self._chain.is_expert(number):
+                self._pass_experts(number, parts, keep)
+                continue
             for turn, part in enumerate(parts):
                 places = self._saved.places(number, turn) if keep and self._saved else {}
                 if places:
@@ -297,6 +319,19 @@ class ChainEngine(CheckedEngine):
                     part.kept.append({name: self._kept.keep(array) for name, array in kept.items()})
                 self._release(part.values)
                 part.values = found
+
+    def _pass_experts(self, number: int, parts: Sequence[Part], keep: bool) -> None:
+        """All parts at once, so that an expert is loaded once."""
+        names = ("state", "d_state") if "d_state" in parts[0].values else ("state",)
+        given = [[part.values[name] for part in parts] for name in names]
+        if keep:
+            read = self._blocks.routing(number).read
+            for part, state in zip(parts, given[0], strict=True):
+                part.kept.append({"state": self._kept.keep(state[..., :read])})
+        found = self._experts.forward(number, *given)
+        for turn, part in enumerate(parts):
+            self._release(part.values)
+            part.values = dict(zip(names, found[turn :: len(parts)], strict=True))
 
     def _run(
         self, number: int, role: str, part: Part, more: Arrays | None = None, into: Arrays | None = None
@@ -361,10 +396,11 @@ class ChainEngine(CheckedEngine):
 
     def _make_room_to_keep(self, parts: Sequence[Part], blocks: range) -> None:
         numbers = arrays = 0
+        turns = [turn.start for turn in self._chain.turns(blocks)]
         for part in parts:
             in_pieces = self._in_pieces(part)
-            arrays += len(blocks) * (3 if in_pieces else 1)
-            for block in blocks:
+            arrays += len(turns) * (3 if in_pieces else 1)
+            for block in turns:
                 of_token = self._blocks.width(block) + in_pieces * self._pieces.kept_numbers(block)
                 numbers += part.rows.size * part.length * of_token
         self._kept.begin(arrays, numbers)

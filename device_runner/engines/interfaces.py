@@ -15,6 +15,7 @@ from device_runner.engines.tables import Tables
 from prge.contract import LARGEST_SIZE
 from prge.files.chain import GIVEN, PAST_KEYS, PAST_VALUES, TABLE, TAKEN, Bounds, Chain
 from prge.files.signatures import DECODE, PREFILL, SAVE, STACK
+from prge.learning.experts import Routing
 
 # Sizes that a method is tried with before it is used.
 TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4, piece=4)
@@ -44,6 +45,7 @@ class Shapes:
         self._chain = chain
         self._tables = tables
         self.widths = widths
+        self.routings = read_routings(chain, widths)
         self.heads = heads
         self.saved = saved
         self.shared = shared
@@ -162,12 +164,27 @@ def read_widths(chain: Chain, programs: Sequence[Any]) -> list[tuple[int, int]]:
     return widths
 
 
+def read_routings(chain: Chain, widths: Sequence[tuple[int, int]]) -> dict[int, Routing]:
+    """How states lie around the experts of each layer, by the number of the first."""
+    turns = (turn for turn in chain.turns(range(chain.end)) if chain.is_expert(turn.start))
+    return {
+        turn.start: Routing(widths[turn.start - 1][1], widths[turn.stop][0], *widths[turn.start], len(turn))
+        for turn in turns
+    }
+
+
 def problems_of(chain: Chain, shapes: Shapes, programs: Sequence[Any], number: int) -> Iterator[str]:
     """What the program of a block's kind has otherwise than the manifest says of the block."""
     widths, block = shapes.widths, chain.blocks[number]
     program = programs[block.kind]
     before = min(number, chain.end) - 1
-    if number and widths[number][0] != widths[before][1]:
+    if routing := shapes.routings.get(number):
+        if not routing.fits:
+            yield f"experts from {widths[number]} don't fit states from {routing.entering, routing.leaving}"
+    elif chain.is_expert(number):
+        if widths[number] != widths[before]:
+            yield f"an expert is from {widths[number]}, the one before from {widths[before]}"
+    elif number and not chain.is_expert(before) and widths[number][0] != widths[before][1]:
         yield f"it takes states of width {widths[number][0]}, the block before gives {widths[before][1]}"
     if chain.is_encoder and number == len(widths) - 1 and widths[number][1] != chain.width:
         yield f"it gives states of width {widths[number][1]}, the manifest says {chain.width}"

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.choice import choose
+from device_runner.engines.experts import Experts
 from device_runner.engines.pieces import Pieces, by_heads
 from device_runner.engines.shared_values import SharedValues
 from device_runner.engines.trunk_cache import Precision
@@ -114,6 +116,7 @@ class ChainSpeaker:
         self._step: _Step | None = None
         self._rotary: dict[int, FloatArray] = {}
         self._pieces = Pieces(blocks)
+        self._experts = Experts(blocks)
 
     @property
     def vocabulary_size(self) -> int:
@@ -292,12 +295,16 @@ class ChainSpeaker:
             for kept, array in step.read.get(number, ()):
                 np.copyto(array, kept)
 
-        inputs, outputs = [], []
+        calls: dict[int, tuple[list[Array], list[Array]] | Callable[[], None]] = {}
         own = np.zeros((1, 1, 1 + self._capacity), np.float32)
         own[..., 0] = 1
         state: Array = step.tokens
         values: dict[int, FloatArray] = {}
-        for number in range(len(chain.blocks)):
+        for number in (turn.start for turn in chain.turns(range(len(chain.blocks)))):
+            if chain.is_expert(number):
+                behind = np.empty((rows, 1, self._blocks.routing(number).leaving), np.float32)
+                calls[number], state = partial(self._through_experts, number, state, behind), behind
+                continue
             given: dict[str, Array] = {"tokens": state, "state": state}
             given |= {
                 f"{TAKEN}{index}": values[value] for index, value in enumerate(chain.blocks[number].takes)
@@ -336,10 +343,16 @@ class ChainSpeaker:
             else:
                 answers["logits"] = pieces[number - chain.end]
             interface = self._blocks.interface(number, DECODE)
-            inputs.append([given[name] for name in interface.inputs])
-            outputs.append([answers[name] for name in interface.outputs])
-        step.compute = self._blocks.in_a_row(DECODE, inputs, outputs, restore if step.read else None)
+            calls[number] = (
+                [given[name] for name in interface.inputs],
+                [answers[name] for name in interface.outputs],
+            )
+        step.compute = self._blocks.in_a_row(DECODE, calls, restore if step.read else None)
         return step
+
+    def _through_experts(self, number: int, state: FloatArray, behind: FloatArray) -> None:
+        """Write the state behind a layer's experts."""
+        behind[...] = self._experts.forward(number, [state])[0]
 
     def _prefill(self, sequence: _Sequence, tokens: Sequence[int]) -> FloatArray:
         """The state f32 [1, 1, width] of the last of some tokens, which are appended to a sequence."""
@@ -348,7 +361,11 @@ class ChainSpeaker:
         state: Array = np.array([tokens], np.int64)
         lora_a, lora_b = self._lora_a(sequence.adapter), sequence.adapter.lora_b
         shared = SharedValues(chain)
-        for number in range(chain.end):
+        for number in (turn.start for turn in chain.turns(range(chain.end))):
+            if chain.is_expert(number):
+                entering, state = state, self._experts.forward(number, [state])[0]
+                self._blocks.release(entering)
+                continue
             known = {name: self._caches[place][slot, :, 1:] for name, place in self._kept(number)}
             given = {"tokens": state, "state": state, **self._pieces.beside(number, piece, known)}
             given |= shared.inputs(number)

@@ -10,7 +10,7 @@ shared values that it takes and gives, and `<n>` of an adapter's inputs counts t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -45,7 +45,7 @@ SLOPE_PAST_KEYS, SLOPE_PAST_VALUES = "slope_past_keys", "slope_past_values"
 SEEN, CAUSAL, OWN = "seen", "causal", "own"
 TAKEN, GIVEN = "taken.", "given."
 _PAST = (PAST_KEYS, PAST_VALUES)
-_MOST_BLOCKS = 1024
+_MOST_BLOCKS = 1 << 14
 _MOST_SHARED = 4096
 # Values that a block saves: a few of its own, and one for each adapted module.
 _MOST_SAVED = 256
@@ -140,10 +140,15 @@ class Interface:
 
 @dataclass(frozen=True)
 class Kind:
-    """Blocks of one graph: their program file, and its methods by role."""
+    """Blocks of one graph: their program file, and its methods by role.
+
+    Blocks of `experts` that come one after the other are a layer's: the state is not of them, but of what
+    `prge.learning.experts` makes of all.
+    """
 
     program: str
     methods: Mapping[str, Interface]
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -268,6 +273,9 @@ class Chain:
                 continue
             if block.modules and (number == 0 or self.is_head(number)):
                 yield f"block {number}, the first or a head, has adapted modules"
+            is_between = 0 < number < min(self.end, len(self.blocks) - 1)
+            if self.is_expert(number) and (block.modules or block.tables or not is_between):
+                yield f"block {number}, an expert, has modules or tables, or is the first or the last one"
             if STACK not in self.kinds[block.kind].methods:
                 yield f"block {number} lacks the role {STACK}"
             yield from self._interface_problems(number, block)
@@ -340,6 +348,20 @@ class Chain:
         """Whether a block is a decoder's head."""
         return number >= self.end
 
+    def is_expert(self, number: int) -> bool:
+        """Whether a block is an expert of a layer."""
+        return self.kinds[self.blocks[number].kind].experts
+
+    def turns(self, numbers: Iterable[int]) -> list[range]:
+        """Blocks in order, the experts of a layer together: each is a step of a state on its way."""
+        found: list[range] = []
+        for number in numbers:
+            if found and self.is_expert(number) and self.is_expert(found[-1].start):
+                found[-1] = range(found[-1].start, number + 1)
+            else:
+                found.append(range(number, number + 1))
+        return found
+
     @property
     def end(self) -> int:
         """Number of the first block that answers no state: the first piece of a decoder's head."""
@@ -395,7 +417,11 @@ class Chain:
         return tuple(
             role
             for role, blocks in needing.items()
-            if all(role in self.kinds[block.kind].methods for block in blocks)
+            if all(
+                role in self.kinds[block.kind].methods
+                for block in blocks
+                if role in STEP_ROLES or not self.kinds[block.kind].experts
+            )
         )
 
     def longest(self, role: str) -> int:
@@ -508,6 +534,8 @@ class Chain:
                         role: Interface(_all(method, "inputs", str), _all(method, "outputs", str))
                         for role, method in _get(kind, "methods", Mapping).items()
                     },
+                    # Older bundles have none, and don't say so.
+                    "experts" in kind and _get(kind, "experts", bool),
                 )
                 for kind in _all(block, "kinds", Mapping)
             ),

@@ -7,7 +7,8 @@ such as attention and what follows it, are one block. What is before the first o
 what is after the last one the head. Blocks of the same operators and shapes are of one kind, whatever
 weights they read, and whatever tables and adapters they are given.
 
-Where several values are alive, layers are blocks; server_export/graph/layers.py tells what crosses.
+Where several values are alive, layers are blocks; server_export/graph/layers.py tells what crosses. A layer
+is parted at its experts, which are blocks of their own; server_export/graph/experts.py tells where.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from server_export.graph.experts import parted_at_experts
 from server_export.graph.layers import Stretch, Values, of_layers
 from server_export.graph.modules import as_module, attribute
 from server_export.graph.shapes import without_memory
@@ -39,7 +41,8 @@ class ModelBlock:
     `taken_0`, ..., then the adapter's; it answers the state and what it gives. `weights` are the names of its
     frozen tensors, in the order of their use; blocks of one kind use theirs in the same order. `tables` are
     the numbers of its tables, `adapter` its placeholders of the model's adapter. `takes` and `gives` are
-    numbers of shared values, f32 [rows, tokens, width].
+    numbers of shared values, f32 [rows, tokens, width]. `experts` is the number of the layer whose experts
+    come behind it; `is_expert` says that it is one of them.
     """
 
     graph_module: GraphModule
@@ -49,6 +52,8 @@ class ModelBlock:
     signature: tuple[Any, ...]
     takes: tuple[int, ...] = ()
     gives: tuple[int, ...] = ()
+    experts: int | None = None
+    is_expert: bool = False
 
 
 def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list[ModelBlock]:
@@ -65,6 +70,7 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     flow = reached([source])
     answer = output.args[0][0]
     stretches = of_layers(nodes, flow, answer) or _where_one_is_alive(nodes, flow, source, answer, adapter)
+    stretches = [*parted_at_experts(list(graph_module.graph.nodes), flow, stretches)]
     given = [value for stretch in stretches for value in stretch.gives]
     shared = {value: number for number, value in enumerate(given)}
     blocks = [_block(graph_module, stretch, adapter, table, source, shared) for stretch in stretches]
@@ -272,17 +278,22 @@ def _block(
     answers = [values[stretch.ends[0]]] if is_last else [packing.side_by_side(stretch.ends, values)]
     answers += [packing.side_by_side((value,), values) for value in stretch.gives]
     graph.output(tuple(answers))
-    weights = dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr")
     takes, gives = (tuple(map(shared.__getitem__, each)) for each in (stretch.takes, stretch.gives))
-    return ModelBlock(
-        as_module(graph_module, graph),
-        tuple(weights),
-        tuple(tables),
-        trained,
-        _signature(graph_module, graph),
-        takes,
-        gives,
+    return replace(
+        whole_block(as_module(graph_module, graph)),
+        tables=tuple(tables),
+        adapter=trained,
+        takes=takes,
+        gives=gives,
+        experts=stretch.experts,
     )
+
+
+def whole_block(graph_module: GraphModule) -> ModelBlock:
+    """A graph that is a block as it is, without tables and adapter."""
+    graph = graph_module.graph
+    weights = tuple(dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"))
+    return ModelBlock(graph_module, weights, (), (), _signature(graph_module, graph))
 
 
 @dataclass(frozen=True)
@@ -314,9 +325,10 @@ class _Packing:
         start = 0
         for value in values:
             order, shape = self._tokens_first(value)
+            known = [*value.meta["val"].shape]
             end = start + prod(shape[2:])
             part = whole if len(values) == 1 else self._call(aten.slice.Tensor, whole, 2, start, end)
-            part = self._call(aten.reshape.default, part, shape)
+            part = self._call(aten.reshape.default, part, shape if len(shape) == len(order) else known)
             found[value] = self._call(
                 aten.permute.default, part, [order.index(dim) for dim in range(len(order))]
             )
@@ -326,6 +338,8 @@ class _Packing:
     def _tokens_first(self, value: Node) -> tuple[list[int], list[int]]:
         """The order of dimensions with rows and tokens in front, and the shape that it gives."""
         shape = list(value.meta["val"].shape)
+        if shape[0] == prod(self.sizes):
+            return list(range(len(shape))), [*self.sizes, *shape[1:]]
         first = [shape.index(size) for size in self.sizes]
         order = [*first, *(dim for dim in range(len(shape)) if dim not in first)]
         return order, [shape[dim] for dim in order]

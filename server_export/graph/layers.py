@@ -27,13 +27,14 @@ Values: TypeAlias = tuple[Node, ...]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Nodes that become a block: what its state is made of before and behind it, and which shared values it
-    takes and gives."""
+    """Nodes that become a block: what its state is made of before and behind it, which shared values it takes
+    and gives, and the number of the experts behind it."""
 
     starts: Values
     ends: Values
     takes: Values = ()
     gives: Values = ()
+    experts: int | None = None
 
 
 def of_layers(nodes: Sequence[Node], flow: set[Node], answer: Node) -> list[Stretch] | None:
@@ -77,7 +78,8 @@ def of_layers(nodes: Sequence[Node], flow: set[Node], answer: Node) -> list[Stre
         return None
     starts = [[source], *state[:-1]]
     state[-1] = [answer]
-    return [Stretch(*map(tuple, each)) for each in zip(starts, state, takes, gives, strict=True)]
+    every = zip(starts, state, takes, gives, strict=True)
+    return [Stretch(tuple(a), tuple(b), tuple(taken), tuple(given)) for a, b, taken, given in every]
 
 
 def _ends_of_layers(nodes: Sequence[Node]) -> list[int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from prge.contract import STEP_ROLES
 from prge.files import chain as manifest
 from prge.files.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.files.chain import Bounds
@@ -21,7 +22,7 @@ from server_export.model.chain import ModelChain
 from server_export.model.tables import ModelTable
 from server_export.stage import count_parts
 
-EMBEDDING, BLOCK, HEAD = "embedding", "block", "head"
+EMBEDDING, BLOCK, EXPERT, HEAD = "embedding", "block", "expert", "head"
 # Lowering a kind takes about as long as writing the weights of so many blocks.
 _OF_A_KIND = 20
 
@@ -73,7 +74,7 @@ def lower_chain(
         done = _lowered_kind(chain, first, roles, bounds, cache, lambda share: part(share * _OF_A_KIND))
         lowered.append(done)
         name = _kind_name(chain, first, {kind.program for kind in kinds})
-        kinds.append(manifest.Kind(_program(name), done.methods))
+        kinds.append(manifest.Kind(_program(name), done.methods, chain.blocks[first].is_expert))
         (folder / kinds[-1].program).write_bytes(done.kind.program)
         cached = " (from the cache)" if cache and cache.taken > taken else ""
         tell(f"{name}: {', '.join(done.methods)}{cached}")
@@ -114,6 +115,9 @@ def _lowered_kind(
     is_stepped = first in chain.kind_of[lowest:]
     kind = chain.kinds[first]
     block = chain.blocks[first]
+    if block.is_expert:
+        # It knows nothing of other tokens: a forward pass is one, whatever its tokens are.
+        roles = {*roles} & {*STEP_ROLES}
     # A program counts a block's layers, which blocks of a kind have in the same order.
     place = {layer: str(number) for number, layer in enumerate(_layers(chain, block))}
     changes = moves(chain.blocks)
@@ -128,6 +132,7 @@ def _lowered_kind(
         cache,
         done,
         sharing_of(kind.graph_module, takes, len(block.gives), roles),
+        saves=not block.is_expert,
     )
 
 
@@ -141,7 +146,8 @@ def _kind_name(chain: ModelChain, first: int, programs: Collection[str]) -> str:
         return EMBEDDING
     if first >= chain.end:
         return HEAD
-    return f"{BLOCK}-{len(programs)}" if _program(BLOCK) in programs else BLOCK
+    name = EXPERT if chain.blocks[first].is_expert else BLOCK
+    return f"{name}-{len(programs)}" if _program(name) in programs else name
 
 
 def _program(name: str) -> str:

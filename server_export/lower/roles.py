@@ -95,6 +95,7 @@ def lower_roles(
     cache: ProgramCache | None = None,
     done: Callable[[float], object] = lambda share: None,
     sharing: Sharing | None = None,
+    saves: bool = True,
 ) -> LoweredRoles:
     """Lower a kind of block for some roles.
 
@@ -108,12 +109,13 @@ def lower_roles(
         cache: of programs; None: lower in any case.
         done: is told which further share of this is done.
         sharing: values that it takes from other blocks or gives to them.
+        saves: whether roles beside `back` save what it needs.
 
     Raises:
         BundleError: an operator has no derivative, or ExecuTorch refuses a method.
     """
     sharing = sharing or Sharing()
-    graphs = role_graphs(graph_module, adapter, roles, is_head, sharing)
+    graphs = role_graphs(graph_module, adapter, roles, is_head, sharing, saves)
     methods = {role: _interface(graph, role, adapter, is_head, sharing) for role, graph in graphs.items()}
     shared = {*stored, *(name for weight in stored for name in transposed_names(weight))}
     constants: dict[str, torch.Tensor] = {}
@@ -140,8 +142,9 @@ def role_graphs(
     roles: Collection[str],
     is_head: bool,
     sharing: Sharing | None = None,
+    saves: bool = True,
 ) -> dict[str, GraphModule]:
-    """The graphs of a kind's roles, in marker sizes; beside `back` those that save what it needs."""
+    """The graphs of a kind's roles, in marker sizes; beside `back` others that save what it needs."""
     sharing = sharing or Sharing()
     changing = [f"{TAKEN_PREFIX}{number}" for number, changes in enumerate(sharing.takes) if changes]
     slopes = [SLOPE, *(f"{SLOPE}_given_{number}" for number in range(sharing.gives))]
@@ -161,7 +164,9 @@ def role_graphs(
         joint = backpropagate(one_copy, wanted, list(adapter), TOKENS, slopes, with_answer=True)
         # A head is read with a shift by what is known of the words so far, and goes back with one by all.
         parts = partition(joint, 1 if is_head else BATCH, TOKENS, ["shift"], len(slopes))
-        graphs |= {BACK: parts.back, SAVE: parts.save, BACK_SAVED: parts.back_saved}
+        graphs[BACK] = parts.back
+        if saves:
+            graphs |= {SAVE: parts.save, BACK_SAVED: parts.back_saved}
     one_row = with_size(one_copy, BATCH, 1)
     if PREFILL in roles and not is_head:
         graphs[PREFILL] = continued(one_row, frozen, 1, TOKENS, PAST)

@@ -24,6 +24,7 @@ from prge.contract import AdaptedModule
 from prge.errors import AdapterError, BundleError, ConfigError
 from prge.files.peft import PeftAdapter
 from server_export.model.blocks import block_names
+from server_export.model.experts import expert_layers
 
 ALL_LINEAR = "all-linear"
 # No number of anything else.
@@ -172,7 +173,8 @@ def match_target_modules(model: nn.Module, target_modules: str | Sequence[str]) 
     ]
     if not matched:
         endings = sorted({name.rpartition(".")[2] for name in _linear_names(model)})
-        problems.append(f"no layer matches {targets!r}; linear layers end in {', '.join(endings)}")
+        frozen = "; experts have no adapters" if expert_layers(model) else ""
+        problems.append(f"no layer matches {targets!r}; linear layers end in {', '.join(endings)}{frozen}")
     if problems:
         raise ConfigError("these target modules can't be adapted:", problems)
     return matched

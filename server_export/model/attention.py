@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from prge.errors import BundleError
 from prge.files.chain import MASKED
 
 NAME, CACHED = "prge", "prge_cached"
@@ -56,13 +57,21 @@ def grouped_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of queries [rows, heads, length, width] over keys and values [rows, groups, length, width].
 
     Returns:
         [rows, length, heads, width], and None in the place of the attention weights.
+
+    Raises:
+        BundleError: the attention has sinks, scores of `s_aux` that belong to no token.
     """
+    if s_aux is not None:
+        raise BundleError(
+            "attention has sinks, which no role has", remedy="take a checkpoint of another architecture"
+        )
     rows, heads, length, width = query.shape
     groups, value_width = key.shape[1], value.shape[-1]
     members = heads // groups

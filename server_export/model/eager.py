@@ -10,6 +10,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate
 
 from prge.contract import matrices
+from prge.engine import FloatArray
+from prge.learning.experts import Routing
 from server_export.graph.cutting import TABLE_PREFIX, TAKEN_PREFIX
 from server_export.graph.modules import attribute
 from server_export.graph.shapes import resized
@@ -123,3 +125,24 @@ def _read_by_layers(graph_module: GraphModule, own: Mapping[str, str]) -> dict[N
         if name.endswith(f".{ADAPTER_WEIGHT}"):
             found.setdefault(source, []).append(layer_of(name))
     return found
+
+
+def through_experts(chain: ModelChain, experts: range, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """States f32 [rows, tokens, width] behind the experts of a layer, with one in memory at a time.
+
+    Args:
+        chain: in float32.
+        experts: their numbers.
+        states: before them.
+    """
+    first, behind = (chain.state_widths(number) for number in (experts.start, experts.stop))
+    flat = torch.cat([state.reshape(-1, state.shape[-1]) for state in states]).numpy()
+    routing = Routing(flat.shape[-1], behind[0], *first, len(experts))
+
+    def run(expert: int, given: FloatArray) -> list[FloatArray]:
+        block = EagerBlock(chain, experts.start + expert)
+        return [block.answer(torch.from_numpy(given)[None])[0].numpy()]
+
+    (found,) = routing.forward(flat, run)
+    parts = torch.from_numpy(found).split([state.shape[0] * state.shape[1] for state in states])
+    return [part.reshape(*state.shape[:2], -1) for part, state in zip(parts, states, strict=True)]

@@ -102,7 +102,7 @@ def freeze(block: ModelBlock, scheme: str, is_head: bool = False) -> tuple[Graph
     frozen = _computed(graph_module, block.weights)
     if scheme != "fp32":
         for node in list(graph_module.graph.nodes):
-            if node.target is aten.linear.default and _is_frozen_layer(node):
+            if node.target is aten.linear.default and _is_frozen_layer(node) and not _chooses(node):
                 _quantize_layer(graph_module, node, frozen, scheme == "8da4w" and not is_head)
             elif node.target is aten.embedding.default and _is_large(node.args[0]):
                 _quantize_embedding(graph_module, node, frozen)
@@ -179,8 +179,24 @@ def _tensor(graph_module: GraphModule, name: str, shape: tuple[int, ...], dtype:
 
 
 def _is_frozen_layer(node: Node) -> bool:
+    """Whether it is a layer whose weights are many enough to be rounded: one with a single output isn't."""
     weight = node.args[1]
-    return isinstance(weight, Node) and weight.op == "get_attr" and not _is_of_adapter(str(weight.target))
+    if not isinstance(weight, Node) or weight.op != "get_attr" or len(weight.meta["val"]) == 1:
+        return False
+    return not _is_of_adapter(str(weight.target))
+
+
+def _chooses(layer: Node) -> bool:
+    """Whether experts are chosen by what a layer says: rounded, a router would choose others."""
+    ahead, seen = [*layer.users], set[Node]()
+    while ahead:
+        node = ahead.pop()
+        if node.target is aten.topk.default:
+            return True
+        if node not in seen and node.target is not aten.linear.default:
+            seen.add(node)
+            ahead += node.users
+    return False
 
 
 def _is_of_adapter(name: str) -> bool:

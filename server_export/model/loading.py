@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from prge.errors import BundleError, shown
+from server_export.model.experts import expert_layers
 from server_export.model.files import (
     BUFFERS,
     UNQUANTIZED,
@@ -216,6 +217,13 @@ def _outline(files: ModelFiles, opened: _Opened) -> Any:
                 f"{files.name} describes no model: {name} would be {list(parameter.shape)}",
                 remedy="correct its config.json",
             )
+    counts = (getattr(opened.config, name, None) or 0 for name in ("num_local_experts", "num_experts"))
+    if max(counts) > 1 and not expert_layers(model):
+        raise BundleError(
+            f"{files.name} ({opened.config.model_type}) is a mixture of experts that transformers calls in a "
+            "way of its own",
+            remedy="take a checkpoint of another type, such as qwen3_moe, olmoe, granitemoe or mixtral",
+        )
     return model
 
 
@@ -287,8 +295,6 @@ def _check_kind(config: Any, whole: Any, name: str) -> None:
         reason, remedy = f"quantized already{f' ({shown(method)})' if method else ''}", UNQUANTIZED
     elif config is whole and any(hasattr(config, part) for part in ("vision_config", "audio_config")):
         reason = "a model of more than texts, whose text part transformers has no class of its own for"
-    elif getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
-        reason = "a mixture of experts"
     elif not getattr(config, "vocab_size", None):
         reason = "not a text model"
     if reason:

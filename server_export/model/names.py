@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,15 +37,35 @@ class Source:
         first, *others = self.conversion.target_patterns
         return [self.target, *(self.target.replace(first, other, 1) for other in others)]
 
-    def made(self, read: Callable[[str], torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
-        """The model's tensors by name, of stored ones that `read` gives by their names in the files."""
+    def made(
+        self, read: Callable[[str], torch.Tensor], config: Any, rows: Sequence[int] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The model's tensors by name, of stored ones that `read` gives by their names in the files.
+
+        Of `rows` alone, if they are given; where every row has stored tensors of its own, no other is read.
+        """
         if self.conversion is None:
             return {self.target: read(*self.stored.values())}
         conversion = copy.deepcopy(self.conversion)
+        members = self._members
         for given, stored in self.stored.items():
+            if rows is not None and members and members[given] not in rows:
+                continue
             conversion.add_tensor(self.target, given, self.patterns[given], lambda name=stored: read(name))
         made = conversion.convert(self.target, model=None, config=config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        found = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        if rows is None or members:
+            return found
+        return {name: value[list(rows)] for name, value in found.items()}
+
+    @property
+    def _members(self) -> dict[str, int]:
+        """Which row each stored tensor belongs to, where lists of them become rows, as of experts."""
+        groups: dict[str, list[str]] = {}
+        for given, pattern in self.patterns.items():
+            groups.setdefault(pattern, []).append(given)
+        is_list = all("*" in pattern for pattern in groups) and len({*map(len, groups.values())}) == 1
+        return {given: row for group in groups.values() for row, given in enumerate(group)} if is_list else {}
 
 
 def sources(model: nn.Module, stored: Collection[str]) -> dict[str, Source]:

@@ -23,7 +23,7 @@ from server_export.graph.functional import functional_graph
 from server_export.graph.modules import remove_unused_attributes
 from server_export.graph.plain import take_apart
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
-from server_export.model import attention
+from server_export.model import attention, experts
 from server_export.model.adapted import CallInputs
 from server_export.model.tables import ModelTables
 
@@ -109,7 +109,7 @@ class _WithKnownNumbers(TorchFunctionMode):
 
 
 def trace(
-    model: nn.Module,
+    model: Any,
     inputs: CallInputs,
     tables: ModelTables,
     adapter: Sequence[Matrix],
@@ -133,6 +133,11 @@ def trace(
     """
     attention.register()
     model.set_attn_implementation(attention.NAME)
+    if layers := experts.expert_layers(model):
+        experts.register()
+        model.set_experts_implementation(experts.NAME)
+        for number, layer in enumerate(layers.values()):
+            layer.number = number
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.tables = tables

@@ -60,8 +60,7 @@ class Weights:
             (stored,) = source.stored.values()
             tensor = self._stored(stored, rows)
         else:
-            whole = source.made(self._stored, self._config)[known]
-            tensor = whole if rows is None else whole[list(rows)]
+            tensor = source.made(self._stored, self._config, rows)[known]
         tensor = tensor.to(torch.float32)
         if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
             raise BundleError(

@@ -22,6 +22,7 @@ from server_export.check.engine import opened_method
 from server_export.lower.program import lowered
 from server_export.model import attention
 from server_export.model.adapted import convert_conv1d, replace_module
+from server_export.model.experts import expert_layers
 from server_export.model.loading import LoadedModel
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, quantized_and_checked
 
@@ -86,6 +87,12 @@ def check_generates(loaded: LoadedModel) -> None:
         raise BundleError(
             f"{loaded.name_or_path} can't be published for a runner that generates: it is an encoder",
             remedy="publish it as program instead",
+        )
+    if expert_layers(loaded.model):
+        raise BundleError(
+            f"{loaded.name_or_path} can't be published for a runner that generates: one program can't "
+            "choose among experts",
+            remedy="publish it as peft or merged, or write with `prge generate`",
         )
 
 

@@ -45,7 +45,7 @@ class Factors:
 
 
 Value = Any
-Rule = Callable[..., Dual | Factors | tuple[Dual, ...]]
+Rule = Callable[..., Value]
 # Operators that an adapter's matrix itself may go through.
 OF_MATRICES = {"aten.transpose.int"}
 RULES: dict[str, Rule] = {}
@@ -113,13 +113,27 @@ def _index_select(builder: Builder, node: Node, source: Dual, dim: int, index: N
 
 @rule(aten.gather.default)
 def _gather(builder: Builder, node: Node, source: Dual, dim: int, index: Node) -> Dual:
-    shape = _shape(node)
-    return source.each(
-        shape,
-        lambda part, count: builder.call(
-            node.target, part, _behind_queries(dim), builder.call(aten.expand.default, index, [count, *shape])
-        ),
-    )
+    return _gathered(builder, source, dim, index, _shape(node))
+
+
+@rule(aten.topk.default)
+def _largest(
+    builder: Builder, node: Node, source: Dual, count: int, dim: int = -1, *rest: Any
+) -> tuple[Dual, Node]:
+    """What is chosen has the tangents of its places; the choice has none."""
+    value = builder.reshape(source.primal, *source.shape)
+    index = builder.call(operator.getitem, builder.call(node.target, value, count, dim, *rest), 1)
+    return _gathered(builder, source, dim, index, tuple(node.meta["val"][1].shape)), index
+
+
+def _gathered(builder: Builder, source: Dual, dim: int, index: Node, shape: tuple[int, ...]) -> Dual:
+    one = builder.reshape(index, 1, *shape)
+
+    def gather(part: Node, count: int) -> Node:
+        places = builder.call(aten.expand.default, one, [count, *shape])
+        return builder.call(aten.gather.default, part, _behind_queries(dim), places)
+
+    return source.each(shape, gather)
 
 
 @rule(aten.cumsum.default)
@@ -191,7 +205,7 @@ def _choose_scales(
 
 
 @rule(operator.getitem)
-def _item(builder: Builder, node: Node, source: tuple[Dual, ...], index: int) -> Dual:
+def _item(builder: Builder, node: Node, source: tuple[Value, ...], index: int) -> Value:
     return source[index]
 
 

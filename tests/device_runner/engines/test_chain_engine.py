@@ -36,7 +36,7 @@ ROWS = [3, 9]
 
 
 @pytest.fixture(
-    scope="module", params=["llama", *rest("llama lora", "bert", "bert lora", "gemma3n", "gemma4")]
+    scope="module", params=["llama", *rest("llama lora", "bert", "bert lora", "gemma3n", "gemma4", "olmoe")]
 )
 def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path]) -> Path:
     return make_chain(request.param)
