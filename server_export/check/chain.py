@@ -11,7 +11,7 @@ import torch
 from torch.export import ExportedProgram
 
 from prge.engine import FloatArray
-from prge.errors import BundleError
+from prge.errors import BundleError, told_as_bundle_error
 from prge.files.chain import TABLE
 from prge.learning.vocabulary import Reading
 from server_export.graph.modules import replace_tensor
@@ -30,6 +30,7 @@ QUANTIZED_TOLERANCE = 5e-2
 # Of the whole model in float32; random models of all tested architectures differ by less than 2e-6.
 MODEL_TOLERANCE = 1e-3
 _ROWS, _TOKENS = 2, 7
+_UNKNOWN = "this architecture isn't supported; take another checkpoint, and please report it"
 _REMEDY = "export it with --quantize fp32, and please report it with the name of the model"
 
 
@@ -105,13 +106,14 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
         # The blocks need its memory.
         del model, output
         beside = targets if chain.is_decoder else torch.zeros(_ROWS, 1, 1, _TOKENS)
-        found = _answers(chain.in_scheme("fp32"), tokens, beside)
+        with told_as_bundle_error("the blocks can't be run", _UNKNOWN):
+            found = _answers(chain.in_scheme("fp32"), tokens, beside)
     difference = float((found.reshape(expected.shape) - expected).abs().max())
     if not difference <= MODEL_TOLERANCE * max(1.0, float(expected.abs().max())):
         raise BundleError(
             f"the blocks don't compute what the model {name} computes: their outputs differ "
             f"by {difference:.3g}",
-            remedy="this architecture isn't supported; take another checkpoint, and please report it",
+            remedy=_UNKNOWN,
         )
     return difference
 
