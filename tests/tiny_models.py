@@ -90,6 +90,22 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ARCHITECTURES = tuple([*DECODERS, *ENCODERS])
+# Encoders whose scores know how far tokens are apart.
+RELATIVE: dict[str, tuple[str, dict[str, Any]]] = {
+    "deberta-v2": (
+        "DebertaV2Config",
+        {
+            **{**_ENCODER, "type_vocab_size": 0},
+            "relative_attention": True,
+            "pos_att_type": ["c2p", "p2c"],
+            "position_buckets": 8,
+            "share_att_key": True,
+            "norm_rel_ebd": "layer_norm",
+            "position_biased_input": False,
+        },
+    ),
+    "mpnet": ("MPNetConfig", _COMMON),
+}
 # Decoders with several values alive between layers, of which the last two use keys and values of the others.
 _SHARING = {
     **_GEMMA,
@@ -139,7 +155,7 @@ def make_config(architecture: str, **changes: Any) -> Any:
     """The transformers configuration of a tiny model."""
     import transformers
 
-    name, settings = {**DECODERS, **SHARING, **ENCODERS, **UNUSUAL}[architecture]
+    name, settings = {**DECODERS, **SHARING, **ENCODERS, **RELATIVE, **UNUSUAL}[architecture]
     return getattr(transformers, name)(**{**settings, **changes})
 
 
@@ -150,7 +166,7 @@ def make_model(architecture: str, seed: int = 0, *, head: bool = True, **changes
 
     torch.manual_seed(seed)
     config = make_config(architecture, **changes)
-    kind = AutoModelForCausalLM if architecture not in ENCODERS and head else AutoModel
+    kind = AutoModelForCausalLM if architecture not in {**ENCODERS, **RELATIVE} and head else AutoModel
     model = kind.from_config(config, attn_implementation="eager").eval()
     if getattr(model, "pooler", None) is not None:
         model.pooler = None
