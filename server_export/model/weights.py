@@ -36,6 +36,7 @@ class Weights:
         self.transposed = frozenset(transposed)
         self._config = model.config
         self._tied = _tied_names(model)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.buffers = _buffers(model)
         self._paths = stored_paths(files)
         self._sources = sources(model, self._paths)
@@ -67,7 +68,15 @@ class Weights:
                 f"{name} of {self.files.name} has numbers that aren't finite",
                 remedy="give a complete checkpoint",
             )
-        return tensor.t() if name in self.transposed else tensor
+        if name in self.transposed:
+            return tensor.t()
+        if rows is None and tuple(tensor.shape) != self._shapes.get(name, tuple(tensor.shape)):
+            raise BundleError(
+                f"{name} of {self.files.name} is {list(tensor.shape)}, its config.json describes "
+                f"{list(self._shapes[name])}",
+                remedy="copy the model again",
+            )
+        return tensor
 
     def _stored(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
         # Opened again and again: pages that were read stay in memory as long as a file is open.

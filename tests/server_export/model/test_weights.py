@@ -54,13 +54,16 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
         assert torch.equal(weights.read(name), parameter)
 
 
-def test_a_missing_weight_and_one_that_is_no_number_are_refused(tmp_path: Path) -> None:
+def test_a_missing_weight_one_of_another_shape_and_one_that_is_no_number_are_refused(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "llama")
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.inf
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(64, 96)
     save_file(tensors, folder / "model.safetensors")
     weights = weights_of(folder)
+    with pytest.raises(BundleError, match=r"up_proj\.weight .* is \[64, 96\], its config"):
+        weights.read("model.layers.1.mlp.up_proj.weight")
     with pytest.raises(BundleError, match=r"lacks model\.norm\.weight"):
         weights.read("model.norm.weight")
     with pytest.raises(BundleError, match=r"up_proj\.weight .* aren't finite"):
