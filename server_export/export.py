@@ -147,7 +147,9 @@ def _write(
     from server_export.lower.cache import ProgramCache
     from server_export.lower.chain import lower_chain
 
-    bounds = manifest.Bounds.for_rows(source.longest, context, source.readout == "pooled")
+    bounds = manifest.Bounds.for_rows(
+        source.longest, context, source.readout == "pooled", chain.tables.recurs
+    )
     with stage("lowering") as note:
         cache = ProgramCache() if config.cache else None
         lowered = lower_chain(chain, folder, config.roles, bounds, note, cache)

@@ -3,6 +3,8 @@
     forward   the first piece first; its keys and values are the past of those behind it
     back      the last piece first; what it says of the past's keys and values is a slope of those before it
 
+What a recurrence carries is handed on alike: of each piece to the next one, and its slope to the one before.
+
 Memory grows with a row's length alone: later pieces are shorter, because their tokens have more scores. A
 sliding window's past is the window.
 """
@@ -56,8 +58,8 @@ class Pieces:
                 [1, rank, width].
 
         Returns:
-            `state` [1, tokens, width], and what a way back needs of attention: `keys` and `values`
-            [heads, tokens, width].
+            `state` [1, tokens, width], and what a way back needs: of attention `keys` and `values`
+            [heads, tokens, width], and what was `carried` to each piece, [pieces, height, width].
         """
         name = "state" if number else "tokens"
         entering = inputs[name][0]
@@ -69,15 +71,20 @@ class Pieces:
             found[KEYS] = np.empty((heads.count, length, heads.key_width), np.float32)
             found[VALUES] = np.empty((heads.count, length, heads.value_width), np.float32)
         adapter = {**self._frozen(number), **inputs}
+        carried = self._nothing_carried(number)
+        carried_to: list[Arrays] = []
         for piece in self._pieces(number, length):
-            given = {**adapter, **self.beside(number, piece, found)}
+            given = {**adapter, **self.beside(number, piece, found), **carried}
             given[name] = entering[:, piece]
             answer = self._blocks.run(number, PREFILL, given)
+            carried_to.append(carried)
+            carried = {name: answer[name].copy() for name in carried}
             found["state"][:, piece] = answer["state"]
             if attends:
                 found[KEYS][:, piece] = answer[KEYS]
                 found[VALUES][:, piece] = answer[VALUES]
             self._release(answer)
+        found |= {name: np.concatenate([each[name] for each in carried_to]) for name in carried}
         return found
 
     def tangent(self, number: int, inputs: Arrays) -> Arrays:
@@ -100,10 +107,15 @@ class Pieces:
             for name, width in ((KEYS, heads.key_width), (VALUES, heads.value_width)):
                 known[name] = np.empty((heads.count, length, width), np.float32)
                 known[f"d_{name}"] = np.empty((len(d_state), heads.count, length, width), np.float32)
+        carried = self._nothing_carried(number)
+        carried |= {
+            f"d_{name}": np.zeros((len(d_state), *each.shape), np.float32) for name, each in carried.items()
+        }
         for piece in self._pieces(number, length):
-            given = {**inputs, **self.beside(number, piece, known)}
+            given = {**inputs, **self.beside(number, piece, known), **carried}
             given |= {"state": _cut(state, piece), "d_state": _cut(d_state, piece)}
             answer = self._blocks.run(number, PREFILL_TANGENT, given)
+            carried = {name: answer[name].copy() for name in carried}
             for name, whole in (*found.items(), *known.items()):
                 whole[..., piece, :] = answer[name]
             self._release(answer)
@@ -114,7 +126,7 @@ class Pieces:
 
         Args:
             number: of the block.
-            inputs: `state` and `slope` [1, tokens, width], the keys and values of `stack`, and the adapter's.
+            inputs: `state` and `slope` [1, tokens, width], what `stack` answered for it, and the adapter's.
 
         Returns:
             `slope` by the state and the adapter's gradients.
@@ -123,12 +135,16 @@ class Pieces:
         found: Arrays = {"slope": np.empty_like(state)}
         attends = self._chain.attends(number)
         by_keys, by_values = (np.zeros_like(inputs[name]) if attends else state for name in (KEYS, VALUES))
-        for piece in reversed([*self._pieces(number, state.shape[1])]):
-            given = {**inputs, **self.beside(number, piece, inputs)}
+        carried = self._nothing_carried(number)
+        by_carried = {f"slope_{name}": each for name, each in carried.items()}
+        for place, piece in reversed([*enumerate(self._pieces(number, state.shape[1]))]):
+            given = {**inputs, **self.beside(number, piece, inputs), **by_carried}
+            given |= {name: inputs[name][place : place + 1] for name in carried}
             given |= {"state": _cut(state, piece), "slope": _cut(slope, piece)}
             if attends:
                 given |= {SLOPE_KEYS: _cut(by_keys, piece), SLOPE_VALUES: _cut(by_values, piece)}
             answer = self._blocks.run(number, PREFILL_BACK, given)
+            by_carried = {name: answer[name].copy() for name in by_carried}
             found["slope"][:, piece] = answer["slope"]
             if attends:
                 past = slice(self._first_seen(number, piece.start), piece.start)
@@ -141,10 +157,16 @@ class Pieces:
             self._release(answer)
         return found
 
-    def kept_numbers(self, number: int) -> int:
-        """Numbers of a token's keys and values."""
-        heads = self._blocks.heads(number)
-        return heads.count * (heads.key_width + heads.value_width)
+    def kept_numbers(self, number: int, length: int) -> list[int]:
+        """Numbers of each thing that a way back needs of a row, beside its state."""
+        heads, pieces = self._blocks.heads(number), len([*self._pieces(number, length)])
+        keys = [length * heads.count * width for width in (heads.key_width, heads.value_width)]
+        return [*keys, *(pieces * high * wide for high, wide in self._blocks.carried(number).values())]
+
+    def _nothing_carried(self, number: int) -> Arrays:
+        """What a block carries to its first piece."""
+        shapes = self._blocks.carried(number)
+        return {name: np.zeros((1, *shape), np.float32) for name, shape in shapes.items()}
 
     def _pieces(self, number: int, length: int) -> Iterator[slice]:
         mask = self._chain.causal_table(number)

@@ -6,7 +6,8 @@
 Keys and values of all tokens lie in arrays of the host, which the engine reads in place: of every block
 [slots, heads, 1 + capacity, width]. The sequences of a step lie in the first slots. What is called again and
 again is bound to its arrays once. The first place of a slot stays zero: it stands for the token of a step.
-Those in float16 become float32 block by block, in two arrays that all blocks share.
+Those in float16 become float32 block by block, in two arrays that all blocks share. What recurrences carry is
+of a fixed size for each slot, and can't go back to an earlier token.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from prge.files.chain import (
     TABLE,
     VALUES,
 )
+from prge.files.relations import RELATIONS
 from prge.files.signatures import DECODE, PREFILL
 
 # Tokens that pass the blocks together: more aren't faster, and take memory for their scores, of which each
@@ -65,7 +67,7 @@ class _Step:
 
     `seen` f32 [rows x heads, 1, 1 + capacity] is there for every window and number of heads. `kept` has where
     keys and values lie, each with those of the step's tokens, f32 [rows, heads, width]; `read` by block which
-    of them are read through an array in float32.
+    of them are read through an array in float32; `carried` where what is carried lies, and the step's own.
     """
 
     sequences: list[int]
@@ -77,6 +79,7 @@ class _Step:
     seen: dict[tuple[int | None, int], FloatArray] = field(default_factory=dict)
     kept: list[tuple[Array, FloatArray]] = field(default_factory=list)
     read: dict[int, list[tuple[Array, FloatArray]]] = field(default_factory=dict)
+    carried: list[tuple[FloatArray, FloatArray]] = field(default_factory=list)
 
 
 class ChainSpeaker:
@@ -109,6 +112,8 @@ class ChainSpeaker:
         self._capacity = 0
         self._dtype = np.dtype(precision)
         self._caches: dict[int, _Cache] = {}
+        # By block and name f32 [slots, height, width].
+        self._carried: dict[int, dict[str, FloatArray]] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
         self._step: _Step | None = None
@@ -145,7 +150,10 @@ class ChainSpeaker:
 
     def rewind(self, sequence: int, length: int) -> None:
         """See Speaker."""
-        self._sequences[sequence].length = min(length, self.length(sequence))
+        length = min(length, self.length(sequence))
+        if length < self.length(sequence) and any(self._carried.values()):
+            length = 0
+        self._sequences[sequence].length = length
         self._forget(self._sequences[sequence])
 
     def close(self, sequence: int) -> None:
@@ -158,6 +166,7 @@ class ChainSpeaker:
         self._step = None
         if not self._sequences:
             self._caches.clear()
+            self._carried.clear()
             self._capacity = 0
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
@@ -196,6 +205,8 @@ class ChainSpeaker:
         for place, found in step.kept:
             for row, length in enumerate(lengths):
                 place[row, :, 1 + length] = found[row]
+        for place, found in step.carried:
+            place[: len(lengths)] = found
         if len(step.pieces) > 1:
             np.concatenate(step.pieces[:, :, 0], axis=1, out=step.logits)
         for sequence in tokens:
@@ -214,11 +225,14 @@ class ChainSpeaker:
                 f"a text of {length} tokens is too long, the limit is {self._context}",
                 remedy="shorten the prompt, or export the model with a larger --context",
             )
-        if self._caches and length <= self._capacity:
+        if length <= self._capacity:
             return
         # A step reads all of it: little more than what is needed, copied now and then, takes less time.
         self._capacity = min(-(-length // _GROWTH) * _GROWTH, self._context)
         for number in range(self._chain.end):
+            if number not in self._carried:
+                shapes = self._blocks.carried(number).items()
+                self._carried[number] = {n: np.zeros((self._slots, *s), np.float32) for n, s in shapes}
             if not self._chain.attends(number):
                 continue
             heads = self._blocks.heads(number)
@@ -236,6 +250,10 @@ class ChainSpeaker:
         for cache in self._caches.values():
             cache.keys[sequence.slot, :, 1 + sequence.length :] = 0
             cache.values[sequence.slot, :, 1 + sequence.length :] = 0
+        if not sequence.length:
+            for carried in self._carried.values():
+                for array in carried.values():
+                    array[sequence.slot] = 0
 
     def _arrange(self, sequences: Sequence[int]) -> None:
         """Move some sequences to the first slots, in this order."""
@@ -251,6 +269,9 @@ class ChainSpeaker:
         for cache in self._caches.values():
             for array in (cache.keys, cache.values):
                 array[[slot, other]] = array[[other, slot]]
+        for carried in self._carried.values():
+            for kept in carried.values():
+                kept[[slot, other]] = kept[[other, slot]]
 
     # Through the blocks
 
@@ -294,12 +315,15 @@ class ChainSpeaker:
         for number in range(len(chain.blocks)):
             given: dict[str, Array] = {"tokens": state, "state": state}
             for index, table in enumerate(chain.blocks[number].tables):
-                if chain.tables[table].kind != "causal":
+                if chain.tables[table].kind not in ("causal", *RELATIONS):
                     given[f"{TABLE}{index}"] = table_of(table)
             for index, module in enumerate(chain.blocks[number].modules):
                 matrices = matrices_of(chain.modules[module].name)
                 given[f"lora_a.{index}"], given[f"lora_b.{index}"] = matrices
             answers: dict[str, Array] = {}
+            for name, array in self._carried.get(number, {}).items():
+                given[name], answers[name] = array[:rows], np.empty((rows, *array.shape[1:]), np.float32)
+                step.carried.append((array, answers[name]))
             mask = chain.causal_table(number)
             if mask is not None:
                 heads, cache = self._blocks.heads(number), self._caches[number]
@@ -335,7 +359,9 @@ class ChainSpeaker:
         for number in range(chain.end):
             cache = self._caches.get(number)
             known = {KEYS: cache.keys[slot, :, 1:], VALUES: cache.values[slot, :, 1:]} if cache else {}
+            carried = self._carried[number]
             given = {"tokens": state, "state": state, **self._pieces.beside(number, piece, known)}
+            given |= {name: array[slot : slot + 1] for name, array in carried.items()}
             for index, module in enumerate(chain.blocks[number].modules):
                 name = chain.modules[module].name
                 given[f"lora_a.{index}"], given[f"lora_b.{index}"] = lora_a[name][None], lora_b[name][None]
@@ -345,6 +371,9 @@ class ChainSpeaker:
             state = found["state"]
             for name, whole in known.items():
                 whole[:, piece] = found[name]
+                self._blocks.release(found[name])
+            for name, array in carried.items():
+                array[slot] = found[name][0]
                 self._blocks.release(found[name])
         sequence.length = piece.stop
         last = state[:, -1:].copy()

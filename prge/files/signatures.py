@@ -12,12 +12,13 @@ adapted module of the block; what has a `?` is taken only if the block's graph u
     past                     tokens before, and one that stands for none of them: 1 + context
     words                    of a piece of the vocabulary
     saved                    width of a value that a forward pass saves for the way back
+    high, wide               of what a recurrence, or a convolution over tokens, carries from call to call
 
 `prefill_tangent` and `prefill_back` are of a piece of a row, which is given the past's tangents, or what
-later pieces say of its keys and values as slopes. `seen`, `causal` and `own` are added to the scores of the
-tokens before, of the call's own, and of the one token. `padding` is added to an encoder's attention. A head
-takes picked states, `targets` as its piece counts them and a `shift`, and answers `parts` for
-prge.learning.vocabulary to add up.
+later pieces say of its keys and values as slopes, and so with what is `carried`. `seen`, `causal` and `own`
+are added to the scores of the tokens before, of the call's own, and of the one token. `padding` is added to
+an encoder's attention. A head takes picked states, `targets` as its piece counts them and a `shift`, and
+answers `parts` for prge.learning.vocabulary to add up.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ STACK, TANGENT, BACK = STEP_ROLES
 PREFILL, DECODE = "prefill", "decode"
 PREFILL_TANGENT, PREFILL_BACK = "prefill_tangent", "prefill_back"
 SAVED = "saved"
+CARRIED, SLOPE_CARRIED = "carried", "slope_carried"
 # What an export is asked for; `back` brings those of `OF_BACK` along, rows longer than a piece theirs.
 ROLES = (*STEP_ROLES, PREFILL, DECODE)
 OF_BACK = SAVE, BACK_SAVED = "save", "back_saved"
@@ -81,6 +83,14 @@ _ATTENTION = {
     PREFILL_BACK: "past_keys[heads past key] past_values[heads past value] seen[members*tokens past]"
     " causal[members*tokens tokens] slope_keys[heads tokens key] slope_values[heads tokens value]"
     " -> slope_past_keys[heads past key] slope_past_values[heads past value]",
+}
+# What a block has besides for each thing that it carries from call to call.
+_CARRIED = {
+    PREFILL: "carried.*[1 high wide] -> carried.*[1 high wide]",
+    DECODE: "carried.*[sequences high wide] -> carried.*[sequences high wide]",
+    PREFILL_TANGENT: "carried.*[1 high wide] d_carried.*[queries 1 high wide]"
+    " -> carried.*[1 high wide] d_carried.*[queries 1 high wide]",
+    PREFILL_BACK: "carried.*[1 high wide] slope_carried.*[1 high wide] -> slope_carried.*[1 high wide]",
 }
 # The first block takes these in place of a state.
 _TOKENS = {
@@ -169,7 +179,12 @@ class Signature:
 
 
 def of_block(
-    role: str, is_first: bool = False, attends: bool = False, trains_a: bool = False, saved: int = 0
+    role: str,
+    is_first: bool = False,
+    attends: bool = False,
+    trains_a: bool = False,
+    saved: int = 0,
+    carried: int = 0,
 ) -> Signature:
     """The signature of a block with a state, in a role.
 
@@ -179,6 +194,7 @@ def of_block(
         attends: whether it looks at the tokens before.
         trains_a: both matrices of an adapter.
         saved: values that its forward pass saves for the way back.
+        carried: things that it carries from call to call.
     """
     found = _with_saved(Signature.parse(_BLOCK[role]), saved)
     if role not in (PREFILL, DECODE) and not trains_a:
@@ -186,12 +202,23 @@ def of_block(
     if is_first:
         rest = _without(found.inputs, _STATES)
         found = Signature(Signature.parse(_TOKENS[role]).inputs + rest, found.outputs)
+    for number in range(carried if role in _CARRIED else 0):
+        found += _numbered(Signature.parse(_CARRIED[role]), number)
     return found + Signature.parse(_ATTENTION[role]) if attends and role in _ATTENTION else found
 
 
 def of_head(role: str, saved: int = 0) -> Signature:
     """The signature of a piece of a decoder's head; of a role that it lacks an empty one."""
     return _with_saved(Signature.parse(_HEAD.get(role, "->")), saved)
+
+
+def _numbered(signature: Signature, number: int) -> Signature:
+    """The tensors of one of several things."""
+
+    def named(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(replace(tensor, name=f"{tensor.name}.{number}", each=False) for tensor in tensors)
+
+    return Signature(named(signature.inputs), named(signature.outputs))
 
 
 def _with_saved(signature: Signature, count: int) -> Signature:

@@ -4,8 +4,9 @@
 
 The points are found in the graph, not in the model's code. Stretches between them that come again and again,
 such as attention and what follows it, are one block. What is before the first of these is the embedding,
-what is after the last one the head. Blocks of the same operators and shapes are of one kind, whatever
-weights they read, and whatever tables and adapters they are given.
+what is after the last one the head. Where a layer of the model would end inside of a block, as where
+attention and a recurrence take turns, each layer is a block. Blocks of the same operators and shapes are of
+one kind, whatever weights they read, and whatever tables and adapters they are given.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     shapes = [_frozen_shapes(end, start, adapter) for start, end in stretches]
     has_head = answer.target is SOFTMAX_PARTS
     ends = [stretches[last][1] for last in _last_of_blocks(shapes, has_head)]
+    by_layer = _ends_of_layers(nodes, points)
+    if not {*by_layer} <= {*ends}:
+        ends = [*by_layer, answer]
     starts = [source, *ends[:-1]]
     return [
         _block(graph_module, start, end, adapter, table, is_first=start is source)
@@ -110,6 +114,28 @@ def _points(nodes: Sequence[Node], source: Node, flow: set[Node]) -> list[Node]:
         ):
             points.append(node)
     return points
+
+
+def _ends_of_layers(nodes: Sequence[Node], points: Sequence[Node]) -> list[Node]:
+    """Where the embedding and each member of the model's list of layers end; nothing if any is no point.
+
+    The list is the one that most of the graph belongs to.
+    """
+    members: dict[str, dict[str, list[int]]] = {}
+    for index, node in enumerate(nodes):
+        stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
+        paths = (str(path).rpartition(".") for path, _ in stack.values())
+        name, _, number = next((path for path in paths if path[2].isdigit()), ("", "", ""))
+        if number:
+            members.setdefault(name, {}).setdefault(number, []).append(index)
+    if not members:
+        return []
+    layers = max(members.values(), key=lambda each: sum(map(len, each.values())))
+    begin = min(min(places) for places in layers.values())
+    place = {node: index for index, node in enumerate(nodes)}
+    before = [point for point in points if place[point] < begin]
+    found = [nodes[max(places)] for places in layers.values()]
+    return [before[-1], *found] if before and {*found} <= {*points} else []
 
 
 def _between(end: Node, start: Node) -> set[Node]:

@@ -28,6 +28,7 @@ from prge.files.chain import (
 from prge.files.signatures import (
     BACK,
     BACK_SAVED,
+    CARRIED,
     DECODE,
     IN_PIECES,
     OF_BACK,
@@ -44,11 +45,12 @@ from prge.files.signatures import (
 from server_export.derive.backprop.joint import SLOPE, backpropagate
 from server_export.derive.backprop.layers import transposed_names, with_transposed
 from server_export.derive.backprop.partition import SAVED_PREFIX, partition
-from server_export.derive.continuing import FROZEN_PREFIX, continued, logits
+from server_export.derive.continuing import CARRIED_PREFIX, FROZEN_PREFIX, continued, logits
 from server_export.derive.tangent.transform import ONES, Dense, RankOne, differentiate
 from server_export.graph.core import write_core_operators
 from server_export.graph.cutting import STATE, TABLE_PREFIX
 from server_export.graph.modules import attribute, copied
+from server_export.graph.recurrences import expand
 from server_export.graph.rewriting import share_equal_calls
 from server_export.graph.shapes import fill_in_values, with_size
 from server_export.lower.cache import ProgramCache
@@ -58,6 +60,8 @@ from server_export.model.traced import BATCH, COPIES, TOKENS
 
 # Large primes, as those that the graph was traced with.
 QUERIES, PAST = 4007, 3001
+# How names of what is carried begin in a graph, and in a signature.
+_CARRIED = tuple((before + CARRIED_PREFIX, before + CARRIED) for before in ("", "d_", "slope_"))
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,9 @@ def role_graphs(
 ) -> dict[str, GraphModule]:
     """The graphs of a kind's roles, in marker sizes; beside `back` those that save what it needs."""
     frozen = [] if any(m.letter == "a" for m in adapter.values()) else list(adapter)
-    several, one_copy = graph_module, with_size(graph_module, COPIES, 1)
+    whole, graph_module = graph_module, copied(graph_module)
+    expand(graph_module)
+    one_copy = with_size(graph_module, COPIES, 1)
     if is_head:
         graph_module = one_copy = with_size(one_copy, BATCH, 1)
     graphs = {}
@@ -147,7 +153,7 @@ def role_graphs(
         # A head is read with a shift by what is known of the words so far, and goes back with one by all.
         parts = partition(joint, 1 if is_head else BATCH, TOKENS, ["shift"])
         graphs |= {BACK: parts.back, SAVE: parts.save, BACK_SAVED: parts.back_saved}
-    one_row = with_size(one_copy, BATCH, 1)
+    one_row = with_size(with_size(whole, COPIES, 1), BATCH, 1)
     if PREFILL in roles and not is_head:
         graphs[PREFILL] = continued(one_row, frozen, 1, TOKENS, PAST)
     if PREFILL_TANGENT in roles and not is_head:
@@ -155,7 +161,7 @@ def role_graphs(
     if PREFILL_BACK in roles and not is_head:
         graphs[PREFILL_BACK] = _back_of_a_piece(one_row, list(adapter))
     if DECODE in roles:
-        one_token = with_size(with_size(several, BATCH, 1), TOKENS, 1)
+        one_token = with_size(with_size(whole, BATCH, 1), TOKENS, 1)
         graphs[DECODE] = logits(one_token) if is_head else continued(one_token, frozen, COPIES, 1, PAST)
     graphs = {role: copied(graph) for role, graph in graphs.items()}
     for role, graph in graphs.items():
@@ -169,18 +175,24 @@ def role_graphs(
 
 def _tangents_of_a_piece(one_row: GraphModule, adapter: Collection[str]) -> GraphModule:
     piece = continued(one_row, [], 1, TOKENS, PAST)
-    known = {str(node.target) for node in piece.graph.find_nodes(op="placeholder")}
-    seeds: dict[str, Any] = {name: Dense() for name in (STATE, PAST_KEYS, PAST_VALUES) if name in known}
+    seeds: dict[str, Any] = {name: Dense() for name in (STATE, *_known_before(piece))}
     seeds |= dict.fromkeys(adapter, RankOne(1))
     return differentiate(copied(piece), seeds, QUERIES, {ONES: TOKENS, PAST_ONES: PAST})
 
 
 def _back_of_a_piece(one_row: GraphModule, adapter: list[str]) -> GraphModule:
     piece = continued(one_row, [], 1, TOKENS, PAST)
-    looks_back = len(piece.graph.output_node().args[0]) > 1
-    before = [PAST_KEYS, PAST_VALUES] if looks_back else []
-    slopes = [SLOPE, SLOPE_KEYS, SLOPE_VALUES] if looks_back else [SLOPE]
+    before = _known_before(piece)
+    slope_of = {PAST_KEYS: SLOPE_KEYS, PAST_VALUES: SLOPE_VALUES}
+    slopes = [SLOPE, *(slope_of.get(name, f"slope_{name}") for name in before)]
     return backpropagate(piece, [STATE, *before, *adapter], adapter, TOKENS, slopes)
+
+
+def _known_before(piece: GraphModule) -> list[str]:
+    """Inputs of a piece that tokens before it are known by, in the order of its answers behind the state."""
+    names = [str(node.target) for node in piece.graph.find_nodes(op="placeholder")]
+    keys = [name for name in (PAST_KEYS, PAST_VALUES) if name in names]
+    return [*(name for name in names if name.startswith(CARRIED_PREFIX)), *keys]
 
 
 def sizes_of(role: str, bounds: Bounds, is_head: bool) -> dict[str, Size]:
@@ -218,21 +230,22 @@ def _interface(graph: GraphModule, role: str, adapter: Mapping[str, Matrix], is_
             return given[name]
         if name.startswith(TABLE_PREFIX):
             return TABLE + name.removeprefix(TABLE_PREFIX)
-        if name.startswith(SAVED_PREFIX):
-            return f"{SAVED}.{name.removeprefix(SAVED_PREFIX)}"
+        for before, word in ((SAVED_PREFIX, SAVED), *_CARRIED):
+            if name.startswith(before):
+                return f"{word}.{name.removeprefix(before)}"
         if name == "beside":
             return "targets" if is_head else "padding"
         return name
 
-    count = len(graph.graph.output_node().args[0])
-    saved = count - 1 if role == SAVE else 0
-    outputs = (of_head(role, saved) if is_head else of_block(role, saved=saved)).answers(0)
+    inputs = tuple(map(name_of, graph.graph.find_nodes(op="placeholder")))
+    saved = len(graph.graph.output_node().args[0]) - 1 if role == SAVE else 0
+    carried = sum(name.startswith(f"{CARRIED}.") for name in inputs)
+    signature = of_block(role, attends=PAST_KEYS in inputs, saved=saved, carried=carried)
+    outputs = (of_head(role, saved) if is_head else signature).answers(0)
     is_back = role in (BACK, BACK_SAVED, PREFILL_BACK)
     gradients = [matrix.gradient for matrix in adapter.values()] if is_back else []
-    if count > len(outputs) + len(gradients):
-        outputs = of_block(role, attends=True).answers(0)
     outputs += gradients
-    return Interface(tuple(map(name_of, graph.graph.find_nodes(op="placeholder"))), tuple(outputs))
+    return Interface(inputs, tuple(outputs))
 
 
 def _with_own_constants(graph_module: GraphModule, role: str, shared: Collection[str]) -> GraphModule:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from prge.files.chain import RECURRENT_PIECE
+from prge.files.relations import RELATIONS, relation, relation_shape
 from server_export.model.adapted import replace_module
 from server_export.model.attention import causal_mask
 from server_export.model.rotary import rotary_names
@@ -39,7 +41,8 @@ class ModelTable:
 
     `kind` is `causal`, a mask f32 [members, length, length] that lets a token see itself and `window` - 1
     tokens before; `rotary`, the first rows of `values` f32 [longest, width] as [1, length, width];
-    `positions`, i64 [1, length] counted from `first`; or `zeros`, i64 [1, length].
+    `positions`, i64 [1, length] counted from `first`; `zeros`, i64 [1, length]; or one of
+    prge.files.relations.
     """
 
     kind: str
@@ -56,6 +59,8 @@ class ModelTable:
             return torch.arange(self.first, self.first + length).reshape(1, length)
         if self.kind == "zeros":
             return torch.zeros(1, length, dtype=torch.long)
+        if self.kind in RELATIONS:
+            return torch.from_numpy(relation(self.kind, length, self.first, self.window))
         assert self.values is not None
         return self.values[:length].unsqueeze(0)
 
@@ -69,6 +74,7 @@ class ModelTables:
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
+        self.piece = min(longest, RECURRENT_PIECE)
         self.all: list[ModelTable] = []
         self._numbers: dict[Hashable, int] = {}
 
@@ -89,6 +95,20 @@ class ModelTables:
     def zeros(self, length: int) -> torch.Tensor:
         """Types of tokens i64 [1, length]: all are of the first."""
         return self.ask("zeros", lambda: ModelTable("zeros"), (1, length), torch.long)
+
+    def relation(self, kind: str, length: int, first: int = 0, window: int | None = None) -> torch.Tensor:
+        """A table f32 of which token stands where to which other."""
+        return self.ask(
+            (kind, first, window),
+            lambda: ModelTable(kind, window, first),
+            relation_shape(kind, length, window),
+            torch.float32,
+        )
+
+    @property
+    def recurs(self) -> bool:
+        """Whether a model has asked for those of a recurrence."""
+        return any(table.kind in RELATIONS and table.window is None for table in self.all)
 
     def ask(
         self, key: Hashable, make: Callable[[], ModelTable], shape: Sequence[int], dtype: torch.dtype

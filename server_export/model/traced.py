@@ -20,6 +20,7 @@ from server_export.graph.modules import remove_unused_attributes
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention
 from server_export.model.adapted import CallInputs
+from server_export.model.recurrent import traced_recurrences
 from server_export.model.tables import ModelTables
 
 # No width, vocabulary or number of heads is known to have one of them as a factor.
@@ -106,6 +107,7 @@ def trace(
         copies: 1, or COPIES.
 
     Raises:
+        BundleError: the model has a recurrence of a kind that isn't known.
         Exception: what torch.export raises if it can't trace it.
     """
     attention.register()
@@ -120,7 +122,8 @@ def trace(
         beside = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
         trained = [torch.empty(copies, matrix.rank, matrix.width) for matrix in adapter]
         shift = torch.empty(rows, TOKENS, 1)
-        exported = torch.export.export(whole, (tokens, beside, shift, *trained), strict=False)
+        with traced_recurrences(model, tables):
+            exported = torch.export.export(whole, (tokens, beside, shift, *trained), strict=False)
     graph_module = exported.module(check_guards=False)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
