@@ -238,14 +238,7 @@ def _cat(writer: Writer, node: Node, parts: Sequence[Node], dim: int = 0) -> Nod
     return filled[0] if len(filled) == 1 else writer.call(aten.cat.default, filled, dim)
 
 
-@_rule(
-    # Copies that only lay out numbers anew go, and a view would miss them.
-    aten.view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.flatten.using_ints,
-)
+@_rule(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints)
 def _reshape(writer: Writer, node: Node, source: Node, *_: Any, **__: Any) -> Node:
     return writer.reshape(source, node.meta["val"].shape)
 

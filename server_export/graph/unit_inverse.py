@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 
-
-@torch.library.custom_op("prge::unit_inverse", mutates_args=())
-def unit_inverse(below: torch.Tensor, one: torch.Tensor, halves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As PyTorch solves it."""
-    return torch.linalg.solve_triangular(below + one, one.expand_as(below), upper=False, unitriangular=True)
+torch.library.define("prge::unit_inverse", "(Tensor below, Tensor one, Tensor[] halves) -> Tensor")
 
 
-@unit_inverse.register_fake
-def _(below: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(below, memory_format=torch.contiguous_format)
+def by_products(below: torch.Tensor, one: torch.Tensor, halves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As it is, on any tensors."""
+    inverse = one - below * halves[0]
+    for half in halves[1:]:
+        inverse = inverse - torch.bmm(torch.bmm(inverse, below * half), inverse)
+    return inverse
 
 
+torch.library.impl("prge::unit_inverse", "CompositeImplicitAutograd")(by_products)
 UNIT_INVERSE = torch.ops.prge.unit_inverse.default
 
 
@@ -40,7 +40,7 @@ class UnitInverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, below: torch.Tensor, one: torch.Tensor, halves: Sequence[torch.Tensor]) -> Any:
         """As it is."""
-        inverse = UNIT_INVERSE(below, one, halves)
+        inverse = by_products(below, one, halves)
         ctx.save_for_backward(inverse)
         return inverse
 

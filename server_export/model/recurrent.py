@@ -166,7 +166,9 @@ class _Operators:
             self._tables.relation("behind", tokens, 1),
             halves,
         )
-        return found.reshape(rows, heads, tokens, width).transpose(1, 2).contiguous()
+        turned = found.reshape(rows, heads, tokens, width).transpose(1, 2)
+        # A copy, as a view of it needs: one that is called so is taken for none.
+        return turned.reshape(rows, tokens, heads * width).reshape(rows, tokens, heads, width)
 
 
 def _by_head(by_group: torch.Tensor, heads: int) -> torch.Tensor:
