@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,14 +30,7 @@ def traced_recurrences(model: nn.Module, tables: ModelTables) -> Iterator[None]:
     Raises:
         BundleError: it has one of another kind.
     """
-    operators = _Operators(tables)
-    files = [sys.modules[name] for name in dict.fromkeys(type(m).__module__ for m in model.modules())]
-    replaced = [
-        (file, name, getattr(file, name))
-        for file in files
-        for name in REPLACED
-        if inspect.isfunction(getattr(file, name, None))
-    ]
+    operators, replaced = _Operators(tables), functions_of(model)
     # A class of models that keep a state of their own says so.
     if getattr(model, "_is_stateful", False) and not any(name in RECURRENCES for _, name, _ in replaced):
         raise BundleError(
@@ -52,6 +46,17 @@ def traced_recurrences(model: nn.Module, tables: ModelTables) -> Iterator[None]:
     finally:
         for file, name, function in replaced:
             setattr(file, name, function)
+
+
+def functions_of(model: nn.Module) -> list[tuple[ModuleType, str, Any]]:
+    """The functions that a model's recurrences and convolutions call: file, name, and what is there."""
+    files = [sys.modules[name] for name in dict.fromkeys(type(m).__module__ for m in model.modules())]
+    return [
+        (file, name, getattr(file, name))
+        for file in files
+        for name in REPLACED
+        if inspect.isfunction(getattr(file, name, None))
+    ]
 
 
 RECURRENCES = {"torch_chunk_gated_delta_rule": "delta_rule", "mamba2_chunk_scan": "state_space"}
