@@ -58,9 +58,11 @@ def export(config: ExportConfig) -> Path:
     if out.exists() and not config.overwrite:
         raise RunError(f"{out} exists already", remedy="give another folder, or --overwrite")
     source = open_source(config)
+    _tell_part(source)
     announce(estimate_of(config, source))
     with new_folder(out, overwrite=config.overwrite) as folder:
         source = source.with_weights()
+        _tell_head(source)
         tokenizer = _tokenizer(config, source)
         context = longest_context(source.loaded, config.context, source.longest)
         if config.init == "eva":
@@ -146,6 +148,7 @@ def _write(
     from server_export.check.chain import verify_chain
     from server_export.lower.cache import ProgramCache
     from server_export.lower.chain import lower_chain
+    from server_export.model.files import stored_pooling
 
     bounds = manifest.Bounds.for_rows(
         source.longest, context, source.readout == "pooled", chain.tables.recurs
@@ -160,12 +163,13 @@ def _write(
         note(f"engine and graphs differ by {differences} (allowed {verification.tolerance:.2g})")
     described = manifest.Chain(
         readout=source.readout,
-        pooling=config.pooling,
+        pooling=config.pooling or stored_pooling(source.files) or "mean",
         width=int(source.loaded.config.hidden_size),
         vocabulary_size=chain.vocabulary_size,
         modules=chain.modules,
         bounds=bounds,
         tables=lowered.tables,
+        shared=lowered.shared,
         kinds=lowered.kinds,
         blocks=lowered.blocks,
     )
@@ -179,6 +183,26 @@ def _write(
             tokenizer,
             chain.quantization,
             verification,
+        )
+
+
+def _tell_part(source: Source) -> None:
+    """Say that a checkpoint holds more than texts."""
+    loaded = source.loaded
+    if loaded.part_of is not None:
+        print(
+            f"{loaded.name_or_path} holds more than texts: of {loaded.part_of} the text part "
+            f"({loaded.config.model_type}) is taken, and weights for images, audio or video are left out"
+        )
+
+
+def _tell_head(source: Source) -> None:
+    """Say that the head of a classifier is left out: it is seldom a layer of pooled states alone."""
+    architectures = getattr(source.loaded.config, "architectures", None) or []
+    if not source.loaded.is_decoder and any("Classification" in name for name in architectures):
+        print(
+            f"the classification head of {source.loaded.name_or_path} is left out: a run fits a linear one "
+            "of pooled states to its rows"
         )
 
 

@@ -19,6 +19,7 @@ import safetensors
 
 from prge.errors import BundleError, ConfigError, RunError
 from prge.files.bundle import MANIFEST, TOKENIZER
+from prge.files.documents import mapping
 from prge.files.peft import CONFIG, WEIGHTS, read_arrays, read_lora, write_config
 from prge.host.atomic import new_folder
 from prge.learning.checkpoint import HEAD
@@ -221,6 +222,7 @@ def _write_card(
     folder: Path, out: Path, config: PublishConfig, trained: Trained, tokenizer: Mapping[str, Any] | None
 ) -> None:
     run = read_run(trained.run)
+    model = mapping(_in_manifest(trained, "model"))
     facts = CardFacts(
         name=out.resolve().name,
         format=config.format,
@@ -234,6 +236,8 @@ def _write_card(
         bundle_sha256=trained.bundle.sha256 if trained.bundle is not None else None,
         num_bos=(tokenizer or {}).get("num_bos", 0),
         has_chat_template=(folder / CHAT_TEMPLATE_FILE).is_file(),
+        is_part="text_part_of" in model,
+        key_mapping=dict(mapping(model.get("key_mapping"))),
     )
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")
 

@@ -103,8 +103,9 @@ class ExportConfig:
     """What the program returns: log-probabilities over the vocabulary, or `pooled` states, as of an encoder.
     Without it what fits the model."""
 
-    pooling: Pooling = "mean"
-    """How an encoder's states become one vector: mean over the row, or its first token."""
+    pooling: Pooling | None = None
+    """How an encoder's states become one vector: mean over the row, or its first token. Without it what a
+    folder of sentence-transformers says, or else the mean."""
 
     quantize: str = "fp32"
     """Frozen weights: `fp32`, `8da8w` or `8da4w` (int8 or int4 weights, int8 dynamic activations)."""

@@ -69,6 +69,13 @@ _ENCODER = {**_COMMON, "type_vocab_size": 2}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertConfig", _ENCODER),
     "roberta": ("RobertaConfig", {**_ENCODER, "pad_token_id": 1, "bos_token_id": 0, "type_vocab_size": 1}),
+    # One layer, used three times.
+    "albert": ("AlbertConfig", {**_ENCODER, "embedding_size": 32, "num_hidden_layers": 3}),
+    # The first layer lacks a norm; a window on both sides.
+    "modernbert": (
+        "ModernBertConfig",
+        {**_COMMON, "num_hidden_layers": 4, "global_attn_every_n_layers": 2, "local_attention": 2 * WINDOW},
+    ),
     "distilbert": (
         "DistilBertConfig",
         {
@@ -83,6 +90,67 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ARCHITECTURES = tuple([*DECODERS, *ENCODERS])
+# Mixtures of experts: routers that choose before a softmax or behind it, with sums of what was chosen or a
+# bias for the choice, an expert that all tokens have.
+_EXPERTS = {**_GROUPED, "intermediate_size": 48, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe": ("OlmoeConfig", {**_EXPERTS, "num_experts": 8, "num_hidden_layers": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**_EXPERTS, "moe_intermediate_size": 48, "num_experts": 8, "head_dim": 32, "norm_topk_prob": True},
+    ),
+    "granitemoe": ("GraniteMoeConfig", {**_EXPERTS, "num_local_experts": 8, "residual_multiplier": 0.7}),
+    "mixtral": ("MixtralConfig", {**_EXPERTS, "num_local_experts": 8}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            **_EXPERTS,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+            "num_experts": 8,
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            **_EXPERTS,
+            "moe_intermediate_size": 48,
+            "num_experts": 8,
+            "num_dense_layers": 0,
+            "layer_types": ["full_attention"],
+        },
+    ),
+}
+# Decoders with several values alive between layers, of which the last two use keys and values of the others.
+_SHARING = {
+    **_GEMMA,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+}
+SHARING: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **{name: value for name, value in _SHARING.items() if name != "query_pre_attn_scalar"},
+            "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0],
+            "altup_num_inputs": 3,
+            "laurel_rank": 4,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            **{name: value for name, value in _SHARING.items() if name != "query_pre_attn_scalar"},
+            "global_head_dim": 32,
+            "use_double_wide_mlp": True,
+        },
+    ),
+}
 # One whose layers have names that PEFT has no usual choice among.
 UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {"persimmon": ("PersimmonConfig", _COMMON)}
 
@@ -154,7 +222,8 @@ def make_config(architecture: str, **changes: Any) -> Any:
     """The transformers configuration of a tiny model."""
     import transformers
 
-    name, settings = {**DECODERS, **RECURRENT, **ENCODERS, **UNUSUAL}[architecture]
+    known = {**DECODERS, **SHARING, **RECURRENT, **ENCODERS, **EXPERTS, **UNUSUAL}
+    name, settings = known[architecture]
     return getattr(transformers, name)(**{**settings, **changes})
 
 
@@ -175,6 +244,9 @@ def make_model(architecture: str, seed: int = 0, *, head: bool = True, **changes
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.normal_(std=0.5 * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.normal_(std=0.1)
     return model.requires_grad_(False)
 
 

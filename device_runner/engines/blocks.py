@@ -30,6 +30,7 @@ from device_runner.engines.interfaces import (
     read_carried,
     read_heads,
     read_saved,
+    read_shared,
     read_widths,
 )
 from device_runner.engines.packed_files import HashedFile, PackedFiles
@@ -42,6 +43,7 @@ from prge.files.chain import TABLE, Interface
 from prge.files.peft import scaled_lora_a
 from prge.files.signatures import BACK, DECODE, OF_BACK, PREFILL, STACK
 from prge.host.memory import available_memory
+from prge.learning.experts import Routing
 
 # Of the memory that is available, one part in so many may hold what forward passes save.
 _SHARE = 4
@@ -77,6 +79,8 @@ class Blocks:
         self._roles = {STACK, *roles}
         if BACK in self._roles and backend.name == "native":
             self._roles |= {*OF_BACK}
+        # A layer that is used again is loaded once, as the first block with its weights.
+        self._first = self.chain.first_of_weights
         # Methods by block and role, those of the block that was used last at the end.
         self._loaded: dict[int, dict[str, Any]] = {}
         self._spare: dict[int, list[Array]] = {}
@@ -97,14 +101,15 @@ class Blocks:
             read_heads(self.chain, self._programs),
             read_saved(self.chain, self._programs),
             read_carried(self.chain, self._programs),
+            read_shared(self.chain, self._programs),
         )
         for number, block in enumerate(self.chain.blocks):
             if problems := [*problems_of(self.chain, self._shapes, self._programs, number)]:
                 raise foreign_program(bundle.file(self.chain.kinds[block.kind].program), problems)
         is_native = backend.name == "native"
         self._packed = PackedFiles(tell) if is_native else None
-        self._files = [self._weights(number) for number in range(len(self.chain.blocks))]
-        for number, file in enumerate(self._files):
+        self._files = {number: self._weights(number) for number in dict.fromkeys(self._first)}
+        for number, file in self._files.items():
             if file.packed is None:
                 self._try(number)
         self._arena = self._new_arena() if is_native else None
@@ -132,8 +137,17 @@ class Blocks:
         return self._bundle.sha256
 
     def width(self, number: int) -> int:
-        """Width of the states that enter a block."""
-        return self._shapes.widths[number][0]
+        """Width of the states that enter a block, or the experts of a layer by the first one's number."""
+        routing = self._shapes.routings.get(number)
+        return routing.entering if routing else self._shapes.widths[number][0]
+
+    def routing(self, number: int) -> Routing:
+        """How states lie around the experts of a layer, by the first one's number."""
+        return self._shapes.routings[number]
+
+    def shared_width(self, value: int) -> int:
+        """Width of a shared value."""
+        return self._shapes.shared[value]
 
     def saved_widths(self, number: int) -> Mapping[str, int]:
         """Widths by name of the values that a block saves for the way back."""
@@ -149,8 +163,8 @@ class Blocks:
         if self._packed is None:
             return 0
         weights = sum(
-            size * (1 if file.packed else len(self._roles))
-            for size, file in zip(self._bytes, self._files, strict=True)
+            self._bytes[number] * (1 if file.packed else len(self._roles))
+            for number, file in self._files.items()
         )
         if self._memory is not None:
             return max(0, self._memory - weights)
@@ -193,28 +207,31 @@ class Blocks:
     def in_a_row(
         self,
         role: str,
-        inputs: Sequence[Sequence[Array]],
-        outputs: Sequence[Sequence[Array]],
+        calls: Mapping[int, tuple[Sequence[Array], Sequence[Array]] | Callable[[], None]],
         before: Callable[[int], None] | None = None,
     ) -> Callable[[], None]:
-        """A function that runs a role of all blocks, of what the arrays hold when it is called.
+        """A function that runs a role of blocks, of what the arrays hold when it is called.
 
         Args:
-            inputs, outputs: of each block, contiguous and in its method's order.
+            calls: by each block's number, in order: inputs and outputs, contiguous and in its method's order;
+                or what is called in its place.
             before: is called with each block's number before it runs, and may fill its inputs.
 
         Raises:
             RefusedError: an array isn't what the method takes. So does the function if the engine fails.
         """
-        given = [*zip(inputs, outputs, strict=True)]
-        if self._memory is None and before is None:
-            return self._runtime.in_a_row([(self.method(n, role), *each) for n, each in enumerate(given)])
+        if self._memory is None and before is None and not any(map(callable, calls.values())):
+            bound: Any = calls
+            return self._runtime.in_a_row([(self.method(n, role), *each) for n, each in bound.items()])
 
         def compute() -> None:
-            for number, each in enumerate(given):
+            for number, each in calls.items():
                 if before is not None:
                     before(number)
-                self.method(number, role).run(*each)
+                if callable(each):
+                    each()
+                else:
+                    self.method(number, role).run(*each)
 
         return compute
 
@@ -228,9 +245,12 @@ class Blocks:
         if self._memory is None or number == before:
             return
         following = number + 1 if number > before else number - 1
-        if not 0 <= following < len(self._files) or self._loaded.get(following):
+        if not 0 <= following < len(self._first) or self._loaded.get(self._first[following]):
             return
-        path = self._files[following].packed
+        if self.chain.is_expert(following):
+            # It may be that no token asks for it.
+            return
+        path = self._files[self._first[following]].packed
         if path is not None and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError), path.open("rb") as stream:
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
@@ -249,11 +269,12 @@ class Blocks:
 
     def method(self, number: int, role: str) -> Any:
         """A block's method, loaded; it stays so until the next one is asked for."""
-        methods = self._loaded[number] = self._loaded.pop(number, {})
+        first = self._first[number]
+        methods = self._loaded[first] = self._loaded.pop(first, {})
         if role not in methods:
-            self._make_room(number)
-            methods = self._loaded.setdefault(number, methods)
-            methods[role] = self._load(number, role, self._arena)
+            self._make_room(first)
+            methods = self._loaded.setdefault(first, methods)
+            methods[role] = self._load(first, role, self._arena)
         self._read_ahead(number)
         return methods[role]
 

@@ -19,14 +19,16 @@ from numpy.typing import NDArray
 
 from device_runner.engines.base import CheckedEngine
 from device_runner.engines.blocks import Blocks
+from device_runner.engines.experts import Experts
 from device_runner.engines.head import Asked, VocabularyHead, slices
 from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.pieces import Pieces
 from device_runner.engines.saved_values import SavedValues, read, written
+from device_runner.engines.shared_values import SharedValues, beside, parted
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.contract import Contract, Matrix, matrices
 from prge.engine import Array, FloatArray, IntArray
-from prge.files.chain import FEWEST_TOKENS, KEYS, MASKED, TABLE, VALUES
+from prge.files.chain import FEWEST_TOKENS, GIVEN, KEYS, MASKED, TABLE, VALUES
 from prge.files.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
 
 Arrays = dict[str, Array]
@@ -42,11 +44,13 @@ class Part:
         beside: what every block is given beside it.
         adapter: the call's inputs of adapted modules for this part, by their names in the call.
         kept: of a way back, the states that entered the blocks, and of a row in pieces what it needs besides.
+        shared: values that several blocks read.
     """
 
     rows: IntArray
     values: Arrays
     beside: Arrays
+    shared: SharedValues
     adapter: Arrays = field(default_factory=dict)
     kept: list[Arrays] = field(default_factory=list)
 
@@ -59,7 +63,7 @@ class Part:
         """The same rows without the axis of copies, with values that lack it."""
         beside = {name: array[0] if name == "padding" else array for name, array in self.beside.items()}
         adapter = {name: array[0] for name, array in self.adapter.items()}
-        return Part(self.rows, values, beside, adapter, self.kept)
+        return Part(self.rows, values, beside, self.shared.of_one_copy(), adapter, self.kept)
 
 
 class ChainEngine(CheckedEngine):
@@ -94,6 +98,10 @@ class ChainEngine(CheckedEngine):
         self._end = blocks.chain.end
         self._head = VocabularyHead(blocks)
         self._pieces = Pieces(blocks)
+        self._experts = Experts(blocks)
+        # Shared values that enter the lowest adapted block, and their widths.
+        self._entering = blocks.chain.shared_at(self._first)
+        self._widths = [blocks.shared_width(value) for value in self._entering]
 
     def _call(self, inputs: Arrays) -> Sequence[Array]:
         call = _Call(inputs, self._contract)
@@ -178,13 +186,18 @@ class ChainEngine(CheckedEngine):
         ]
         gradients: dict[str, FloatArray] = {}
         is_finite = bool(np.isfinite(by_state).all())
-        for number in reversed(above):
+        for experts in reversed(self._chain.turns(above)):
+            number = experts.start
+            if self._chain.is_expert(number):
+                is_finite &= self._back_through_experts(number, parts)
+                continue
             for turn, part in enumerate(parts):
                 kept = part.kept.pop()
                 given = {name: array.astype(np.float32, copy=False) for name, array in kept.items()}
                 part.values |= {**given, "state": given["state"][0]}
                 places = self._saved.places(number, turn) if self._saved else {}
                 found = self._run(number, BACK_SAVED if places else BACK, part, read(places))
+                part.shared.keep(number, found)
                 passed = (part.values["state"], found["slope"])
                 is_finite &= all(bool(np.isfinite(array).all()) for array in passed)
                 self._release(part.values)
@@ -202,10 +215,23 @@ class ChainEngine(CheckedEngine):
             gradients = {name: np.full_like(gradient, np.nan) for name, gradient in gradients.items()}
         return answers, gradients
 
+    def _back_through_experts(self, number: int, parts: Sequence[Part]) -> bool:
+        """The slopes of all parts before the experts of a layer; whether what it read is finite."""
+        kept = [part.kept.pop()["state"] for part in parts]
+        states = [array[0].astype(np.float32, copy=False) for array in kept]
+        slopes = self._experts.back(number, states, [part.values["slope"] for part in parts])
+        is_finite = all(bool(np.isfinite(array).all()) for array in (*states, *slopes))
+        for part, array, slope in zip(parts, kept, slopes, strict=True):
+            self._release(part.values)
+            self._kept.leave(array)
+            part.values = {"slope": slope}
+        return is_finite
+
     # Through the blocks
 
     def _below(self, call: _Call, rows: IntArray) -> FloatArray:
-        """States [copies, batch, tokens, width] that enter the lowest adapted block."""
+        """States [copies, batch, tokens, width] that enter the lowest adapted block, and behind them shared
+        values."""
         if self._cache is not None:
             return np.stack([self._cached(call, int(row)) for row in rows.ravel()]).reshape(
                 *rows.shape, call.length, -1
@@ -219,7 +245,7 @@ class ChainEngine(CheckedEngine):
         states = self._cache.states(
             self._blocks.sha256,
             alone.seen,
-            (alone.length, self._blocks.width(self._first)),
+            (alone.length, self._blocks.width(self._first) + sum(self._widths)),
             lambda: self._computed(alone, np.zeros((1, 1), np.int64))[0, 0],
         )
         padded = np.zeros((call.length, states.shape[1]), np.float32)
@@ -229,7 +255,7 @@ class ChainEngine(CheckedEngine):
     def _computed(self, call: _Call, rows: IntArray) -> FloatArray:
         parts = self._parts_of_one_copy(call, rows.ravel(), {}, from_tokens=True)
         self._pass(parts, STACK, range(self._first))
-        return self._collected(parts, call).reshape(*rows.shape, call.length, -1)
+        return self._collected(parts, call, self._entering).reshape(*rows.shape, call.length, -1)
 
     def _parts_of_one_copy(
         self, call: _Call, rows: IntArray, adapter: Arrays, from_tokens: bool = False
@@ -256,26 +282,37 @@ class ChainEngine(CheckedEngine):
     def _part(self, call: _Call, rows: IntArray, below: FloatArray | None, adapter: Arrays) -> Part:
         """Some rows of a call; without states from `below` they enter the embedding."""
         length = call.length if call.length <= self._bounds.piece else call.length_of(rows)
+        shared = SharedValues(self._chain)
         if below is None:
             values: Arrays = {"tokens": call.tokens[rows, :length]}
         else:
             # With one copy for all, every copy's rows are its rows.
             states = below.reshape(-1, *below.shape[2:])
-            values = {"state": states[rows % len(states), :length]}
-        beside: Arrays = {"ones": call.ones[:, :length]}
+            state, *entering = parted(states[rows % len(states), :length], self._widths)
+            values = {"state": state}
+            shared.values = dict(zip(self._entering, entering, strict=True))
+        given: Arrays = {"ones": call.ones[:, :length]}
         if self._chain.is_encoder:
-            beside["padding"] = call.padding[rows]
-        return Part(rows, values, beside, adapter)
+            given["padding"] = call.padding[rows]
+        return Part(rows, values, given, shared, adapter)
 
     def _pass(self, parts: Sequence[Part], role: str, numbers: range, keep: bool = False) -> None:
-        for number in numbers:
+        for experts in self._chain.turns(numbers):
+            number = experts.start
+            if self._chain.is_expert(number):
+                self._pass_experts(number, parts, keep)
+                continue
             for turn, part in enumerate(parts):
                 places = self._saved.places(number, turn) if keep and self._saved else {}
                 if places:
                     alone = part.of_one_copy({"state": part.values["state"][0]})
-                    found = {"state": self._run(number, SAVE, alone, into=written(places))["state"][None]}
+                    answer = self._run(number, SAVE, alone, into=written(places))
+                    found = {name: array[None] for name, array in answer.items() if name not in places}
                 else:
                     found = self._run(number, role, part)
+                part.shared.keep(number, found)
+                if not keep:
+                    part.shared.leave(number, self._blocks.release)
                 kept = {"state": part.values["state"]} if keep else {}
                 of_pieces = (KEYS, VALUES, *self._chain.carried(number))
                 kept |= {name: found.pop(name) for name in of_pieces if name in found}
@@ -284,10 +321,23 @@ class ChainEngine(CheckedEngine):
                 self._release(part.values)
                 part.values = found
 
+    def _pass_experts(self, number: int, parts: Sequence[Part], keep: bool) -> None:
+        """All parts at once, so that an expert is loaded once."""
+        names = ("state", "d_state") if "d_state" in parts[0].values else ("state",)
+        given = [[part.values[name] for part in parts] for name in names]
+        if keep:
+            read = self._blocks.routing(number).read
+            for part, state in zip(parts, given[0], strict=True):
+                part.kept.append({"state": self._kept.keep(state[..., :read])})
+        found = self._experts.forward(number, *given)
+        for turn, part in enumerate(parts):
+            self._release(part.values)
+            part.values = dict(zip(names, found[turn :: len(parts)], strict=True))
+
     def _run(
         self, number: int, role: str, part: Part, more: Arrays | None = None, into: Arrays | None = None
     ) -> Arrays:
-        inputs = {**part.values, **part.beside, **(more or {})}
+        inputs = {**part.values, **part.beside, **part.shared.inputs(number), **(more or {})}
         for ours, its in self._matrices(number):
             for given, asked in ((ours.name, its.name), (ours.u, its.u), (ours.v, its.v)):
                 if given in part.adapter:
@@ -300,7 +350,9 @@ class ChainEngine(CheckedEngine):
                 inputs[f"{TABLE}{index}"] = self._blocks.tables.of(table, part.length)
             found = self._blocks.run(number, role, inputs, into or {})
         if role == STACK and number < self._end:
-            found["state"] = found["state"].reshape(*part.rows.shape, *found["state"].shape[1:])
+            for name, array in found.items():
+                if name == "state" or name.startswith(GIVEN):
+                    found[name] = array.reshape(*part.rows.shape, *array.shape[1:])
         return found
 
     def _matrices(self, number: int) -> Iterator[tuple[Matrix, Matrix]]:
@@ -313,13 +365,13 @@ class ChainEngine(CheckedEngine):
         for array in values.values():
             self._blocks.release(array)
 
-    def _collected(self, parts: Sequence[Part], call: _Call) -> FloatArray:
-        """The states of all parts by the call's rows, [rows, tokens, width]."""
-        width = parts[0].values["state"].shape[-1]
+    def _collected(self, parts: Sequence[Part], call: _Call, shared: Sequence[int] = ()) -> FloatArray:
+        """The states of all parts by the call's rows, [rows, tokens, width], shared values behind them."""
+        width = parts[0].values["state"].shape[-1] + (sum(self._widths) if shared else 0)
         states = np.empty((1 + max(int(part.rows.max()) for part in parts), call.length, width), np.float32)
         for part in parts:
             state = part.values.pop("state")
-            states[part.rows, : part.length] = state
+            states[part.rows, : part.length] = beside(state, [part.shared.values[value] for value in shared])
             # Of rows in pieces; nothing is asked there.
             states[part.rows, part.length :] = 0
             self._blocks.release(state)
@@ -345,8 +397,9 @@ class ChainEngine(CheckedEngine):
 
     def _make_room_to_keep(self, parts: Sequence[Part], blocks: range) -> None:
         numbers = arrays = 0
+        turns = [turn.start for turn in self._chain.turns(blocks)]
         for part in parts:
-            for block in blocks:
+            for block in turns:
                 of_rows = [part.rows.size * part.length * self._blocks.width(block)]
                 if self._in_pieces(part):
                     of_rows += self._pieces.kept_numbers(block, part.length)

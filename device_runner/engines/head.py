@@ -39,7 +39,7 @@ class Asked:
 
     def states(self, states: FloatArray, mine: slice) -> FloatArray:
         """Picked states [1, n, width] of states [rows, tokens, width]."""
-        return states.reshape(-1, states.shape[-1])[_enough(self._places[mine])][None]
+        return states.reshape(-1, states.shape[-1])[enough(self._places[mine])][None]
 
     def told(self, answers: FloatArray) -> FloatArray:
         """Answers [..., questions] as the call asked, [..., rows, positions]."""
@@ -151,8 +151,8 @@ class VocabularyHead:
     ) -> dict[str, Array]:
         """Answers [..., questions, numbers] of a piece, for questions [questions]; but for those that go
         `into` memory."""
-        given = {"state": state, "targets": _enough(targets)[None], "shift": _enough(shift)[None, :, None]}
-        given |= {name: array if name == "d_state" else _enough(array)[None] for name, array in more.items()}
+        given = {"state": state, "targets": enough(targets)[None], "shift": enough(shift)[None, :, None]}
+        given |= {name: array if name == "d_state" else enough(array)[None] for name, array in more.items()}
         found = self._blocks.run(self._blocks.chain.end + piece, role, given, into)
         answered = {name: array for name, array in found.items() if name not in into}
         answers = {name: array[..., 0, : len(targets), :].copy() for name, array in answered.items()}
@@ -172,6 +172,8 @@ def slices(count: int, most: int) -> Iterator[slice]:
         yield slice(piece * count // pieces, (piece + 1) * count // pieces)
 
 
-def _enough(numbers: Array) -> Array:
-    """At least as many as a program takes; what is added repeats the last."""
-    return np.concatenate([numbers, numbers[-1:]]) if len(numbers) < FEWEST_TOKENS else numbers
+def enough(numbers: Array, axis: int = 0) -> Array:
+    """At least as many as a program takes, contiguous; what is added repeats the last."""
+    if numbers.shape[axis] < FEWEST_TOKENS:
+        numbers = np.repeat(numbers, FEWEST_TOKENS, axis)
+    return np.ascontiguousarray(numbers)

@@ -13,8 +13,9 @@ from typing import Any
 from device_runner.engines.base import DTYPES, Tensors
 from device_runner.engines.tables import Tables
 from prge.contract import LARGEST_SIZE
-from prge.files.chain import PAST_KEYS, PAST_VALUES, TABLE, Block, Bounds, Chain
+from prge.files.chain import GIVEN, PAST_KEYS, PAST_VALUES, TABLE, TAKEN, Block, Bounds, Chain
 from prge.files.signatures import CARRIED, DECODE, PREFILL, SAVE, STACK
+from prge.learning.experts import Routing
 
 # Sizes that a method is tried with before it is used.
 TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4, piece=4)
@@ -30,6 +31,7 @@ class Shapes:
         heads: of the keys and values of every block.
         saved: of every block's saved values, by name.
         carried: height and width of what every block carries from call to call, by name.
+        shared: of every shared value.
     """
 
     def __init__(
@@ -40,13 +42,16 @@ class Shapes:
         heads: Sequence[AttentionHeads],
         saved: Sequence[Mapping[str, int]],
         carried: Sequence[Mapping[str, tuple[int, int]]],
+        shared: Sequence[int] = (),
     ) -> None:
         self._chain = chain
         self._tables = tables
         self.widths = widths
+        self.routings = read_routings(chain, widths)
         self.heads = heads
         self.saved = saved
         self.carried = carried
+        self.shared = shared
 
     def of(
         self, number: int, role: str, name: str, sizes: Bounds, is_output: bool = False
@@ -77,6 +82,10 @@ class Shapes:
         elif CARRIED in name:
             shape = self.carried[number].get(name[name.index(CARRIED) :], (0, 0))
             numbers |= {"high": shape[0], "wide": shape[1]}
+        elif TAKEN in name:
+            numbers["taken"] = self.shared[block.takes[_index(name)]]
+        elif GIVEN in name:
+            numbers["given"] = self.shared[chain.gives(number)[_index(name)]]
         elif "." in name:
             module = chain.modules[block.modules[_index(name)]]
             numbers |= {"rank": module.rank, "in": module.in_features, "out": module.out_features}
@@ -145,6 +154,20 @@ def read_saved(chain: Chain, programs: Sequence[Any]) -> list[dict[str, int]]:
     return found
 
 
+def read_shared(chain: Chain, programs: Sequence[Any]) -> list[int]:
+    """Widths of all shared values, as the programs that give them have them; 0 of no tensor."""
+    found = []
+    for value, maker in enumerate(chain.shared):
+        method, program = (
+            chain.kinds[chain.blocks[maker].kind].methods[STACK],
+            programs[chain.blocks[maker].kind],
+        )
+        name = f"{GIVEN}{chain.gives(maker).index(value)}"
+        tensors = program.signature(STACK).outputs if STACK in program.methods else []
+        found.append(_width(method.outputs, tensors, name))
+    return found
+
+
 def read_widths(chain: Chain, programs: Sequence[Any]) -> list[tuple[int, int]]:
     """Widths of the states that enter and leave every block, as its program has them; 0 where none does."""
     widths = []
@@ -164,15 +187,38 @@ def read_widths(chain: Chain, programs: Sequence[Any]) -> list[tuple[int, int]]:
     return widths
 
 
+def read_routings(chain: Chain, widths: Sequence[tuple[int, int]]) -> dict[int, Routing]:
+    """How states lie around the experts of each layer, by the number of the first."""
+    turns = (turn for turn in chain.turns(range(chain.end)) if chain.is_expert(turn.start))
+    return {
+        turn.start: Routing(widths[turn.start - 1][1], widths[turn.stop][0], *widths[turn.start], len(turn))
+        for turn in turns
+    }
+
+
 def problems_of(chain: Chain, shapes: Shapes, programs: Sequence[Any], number: int) -> Iterator[str]:
     """What the program of a block's kind has otherwise than the manifest says of the block."""
     widths, block = shapes.widths, chain.blocks[number]
     program = programs[block.kind]
     before = min(number, chain.end) - 1
-    if number and widths[number][0] != widths[before][1]:
+    if routing := shapes.routings.get(number):
+        if not routing.fits:
+            yield f"experts from {widths[number]} don't fit states from {routing.entering, routing.leaving}"
+    elif chain.is_expert(number):
+        if widths[number] != widths[before]:
+            yield f"an expert is from {widths[number]}, the one before from {widths[before]}"
+    elif number and not chain.is_expert(before) and widths[number][0] != widths[before][1]:
         yield f"it takes states of width {widths[number][0]}, the block before gives {widths[before][1]}"
     if chain.is_encoder and number == len(widths) - 1 and widths[number][1] != chain.width:
         yield f"it gives states of width {widths[number][1]}, the manifest says {chain.width}"
+    heads = shapes.heads[number]
+    for place, width in zip(block.past, (heads.key_width, heads.value_width), strict=False):
+        if heads.count * width not in (0, shapes.shared[block.takes[place]]):
+            yield f"it takes keys or values of the width {shapes.shared[block.takes[place]]} for {heads}"
+    if any(
+        not 1 <= width <= LARGEST_SIZE for width in (shapes.shared[value] for value in chain.gives(number))
+    ):
+        yield f"it gives values of the widths {[shapes.shared[value] for value in chain.gives(number)]}"
     if any(not 1 <= width <= LARGEST_SIZE for width in shapes.saved[number].values()):
         yield f"it saves values of the widths {sorted(shapes.saved[number].values())}"
     if any(not 1 <= size <= LARGEST_SIZE for shape in shapes.carried[number].values() for size in shape):
@@ -199,8 +245,8 @@ def problems_of(chain: Chain, shapes: Shapes, programs: Sequence[Any], number: i
                     )
 
 
-def _width(names: Sequence[str], tensors: Tensors) -> int:
-    tensor = tensors[names.index("state")] if "state" in names and len(names) == len(tensors) else None
+def _width(names: Sequence[str], tensors: Tensors, name: str = "state") -> int:
+    tensor = tensors[names.index(name)] if name in names and len(names) == len(tensors) else None
     return tensor[1][-1] if tensor and tensor[1] else 0
 
 

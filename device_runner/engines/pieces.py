@@ -6,7 +6,7 @@
 What a recurrence carries is handed on alike: of each piece to the next one, and its slope to the one before.
 
 Memory grows with a row's length alone: later pieces are shorter, because their tokens have more scores. A
-sliding window's past is the window.
+sliding window's past is the window. Keys and values that a block takes from another are there for all pieces.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from prge.engine import Array, FloatArray
 from prge.files.chain import (
     CAUSAL,
     FEWEST_TOKENS,
+    GIVEN,
     KEYS,
     MASKED,
     PAST_KEYS,
@@ -31,11 +32,16 @@ from prge.files.chain import (
     SLOPE_PAST_VALUES,
     SLOPE_VALUES,
     TABLE,
+    TAKEN,
     VALUES,
 )
 from prge.files.signatures import PREFILL, PREFILL_BACK, PREFILL_TANGENT
 
 Arrays = dict[str, Array]
+
+_OF_TOKENS = (TAKEN, f"d_{TAKEN}", f"slope_{GIVEN}")
+_SLOPES = {KEYS: SLOPE_KEYS, VALUES: SLOPE_VALUES}
+_SLOPES_OF_PAST = {KEYS: SLOPE_PAST_KEYS, VALUES: SLOPE_PAST_VALUES}
 
 
 class Pieces:
@@ -55,68 +61,71 @@ class Pieces:
         Args:
             number: of the block.
             inputs: `tokens` [1, 1, tokens] or `state` [1, 1, tokens, width], and the adapter's
-                [1, rank, width].
+                [1, rank, width]; what the block takes as the state.
 
         Returns:
-            `state` [1, tokens, width], and what a way back needs: of attention `keys` and `values`
-            [heads, tokens, width], and what was `carried` to each piece, [pieces, height, width].
+            `state` [1, tokens, width] and what the block gives, and what a way back needs: of attention
+            `keys` and `values` [heads, tokens, width], and what was `carried` to each piece, [pieces, height,
+            width].
         """
         name = "state" if number else "tokens"
         entering = inputs[name][0]
         length = entering.shape[1]
         found = {"state": np.empty((1, length, self._blocks.width(number + 1)), np.float32)}
-        attends = self._chain.attends(number)
-        if attends:
-            heads = self._blocks.heads(number)
-            found[KEYS] = np.empty((heads.count, length, heads.key_width), np.float32)
-            found[VALUES] = np.empty((heads.count, length, heads.value_width), np.float32)
+        for place, value in enumerate(self._chain.gives(number)):
+            found[f"{GIVEN}{place}"] = np.empty((1, length, self._blocks.shared_width(value)), np.float32)
+        own = self._own_keys(number, length)
+        taken = {each: array[0] for each, array in inputs.items() if each.startswith(TAKEN)}
+        known = own or self._taken_keys(number, taken)
         adapter = {**self._frozen(number), **inputs}
         carried = self._nothing_carried(number)
         carried_to: list[Arrays] = []
         for piece in self._pieces(number, length):
-            given = {**adapter, **self.beside(number, piece, found), **carried}
+            given = {**adapter, **self.beside(number, piece, known), **carried}
+            given |= {each: _cut(array, piece) for each, array in taken.items()}
             given[name] = entering[:, piece]
             answer = self._blocks.run(number, PREFILL, given)
             carried_to.append(carried)
-            carried = {name: answer[name].copy() for name in carried}
-            found["state"][:, piece] = answer["state"]
-            if attends:
-                found[KEYS][:, piece] = answer[KEYS]
-                found[VALUES][:, piece] = answer[VALUES]
+            carried = {each: answer[each].copy() for each in carried}
+            for each, whole in (*found.items(), *own.items()):
+                whole[..., piece, :] = answer[each]
             self._release(answer)
-        found |= {name: np.concatenate([each[name] for each in carried_to]) for name in carried}
-        return found
+        of_pieces = {each: np.concatenate([to[each] for to in carried_to]) for each in carried}
+        return {**found, **own, **of_pieces}
 
     def tangent(self, number: int, inputs: Arrays) -> Arrays:
         """A block's answer and its tangents.
 
         Args:
             number: of the block.
-            inputs: `state` [1, tokens, width], `d_state` [queries, 1, tokens, width], and the adapter's.
+            inputs: `state` [1, tokens, width], `d_state` [queries, 1, tokens, width], what the block takes in
+                their shapes, and the adapter's.
 
         Returns:
-            `state` and `d_state`.
+            `state` and `d_state`, and what the block gives.
         """
-        state, d_state = inputs["state"], inputs["d_state"]
-        length, width = state.shape[1], self._blocks.width(number + 1)
-        found: Arrays = {"state": np.empty((1, length, width), np.float32)}
-        found["d_state"] = np.empty((len(d_state), 1, length, width), np.float32)
-        known: Arrays = {}
-        if self._chain.attends(number):
-            heads = self._blocks.heads(number)
-            for name, width in ((KEYS, heads.key_width), (VALUES, heads.value_width)):
-                known[name] = np.empty((heads.count, length, width), np.float32)
-                known[f"d_{name}"] = np.empty((len(d_state), heads.count, length, width), np.float32)
+        length, queries = inputs["state"].shape[1], len(inputs["d_state"])
+        widths = {"state": self._blocks.width(number + 1)}
+        for place, value in enumerate(self._chain.gives(number)):
+            widths[f"{GIVEN}{place}"] = self._blocks.shared_width(value)
+        found: Arrays = {}
+        for name, width in widths.items():
+            found[name] = np.empty((1, length, width), np.float32)
+            found[f"d_{name}"] = np.empty((queries, 1, length, width), np.float32)
+        own = self._own_keys(number, length)
+        own |= {f"d_{name}": np.empty((queries, *array.shape), np.float32) for name, array in own.items()}
+        known = own or self._taken_keys(number, inputs)
         carried = self._nothing_carried(number)
         carried |= {
-            f"d_{name}": np.zeros((len(d_state), *each.shape), np.float32) for name, each in carried.items()
+            f"d_{name}": np.zeros((queries, *each.shape), np.float32) for name, each in carried.items()
         }
+        of_tokens = {name: array for name, array in inputs.items() if _is_of_tokens(name)}
         for piece in self._pieces(number, length):
             given = {**inputs, **self.beside(number, piece, known), **carried}
-            given |= {"state": _cut(state, piece), "d_state": _cut(d_state, piece)}
+            given |= {name: _cut(array, piece) for name, array in of_tokens.items()}
             answer = self._blocks.run(number, PREFILL_TANGENT, given)
             carried = {name: answer[name].copy() for name in carried}
-            for name, whole in (*found.items(), *known.items()):
+            for name, whole in (*found.items(), *own.items()):
                 whole[..., piece, :] = answer[name]
             self._release(answer)
         return found
@@ -126,47 +135,74 @@ class Pieces:
 
         Args:
             number: of the block.
-            inputs: `state` and `slope` [1, tokens, width], what `stack` answered for it, and the adapter's.
+            inputs: `state` and `slope` [1, tokens, width], what `stack` answered for it, what the block takes
+                and slopes of what it gives as the state, and the adapter's.
 
         Returns:
-            `slope` by the state and the adapter's gradients.
+            `slope` by the state, those by what it takes, and the adapter's gradients.
         """
-        state, slope = inputs["state"], inputs["slope"]
+        state = inputs["state"]
         found: Arrays = {"slope": np.empty_like(state)}
-        attends = self._chain.attends(number)
-        by_keys, by_values = (np.zeros_like(inputs[name]) if attends else state for name in (KEYS, VALUES))
+        changes = self._chain.sharing(number).takes
+        for place in (place for place, each in enumerate(changes) if each):
+            found[f"slope_{TAKEN}{place}"] = np.zeros_like(inputs[f"{TAKEN}{place}"])
+        own = {name: np.zeros_like(inputs[name]) for name in (KEYS, VALUES) if name in inputs}
+        slopes = {name.removeprefix("slope_"): array for name, array in found.items()}
+        known, by_past = (
+            (inputs, own) if own else (self._taken_keys(number, each) for each in (inputs, slopes))
+        )
+        of_tokens = {name: array for name, array in inputs.items() if _is_of_tokens(name)}
+        of_tokens |= {slope: own[name] for name, slope in _SLOPES.items() if own}
         carried = self._nothing_carried(number)
         by_carried = {f"slope_{name}": each for name, each in carried.items()}
-        for place, piece in reversed([*enumerate(self._pieces(number, state.shape[1]))]):
-            given = {**inputs, **self.beside(number, piece, inputs), **by_carried}
-            given |= {name: inputs[name][place : place + 1] for name in carried}
-            given |= {"state": _cut(state, piece), "slope": _cut(slope, piece)}
-            if attends:
-                given |= {SLOPE_KEYS: _cut(by_keys, piece), SLOPE_VALUES: _cut(by_values, piece)}
+        for turn, piece in reversed([*enumerate(self._pieces(number, state.shape[1]))]):
+            given = {**inputs, **self.beside(number, piece, known), **by_carried}
+            given |= {name: inputs[name][turn : turn + 1] for name in carried}
+            given |= {name: _cut(array, piece) for name, array in of_tokens.items()}
             answer = self._blocks.run(number, PREFILL_BACK, given)
             by_carried = {name: answer[name].copy() for name in by_carried}
             found["slope"][:, piece] = answer["slope"]
-            if attends:
-                past = slice(self._first_seen(number, piece.start), piece.start)
-                known = past.stop - past.start
-                by_keys[:, past] += answer[SLOPE_PAST_KEYS][:, -known:][:, :known]
-                by_values[:, past] += answer[SLOPE_PAST_VALUES][:, -known:][:, :known]
+            past = slice(self._first_seen(number, piece.start), piece.start)
+            size = past.stop - past.start
+            for name, whole in by_past.items():
+                whole[:, past] += answer[_SLOPES_OF_PAST[name]][:, -size:][:, :size]
             for name, array in answer.items():
                 if name.startswith("gradient"):
                     found[name] = found[name] + array if name in found else array.copy()
+                elif name.startswith(f"slope_{TAKEN}"):
+                    found[name][:, piece] += array
             self._release(answer)
         return found
 
     def kept_numbers(self, number: int, length: int) -> list[int]:
         """Numbers of each thing that a way back needs of a row, beside its state."""
         heads, pieces = self._blocks.heads(number), len([*self._pieces(number, length)])
-        keys = [length * heads.count * width for width in (heads.key_width, heads.value_width)]
+        is_own = not self._chain.blocks[number].past
+        keys = [is_own * length * heads.count * width for width in (heads.key_width, heads.value_width)]
         return [*keys, *(pieces * high * wide for high, wide in self._blocks.carried(number).values())]
 
     def _nothing_carried(self, number: int) -> Arrays:
         """What a block carries to its first piece."""
         shapes = self._blocks.carried(number)
         return {name: np.zeros((1, *shape), np.float32) for name, shape in shapes.items()}
+
+    def _own_keys(self, number: int, length: int) -> Arrays:
+        """Room for keys and values of an attention that makes its own, [heads, tokens, width]."""
+        if not self._chain.attends(number) or self._chain.blocks[number].past:
+            return {}
+        heads = self._blocks.heads(number)
+        widths = {KEYS: heads.key_width, VALUES: heads.value_width}
+        return {name: np.empty((heads.count, length, width), np.float32) for name, width in widths.items()}
+
+    def _taken_keys(self, number: int, taken: Arrays) -> Arrays:
+        """The same of one that takes them, of [1, tokens, heads x width]; with `d_` before the name their
+        tangents."""
+        found: Arrays = {}
+        for name, place in zip((KEYS, VALUES), self._chain.blocks[number].past, strict=False):
+            for kind in ("", "d_"):
+                if (array := taken.get(f"{kind}{TAKEN}{place}")) is not None:
+                    found[f"{kind}{name}"] = by_heads(array[..., 0, :, :], self._blocks.heads(number).count)
+        return found
 
     def _pieces(self, number: int, length: int) -> Iterator[slice]:
         mask = self._chain.causal_table(number)
@@ -224,6 +260,16 @@ class Pieces:
     def _release(self, values: Arrays) -> None:
         for array in values.values():
             self._blocks.release(array)
+
+
+def by_heads(array: FloatArray, heads: int) -> FloatArray:
+    """The same numbers [..., tokens, heads x width] as [..., heads, tokens, width]."""
+    return np.swapaxes(array.reshape(*array.shape[:-1], heads, -1), -2, -3)
+
+
+def _is_of_tokens(name: str) -> bool:
+    """Whether an input has a row for each token."""
+    return name in ("state", "d_state", "slope") or name.startswith(_OF_TOKENS)
 
 
 def _cut(array: FloatArray, piece: slice) -> FloatArray:

@@ -64,7 +64,9 @@ class SavedValues:
         found: dict[int, int] = {}
         for number in reversed(self._blocks):
             numbers = sum(self._widths[number].values()) * (asked if number >= self._end else tokens)
-            if not numbers or sum(found.values()) + 4 * numbers > self.most:
+            if not numbers:
+                continue
+            if sum(found.values()) + 4 * numbers > self.most:
                 break
             found[number] = 4 * numbers
         return found

@@ -6,20 +6,24 @@
 Keys and values of all tokens lie in arrays of the host, which the engine reads in place: of every block
 [slots, heads, 1 + capacity, width]. The sequences of a step lie in the first slots. What is called again and
 again is bound to its arrays once. The first place of a slot stays zero: it stands for the token of a step.
-Those in float16 become float32 block by block, in two arrays that all blocks share. What recurrences carry is
-of a fixed size for each slot, and can't go back to an earlier token.
+Those in float16 become float32 block by block, in two arrays that all blocks share. What several blocks take
+from another is kept once. What recurrences carry is of a fixed size for each slot, and can't go back to an
+earlier token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.choice import choose
-from device_runner.engines.pieces import Pieces
+from device_runner.engines.experts import Experts
+from device_runner.engines.pieces import Pieces, by_heads
+from device_runner.engines.shared_values import SharedValues
 from device_runner.engines.trunk_cache import Precision
 from prge.engine import Array, EngineName, FloatArray
 from prge.errors import BundleError, EngineError
@@ -27,6 +31,7 @@ from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.chain import (
     FEWEST_TOKENS,
+    GIVEN,
     KEYS,
     MASKED,
     OWN,
@@ -34,6 +39,7 @@ from prge.files.chain import (
     PAST_VALUES,
     SEEN,
     TABLE,
+    TAKEN,
     VALUES,
 )
 from prge.files.relations import RELATIONS
@@ -53,12 +59,7 @@ class _Sequence:
     length: int = 0
 
 
-@dataclass
-class _Cache:
-    """Keys and values of a block."""
-
-    keys: Array
-    values: Array
+_Key = tuple[str, int]
 
 
 @dataclass
@@ -111,7 +112,8 @@ class ChainSpeaker:
         self._context = min(context or chain.bounds.context, chain.bounds.context)
         self._capacity = 0
         self._dtype = np.dtype(precision)
-        self._caches: dict[int, _Cache] = {}
+        # Of a block's own by its number and their name, of a shared value by its number.
+        self._caches: dict[_Key, Array] = {}
         # By block and name f32 [slots, height, width].
         self._carried: dict[int, dict[str, FloatArray]] = {}
         self._sequences: dict[int, _Sequence] = {}
@@ -119,6 +121,7 @@ class ChainSpeaker:
         self._step: _Step | None = None
         self._rotary: dict[int, FloatArray] = {}
         self._pieces = Pieces(blocks)
+        self._experts = Experts(blocks)
 
     @property
     def vocabulary_size(self) -> int:
@@ -233,23 +236,29 @@ class ChainSpeaker:
             if number not in self._carried:
                 shapes = self._blocks.carried(number).items()
                 self._carried[number] = {n: np.zeros((self._slots, *s), np.float32) for n, s in shapes}
-            if not self._chain.attends(number):
-                continue
             heads = self._blocks.heads(number)
-            shape = self._slots, heads.count, 1 + self._capacity
-            keys = np.zeros((*shape, heads.key_width), self._dtype)
-            values = np.zeros((*shape, heads.value_width), self._dtype)
-            if before := self._caches.get(number):
-                keys[:, :, : before.keys.shape[2]] = before.keys
-                values[:, :, : before.values.shape[2]] = before.values
-            self._caches[number] = _Cache(keys, values)
+            widths = heads.key_width, heads.value_width
+            for (_, key), width in zip(self._kept(number), widths, strict=False):
+                kept = self._caches.get(key)
+                if kept is None or kept.shape[2] != 1 + self._capacity:
+                    shape = self._slots, heads.count, 1 + self._capacity, width
+                    self._caches[key] = np.zeros(shape, self._dtype)
+                    if kept is not None:
+                        self._caches[key][:, :, : kept.shape[2]] = kept
         self._step = None
+
+    def _kept(self, number: int) -> list[tuple[str, _Key]]:
+        """Names of what is kept of a block's attention, keys and values, each with where it is."""
+        if not self._chain.attends(number):
+            return []
+        block = self._chain.blocks[number]
+        keys = [(TAKEN, block.takes[place]) for place in block.past]
+        return [*zip((KEYS, VALUES), keys or [(KEYS, number), (VALUES, number)], strict=True)]
 
     def _forget(self, sequence: _Sequence) -> None:
         """Clear a slot behind its tokens: a mask hides numbers, but not those that aren't finite."""
         for cache in self._caches.values():
-            cache.keys[sequence.slot, :, 1 + sequence.length :] = 0
-            cache.values[sequence.slot, :, 1 + sequence.length :] = 0
+            cache[sequence.slot, :, 1 + sequence.length :] = 0
         if not sequence.length:
             for carried in self._carried.values():
                 for array in carried.values():
@@ -267,8 +276,7 @@ class ChainSpeaker:
 
     def _swap(self, slot: int, other: int) -> None:
         for cache in self._caches.values():
-            for array in (cache.keys, cache.values):
-                array[[slot, other]] = array[[other, slot]]
+            cache[[slot, other]] = cache[[other, slot]]
         for carried in self._carried.values():
             for kept in carried.values():
                 kept[[slot, other]] = kept[[other, slot]]
@@ -308,12 +316,20 @@ class ChainSpeaker:
             for kept, array in step.read.get(number, ()):
                 np.copyto(array, kept)
 
-        inputs, outputs = [], []
+        calls: dict[int, tuple[list[Array], list[Array]] | Callable[[], None]] = {}
         own = np.zeros((1, 1, 1 + self._capacity), np.float32)
         own[..., 0] = 1
         state: Array = step.tokens
-        for number in range(len(chain.blocks)):
+        values: dict[int, FloatArray] = {}
+        for number in (turn.start for turn in chain.turns(range(len(chain.blocks)))):
+            if chain.is_expert(number):
+                behind = np.empty((rows, 1, self._blocks.routing(number).leaving), np.float32)
+                calls[number], state = partial(self._through_experts, number, state, behind), behind
+                continue
             given: dict[str, Array] = {"tokens": state, "state": state}
+            given |= {
+                f"{TAKEN}{index}": values[value] for index, value in enumerate(chain.blocks[number].takes)
+            }
             for index, table in enumerate(chain.blocks[number].tables):
                 if chain.tables[table].kind not in ("causal", *RELATIONS):
                     given[f"{TABLE}{index}"] = table_of(table)
@@ -326,29 +342,41 @@ class ChainSpeaker:
                 step.carried.append((array, answers[name]))
             mask = chain.causal_table(number)
             if mask is not None:
-                heads, cache = self._blocks.heads(number), self._caches[number]
+                heads = self._blocks.heads(number)
+                caches = {name: self._caches[place] for name, place in self._kept(number)}
                 key = mask.window, heads.count
                 step.seen.setdefault(key, np.empty((rows * heads.count, 1, 1 + self._capacity), np.float32))
                 given |= {
-                    PAST_KEYS: past(number, PAST_KEYS, cache.keys),
-                    PAST_VALUES: past(number, PAST_VALUES, cache.values),
+                    PAST_KEYS: past(number, PAST_KEYS, caches[KEYS]),
+                    PAST_VALUES: past(number, PAST_VALUES, caches[VALUES]),
                     SEEN: step.seen[key],
                     OWN: own,
                 }
-                keys = np.empty((rows, heads.count, heads.key_width), np.float32)
-                values = np.empty((rows, heads.count, heads.value_width), np.float32)
-                step.kept += [(cache.keys, keys), (cache.values, values)]
-                answers |= {KEYS: keys, VALUES: values}
+                if not chain.blocks[number].past:
+                    for name, width in ((KEYS, heads.key_width), (VALUES, heads.value_width)):
+                        answers[name] = np.empty((rows, heads.count, width), np.float32)
+                        step.kept.append((caches[name], answers[name]))
+            for index, value in enumerate(chain.gives(number)):
+                width = self._blocks.shared_width(value)
+                answers[f"{GIVEN}{index}"] = values[value] = np.empty((rows, 1, width), np.float32)
+                if (cache := self._caches.get((TAKEN, value))) is not None:
+                    step.kept.append((cache, values[value].reshape(rows, cache.shape[1], -1)))
             if number < chain.end:
                 answers["state"] = np.empty((rows, 1, self._blocks.width(number + 1)), np.float32)
                 state = answers["state"]
             else:
                 answers["logits"] = pieces[number - chain.end]
             interface = self._blocks.interface(number, DECODE)
-            inputs.append([given[name] for name in interface.inputs])
-            outputs.append([answers[name] for name in interface.outputs])
-        step.compute = self._blocks.in_a_row(DECODE, inputs, outputs, restore if step.read else None)
+            calls[number] = (
+                [given[name] for name in interface.inputs],
+                [answers[name] for name in interface.outputs],
+            )
+        step.compute = self._blocks.in_a_row(DECODE, calls, restore if step.read else None)
         return step
+
+    def _through_experts(self, number: int, state: FloatArray, behind: FloatArray) -> None:
+        """Write the state behind a layer's experts."""
+        behind[...] = self._experts.forward(number, [state])[0]
 
     def _prefill(self, sequence: _Sequence, tokens: Sequence[int]) -> FloatArray:
         """The state f32 [1, 1, width] of the last of some tokens, which are appended to a sequence."""
@@ -356,11 +384,16 @@ class ChainSpeaker:
         piece = slice(start, start + len(tokens))
         state: Array = np.array([tokens], np.int64)
         lora_a, lora_b = self._lora_a(sequence.adapter), sequence.adapter.lora_b
-        for number in range(chain.end):
-            cache = self._caches.get(number)
-            known = {KEYS: cache.keys[slot, :, 1:], VALUES: cache.values[slot, :, 1:]} if cache else {}
-            carried = self._carried[number]
+        shared = SharedValues(chain)
+        for number in (turn.start for turn in chain.turns(range(chain.end))):
+            if chain.is_expert(number):
+                entering, state = state, self._experts.forward(number, [state])[0]
+                self._blocks.release(entering)
+                continue
+            known = {name: self._caches[place][slot, :, 1:] for name, place in self._kept(number)}
             given = {"tokens": state, "state": state, **self._pieces.beside(number, piece, known)}
+            given |= shared.inputs(number)
+            carried = self._carried[number]
             given |= {name: array[slot : slot + 1] for name, array in carried.items()}
             for index, module in enumerate(chain.blocks[number].modules):
                 name = chain.modules[module].name
@@ -370,11 +403,17 @@ class ChainSpeaker:
                 self._blocks.release(state)
             state = found["state"]
             for name, whole in known.items():
-                whole[:, piece] = found[name]
-                self._blocks.release(found[name])
+                if name in found:
+                    whole[:, piece] = found[name]
+                    self._blocks.release(found[name])
             for name, array in carried.items():
                 array[slot] = found[name][0]
                 self._blocks.release(found[name])
+            shared.keep(number, found)
+            for value in chain.gives(number):
+                if (cache := self._caches.get((TAKEN, value))) is not None:
+                    cache[slot, :, 1:][:, piece] = by_heads(shared.values[value][0], cache.shape[1])
+            shared.leave(number, self._blocks.release)
         sequence.length = piece.stop
         last = state[:, -1:].copy()
         self._blocks.release(state)

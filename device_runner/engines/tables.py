@@ -11,12 +11,14 @@ from safetensors import SafetensorError, safe_open
 from prge.engine import Array
 from prge.errors import BundleError
 from prge.files.bundle import TABLES, Bundle
-from prge.files.chain import MASKED, Chain
+from prge.files.chain import MASKED, STORED_TABLES, Chain
 from prge.files.relations import RELATIONS, relation, relation_shape
 from prge.files.signatures import PREFILL
 
 # Tables of one length, of which masks of long rows take megabytes.
 _KEPT = 8
+# Of numbers by distance.
+_DTYPES = {"F32": "float32", "I64": "int64"}
 _REMEDY = "export the bundle again"
 
 
@@ -29,26 +31,34 @@ class Tables:
 
     def __init__(self, bundle: Bundle, chain: Chain) -> None:
         self._tables = chain.tables
-        self._rotary: dict[int, Any] = {}
+        self._stored: dict[int, Any] = {}
         path = bundle.file(TABLES)
-        rotary = [number for number, table in enumerate(chain.tables) if table.kind == "rotary"]
+        listed = [number for number, table in enumerate(chain.tables) if table.kind in STORED_TABLES]
         writes = PREFILL in chain.roles
         longest = max(chain.bounds.tokens, chain.bounds.context if writes else 0)
         try:
             # Rows are read when they are asked for: a model's longest text has many.
-            stored: Any = safe_open(path, "numpy") if rotary else None
-            names = stored.keys() if rotary else []
-            for number in rotary:
+            stored: Any = safe_open(path, "numpy") if listed else None
+            names = stored.keys() if listed else []
+            for number in listed:
                 values = stored.get_slice(str(number)) if str(number) in names else None
-                if values is None or values.get_dtype() != "F32" or len(values.get_shape()) != 2:
+                is_relative = chain.tables[number].kind == "relative"
+                dtypes, dimensions = (_DTYPES, 1) if is_relative else (("F32",), 2)
+                if (
+                    values is None
+                    or values.get_dtype() not in dtypes
+                    or len(values.get_shape()) != dimensions
+                    or (is_relative and values.get_shape()[0] % 2 == 0)
+                ):
                     raise BundleError(f"{path} has no table {number}", remedy=_REMEDY)
                 rows = values.get_shape()[0]
+                rows = (rows + 1) // 2 if is_relative else rows
                 if rows < longest:
                     raise BundleError(
                         f"{path}: table {number} is for {rows} tokens, the manifest says {longest}",
                         remedy=_REMEDY,
                     )
-                self._rotary[number] = values
+                self._stored[number] = values
         except (OSError, ValueError, SafetensorError) as error:
             raise BundleError(f"{path} can't be read: {error}", remedy=_REMEDY) from None
         self.of = lru_cache(maxsize=_KEPT)(self._of)
@@ -57,7 +67,10 @@ class Tables:
         """dtype and shape of the table of that number, which isn't made for that."""
         table = self._tables[number]
         if table.kind == "rotary":
-            return "float32", (1, length, self._rotary[number].get_shape()[1])
+            return "float32", (1, length, self._stored[number].get_shape()[1])
+        if table.kind == "relative":
+            dtype = _DTYPES[self._stored[number].get_dtype()]
+            return dtype, (table.members, length, length)
         if table.kind == "causal":
             return "float32", (table.members, length, length)
         if table.kind in RELATIONS:
@@ -68,7 +81,10 @@ class Tables:
         """The table of that number for rows of `length` tokens, of which `start` others come before."""
         table = self._tables[number]
         if table.kind == "rotary":
-            return np.ascontiguousarray(self._rotary[number][start : start + length])[None]
+            return np.ascontiguousarray(self._stored[number][start : start + length])[None]
+        if table.kind == "relative":
+            values, place = np.asarray(self._stored[number][:]), np.arange(length)
+            return np.repeat(values[place[:, None] - place + len(values) // 2][None], table.members, 0)
         if table.kind == "positions":
             first = table.first + start
             return np.arange(first, first + length).reshape(1, length)

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from prge.errors import BundleError, shown
-from prge.files.chain import Chain
+from prge.files.chain import STORED_TABLES, Chain
 from prge.files.documents import DocumentError, read_json
 from prge.files.tuned import bundle_at
 
@@ -160,7 +160,7 @@ def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
     """The chain that a manifest describes; raises BundleError if it can't be run or a file isn't listed."""
     chain = Chain.from_json(manifest.get("chain"))
     needed = {kind.program for kind in chain.kinds} | {block.weights for block in chain.blocks}
-    needed |= {TABLES} if any(table.kind == "rotary" for table in chain.tables) else set()
+    needed |= {TABLES} if any(table.kind in STORED_TABLES for table in chain.tables) else set()
     if missing := sorted(needed - set(manifest["files"])):
         raise BundleError(
             f"{folder / MANIFEST} lists no {shown(missing[0])}", remedy="copy or export the bundle again"

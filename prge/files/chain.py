@@ -2,14 +2,15 @@
 
     embedding   tokens -> state        block   state -> state        head   state -> parts
 
-A program has a method for each role of its kind; prge/files/signatures.py says what these take and answer. A
-decoder's head is one or more blocks of a kind, each with a piece of the vocabulary. `table.<n>` are a block's
-tables, and `<n>` of an adapter's inputs counts the block's adapted modules.
+A program has a method for each role of its kind; prge/files/signatures.py says what these take and answer.
+Shared values go from the block that makes them to several others. A decoder's head is one or more blocks of
+a kind, each with a piece of the vocabulary. `table.<n>` are a block's tables, `taken.<n>` and `given.<n>` the
+shared values that it takes and gives, and `<n>` of an adapter's inputs counts the block's adapted modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -28,12 +29,15 @@ from prge.files.signatures import (
     SAVE,
     SAVED,
     STACK,
+    Sharing,
     Signature,
     of_block,
     of_head,
 )
 
-TABLES = ("causal", "rotary", "positions", "zeros", *RELATIONS)
+TABLES = ("causal", "rotary", "positions", "zeros", "relative", *RELATIONS)
+# Those with a tensor in the tables file.
+STORED_TABLES = ("rotary", "relative")
 POOLINGS = ("mean", "first")
 TABLE = "table."
 KEYS, VALUES, PAST_KEYS, PAST_VALUES = "keys", "values", "past_keys", "past_values"
@@ -41,7 +45,10 @@ PAST_ONES = "past_ones"
 SLOPE_KEYS, SLOPE_VALUES = "slope_keys", "slope_values"
 SLOPE_PAST_KEYS, SLOPE_PAST_VALUES = "slope_past_keys", "slope_past_values"
 SEEN, CAUSAL, OWN = "seen", "causal", "own"
-_MOST_BLOCKS = 1024
+TAKEN, GIVEN = "taken.", "given."
+_PAST = (PAST_KEYS, PAST_VALUES)
+_MOST_BLOCKS = 1 << 14
+_MOST_SHARED = 4096
 # Values that a block saves: a few of its own, and one for each adapted module.
 _MOST_SAVED = 256
 # Things that a block carries from call to call: two of a layer, of which a block may have several.
@@ -142,20 +149,31 @@ class Interface:
 
 @dataclass(frozen=True)
 class Kind:
-    """Blocks of one graph: their program file, and its methods by role."""
+    """Blocks of one graph: their program file, and its methods by role.
+
+    Blocks of `experts` that come one after the other are a layer's: the state is not of them, but of what
+    `prge.learning.experts` makes of all.
+    """
 
     program: str
     methods: Mapping[str, Interface]
+    experts: bool = False
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block: the number of its kind, its weights file, its tables, its modules among the chain's."""
+    """One block: the number of its kind, its weights file, its tables, its modules among the chain's.
+
+    `takes` are numbers of the chain's shared values. `past` tells which of these are the keys and the values
+    of its attention, [tokens, heads x width]; it is empty if the block makes its own.
+    """
 
     kind: int
     weights: str
     tables: tuple[int, ...]
     modules: tuple[int, ...]
+    takes: tuple[int, ...] = ()
+    past: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -165,8 +183,10 @@ class Table:
     `causal`: a mask f32 [members, tokens, tokens], once for each query of a group of heads, that lets a token
     see itself and `window` - 1 tokens before;
     `rotary`: f32 [1, tokens, width], rows of the tensor of the table's number in the tables file;
-    `positions`: i64 [1, tokens], counted from `first`; `zeros`: i64 [1, tokens]; and those of
-    prge.files.relations, f32.
+    `positions`: i64 [1, tokens], counted from `first`; `zeros`: i64 [1, tokens];
+    `relative`: f32 or i64 [members, tokens, tokens] by how far two tokens are apart. The tensor of the
+    table's number in the tables file has one for each distance, from the farthest before to that behind;
+    those of prge.files.relations, f32.
     """
 
     kind: str
@@ -177,7 +197,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Chain:
-    """What a manifest says of a model's blocks."""
+    """What a manifest says of a model's blocks; `shared` has the block that makes each shared value."""
 
     readout: str
     pooling: str
@@ -188,6 +208,7 @@ class Chain:
     tables: tuple[Table, ...]
     kinds: tuple[Kind, ...]
     blocks: tuple[Block, ...]
+    shared: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if problems := [*self._problems()]:
@@ -207,8 +228,11 @@ class Chain:
     def _problems(self) -> Iterator[str]:
         if not 2 <= len(self.blocks) <= _MOST_BLOCKS:
             yield f"it has {len(self.blocks)} blocks, must be 2 to {_MOST_BLOCKS}"
-        if len({block.weights for block in self.blocks}) < len(self.blocks):
-            yield "blocks share a weights file"
+        for number, first in enumerate(self.first_of_weights):
+            one, other = self.blocks[first], self.blocks[number]
+            is_layer = 0 < first < self.end and number < self.end
+            if first < number and not (is_layer and (one.kind, one.modules) == (other.kind, other.modules)):
+                yield f"blocks {first} and {number} share a weights file and aren't one layer"
         if self.pooling not in POOLINGS:
             yield f"pooling is {shown(self.pooling)}, must be one of {', '.join(POOLINGS)}"
         words, pieces = self.vocabulary_size, len(self.blocks) - self.end
@@ -224,6 +248,10 @@ class Chain:
             yield f"pieces of rows have {shown(self.bounds.piece)} tokens, rows {shown(self.bounds.tokens)}"
         if self.bounds.has_pieces and self.bounds.context < self.bounds.tokens:
             yield f"rows have {shown(self.bounds.tokens)} tokens, texts {shown(self.bounds.context)}"
+        makers = len(self.shared)
+        if makers > _MOST_SHARED or any(not 0 <= maker < len(self.blocks) for maker in self.shared):
+            yield f"its {makers} shared values come from the blocks {shown(self.shared)}"
+            return
         for table in self.tables:
             window = 1 if table.window is None else table.window
             if (
@@ -235,7 +263,8 @@ class Chain:
                 yield f"a table is {shown(table)}"
         if len({module.trains_a for module in self.modules}) > 1:
             yield "some of its modules train lora_a, others don't"
-        used = sorted(number for block in self.blocks for number in block.modules)
+        layers = (self.blocks[number] for number in dict.fromkeys(self.first_of_weights))
+        used = sorted(number for block in layers for number in block.modules)
         if not used:
             yield "no block has an adapted module: there is nothing to train"
         if used != list(range(len(self.modules))):
@@ -249,11 +278,29 @@ class Chain:
             if any(not 0 <= table < len(self.tables) for table in block.tables):
                 yield f"block {number} has the tables {shown(block.tables)}, there are {len(self.tables)}"
                 continue
+            if problem := self._sharing_problem(number, block):
+                yield problem
+                continue
             if block.modules and (number == 0 or self.is_head(number)):
                 yield f"block {number}, the first or a head, has adapted modules"
+            is_between = 0 < number < min(self.end, len(self.blocks) - 1)
+            if self.is_expert(number) and (block.modules or block.tables or not is_between):
+                yield f"block {number}, an expert, has modules or tables, or is the first or the last one"
             if STACK not in self.kinds[block.kind].methods:
                 yield f"block {number} lacks the role {STACK}"
             yield from self._interface_problems(number, block)
+
+    def _sharing_problem(self, number: int, block: Block) -> str:
+        """What is wrong with the values that a block takes, if anything is."""
+        before = {value for value, maker in enumerate(self.shared) if 0 <= maker < number}
+        if self.is_head(number) and (block.takes or number in self.shared):
+            return f"block {number}, a head, shares values"
+        if not before.issuperset(block.takes) or len({*block.takes}) < len(block.takes):
+            return f"block {number} takes the values {shown(block.takes)} of {len(self.shared)}"
+        places = range(len(block.takes))
+        if block.past and (len(block.past) != len(_PAST) or not {*places}.issuperset(block.past)):
+            return f"block {number} has its past in {shown(block.past)} of {len(block.takes)} values"
+        return ""
 
     def _interface_problems(self, number: int, block: Block) -> Iterator[str]:
         """What a block's methods ask for, or answer, otherwise than an engine expects."""
@@ -262,7 +309,7 @@ class Chain:
             if role not in ALL_ROLES:
                 yield f"block {number} has the role {shown(role)}, this version knows {', '.join(ALL_ROLES)}"
                 continue
-            if len(method.outputs) > _MOST_SAVED + modules:
+            if len(method.outputs) > _MOST_SAVED + modules + 2 * len(self.shared):
                 yield f"block {number} has {len(method.outputs)} outputs in the role {role}"
                 continue
             signature, asked = self.signature(number, role), {*method.inputs}
@@ -281,7 +328,8 @@ class Chain:
         if self.is_head(number):
             return of_head(role, saved)
         carried = len(self.carried(number))
-        return of_block(role, number == 0, self.attends(number), self.trains_a, saved, carried)
+        attends, sharing = self.attends(number), self.sharing(number)
+        return of_block(role, number == 0, attends, self.trains_a, saved, sharing, carried)
 
     def carried(self, number: int) -> list[str]:
         """Names of what a block carries from call to call, whatever the role."""
@@ -289,18 +337,47 @@ class Chain:
         inputs = [methods[role].inputs for role in (PREFILL, DECODE) if role in methods]
         return [name for name in (inputs or [()])[0] if name.startswith(f"{CARRIED}.")][: _MOST_CARRIED + 1]
 
+    def sharing(self, number: int) -> Sharing:
+        """What a block has to do with shared values."""
+        block = self.blocks[number]
+        changes = tuple(self.shared[value] >= self.lowest_adapted for value in block.takes)
+        return Sharing(changes, len(self.gives(number)), block.past)
+
+    def gives(self, number: int) -> list[int]:
+        """Numbers of the shared values that a block makes."""
+        return [value for value, maker in enumerate(self.shared) if maker == number]
+
+    def shared_at(self, number: int) -> list[int]:
+        """Numbers of the shared values that enter the blocks from this one on."""
+        needed = {value for block in self.blocks[number:] for value in block.takes}
+        return [value for value in sorted(needed) if self.shared[value] < number]
+
     def saved(self, number: int) -> list[str]:
         """Names of what a block's forward pass saves for the way back; none if it can't."""
         return self._saved(number) if BACK_SAVED in self.kinds[self.blocks[number].kind].methods else []
 
     def _saved(self, number: int) -> list[str]:
         method = self.kinds[self.blocks[number].kind].methods.get(SAVE)
-        outputs = method.outputs[: _MOST_SAVED + 1] if method else ()
+        outputs = method.outputs[: _MOST_SAVED + 1 + len(self.shared)] if method else ()
         return [name for name in outputs if name.startswith(f"{SAVED}.")]
 
     def is_head(self, number: int) -> bool:
         """Whether a block is a decoder's head."""
         return number >= self.end
+
+    def is_expert(self, number: int) -> bool:
+        """Whether a block is an expert of a layer."""
+        return self.kinds[self.blocks[number].kind].experts
+
+    def turns(self, numbers: Iterable[int]) -> list[range]:
+        """Blocks in order, the experts of a layer together: each is a step of a state on its way."""
+        found: list[range] = []
+        for number in numbers:
+            if found and self.is_expert(number) and self.is_expert(found[-1].start):
+                found[-1] = range(found[-1].start, number + 1)
+            else:
+                found.append(range(number, number + 1))
+        return found
 
     @property
     def end(self) -> int:
@@ -310,12 +387,23 @@ class Chain:
             return len(kinds)
         return next((n + 1 for n in reversed(range(len(kinds))) if kinds[n] != kinds[-1]), 0)
 
+    @property
+    def first_of_weights(self) -> list[int]:
+        """For each block the number of the first one with its weights file: some models share layers."""
+        first: dict[str, int] = {}
+        return [first.setdefault(block.weights, number) for number, block in enumerate(self.blocks)]
+
     def loaded_bytes(self, size: Callable[[str], int]) -> list[int]:
         """Bytes that each block's weights take while it is loaded, by the size of a file.
 
-        The first block's are tables, whose rows are read where they lie.
+        The first block's are tables, whose rows are read where they lie; those that were loaded for a block
+        before are there already.
         """
-        return [size(block.weights) if number else 0 for number, block in enumerate(self.blocks)]
+        first = self.first_of_weights
+        return [
+            size(block.weights) if number and first[number] == number else 0
+            for number, block in enumerate(self.blocks)
+        ]
 
     @property
     def piece_words(self) -> int:
@@ -346,7 +434,11 @@ class Chain:
         return tuple(
             role
             for role, blocks in needing.items()
-            if all(role in self.kinds[block.kind].methods for block in blocks)
+            if all(
+                role in self.kinds[block.kind].methods
+                for block in blocks
+                if role in STEP_ROLES or not self.kinds[block.kind].experts
+            )
         )
 
     def longest(self, role: str) -> int:
@@ -365,7 +457,7 @@ class Chain:
     @property
     def lowest_adapted(self) -> int:
         """Number of the first block with an adapter."""
-        return next(number for number, block in enumerate(self.blocks) if block.modules)
+        return next((number for number, block in enumerate(self.blocks) if block.modules), len(self.blocks))
 
     def contract(
         self,
@@ -459,6 +551,8 @@ class Chain:
                         role: Interface(_all(method, "inputs", str), _all(method, "outputs", str))
                         for role, method in _get(kind, "methods", Mapping).items()
                     },
+                    # Older bundles have none, and don't say so.
+                    "experts" in kind and _get(kind, "experts", bool),
                 )
                 for kind in _all(block, "kinds", Mapping)
             ),
@@ -468,9 +562,13 @@ class Chain:
                     _get(b, "weights", str),
                     _all(b, "tables", int),
                     _all(b, "modules", int),
+                    # Most bundles share no values, and older ones don't say so.
+                    _all({"takes": [], **b}, "takes", int),
+                    _all({"past": [], **b}, "past", int),
                 )
                 for b in _all(block, "blocks", Mapping)
             ),
+            shared=_all({"shared": [], **block}, "shared", int),
         )
 
 

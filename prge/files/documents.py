@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from prge.errors import shown
 from prge.host.regular_files import open_regular
@@ -30,9 +30,9 @@ class DocumentError(ValueError):
     """What is wrong with a document, in words that follow its name."""
 
 
-def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """The value of a JSON file; raises OSError or DocumentError."""
-    return parse_json(read_document(path, most_bytes))
+def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES, infinite: bool = False) -> Any:
+    """The value of a JSON file; raises OSError or DocumentError. `infinite`: numbers may be so."""
+    return parse_json(read_document(path, most_bytes), infinite)
 
 
 def read_yaml(path: Path) -> Any:
@@ -50,11 +50,11 @@ def read_document(path: Path, most_bytes: int) -> bytes:
     return content
 
 
-def parse_json(content: bytes | str) -> Any:
+def parse_json(content: bytes | str, infinite: bool = False) -> Any:
     """The value of a JSON text, UTF-8; raises DocumentError. The caller bounds its size."""
     text = _decoded(content)
     try:
-        value = _DECODER.decode(text)
+        value = (_WITH_INFINITY if infinite else _DECODER).decode(text)
         # Half of an escaped pair, legal in JSON, is no text that a tokenizer or a file could take.
         if _HALF_PAIR.search(text):
             json.dumps(value, ensure_ascii=False).encode()
@@ -128,10 +128,15 @@ def _finite(value: float, text: object) -> float:
     return value
 
 
-def _refuse_constant(text: str) -> None:
+def _refuse_constant(text: str) -> NoReturn:
     raise DocumentError(f"it has {text}, which is no number of JSON")
 
 
+def _infinity(name: str) -> float:
+    return float(name) if "Infinity" in name else _refuse_constant(name)
+
+
+_WITH_INFINITY = json.JSONDecoder(parse_float=_number, parse_int=_whole_number, parse_constant=_infinity)
 _DECODER = json.JSONDecoder(parse_float=_number, parse_int=_whole_number, parse_constant=_refuse_constant)
 
 

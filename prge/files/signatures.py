@@ -13,6 +13,7 @@ adapted module of the block; what has a `?` is taken only if the block's graph u
     words                    of a piece of the vocabulary
     saved                    width of a value that a forward pass saves for the way back
     high, wide               of what a recurrence, or a convolution over tokens, carries from call to call
+    taken, given             width of a shared value that the block takes from another, or gives
 
 `prefill_tangent` and `prefill_back` are of a piece of a row, which is given the past's tangents, or what
 later pieces say of its keys and values as slopes, and so with what is `carried`. `seen`, `causal` and `own`
@@ -76,7 +77,7 @@ _ATTENTION = {
     DECODE: "past_keys[sequences*heads past key] past_values[sequences*heads past value]"
     " seen[sequences*heads 1 past] own[1 1 past]"
     " -> keys[sequences*heads 1 key] values[sequences*heads 1 value]",
-    PREFILL_TANGENT: "past_keys[heads past key] past_values[heads past value] past_ones[1 past 1]"
+    PREFILL_TANGENT: "past_keys[heads past key] past_values[heads past value] past_ones[1 past 1]?"
     " d_past_keys[queries heads past key] d_past_values[queries heads past value] seen[members*tokens past]"
     " causal[members*tokens tokens] -> keys[heads tokens key] d_keys[queries heads tokens key]"
     " values[heads tokens value] d_values[queries heads tokens value]",
@@ -92,6 +93,34 @@ _CARRIED = {
     " -> carried.*[1 high wide] d_carried.*[queries 1 high wide]",
     PREFILL_BACK: "carried.*[1 high wide] slope_carried.*[1 high wide] -> slope_carried.*[1 high wide]",
 }
+# What it has not if the keys and values are taken from another block, and if these don't change.
+_OF_OWN_KEYS = ("keys", "values", "d_keys", "d_values", "slope_keys", "slope_values")
+_OF_CHANGING_PAST = ("d_past_keys", "d_past_values", "slope_past_keys", "slope_past_values")
+# What a block has of each shared value that it takes, and of each that it gives. Of one that comes from below
+# the lowest adapter there is no derivative.
+_TAKEN = {
+    STACK: "taken[copies batch tokens taken] -> ",
+    TANGENT: "taken[batch tokens taken] d_taken[queries batch tokens taken] -> ",
+    BACK: "taken[batch tokens taken] -> slope_taken[batch tokens taken]",
+    SAVE: "taken[batch tokens taken] -> ",
+    BACK_SAVED: "taken[batch tokens taken] -> slope_taken[batch tokens taken]",
+    PREFILL: "taken[1 tokens taken] -> ",
+    DECODE: "taken[sequences 1 taken] -> ",
+    PREFILL_TANGENT: "taken[1 tokens taken] d_taken[queries 1 tokens taken] -> ",
+    PREFILL_BACK: "taken[1 tokens taken] -> slope_taken[1 tokens taken]",
+}
+_GIVEN = {
+    STACK: "-> given[copies*batch tokens given]",
+    TANGENT: "-> given[batch tokens given] d_given[queries batch tokens given]",
+    BACK: "slope_given[batch tokens given] -> ",
+    SAVE: "-> given[batch tokens given]",
+    BACK_SAVED: "slope_given[batch tokens given] -> ",
+    PREFILL: "-> given[1 tokens given]",
+    DECODE: "-> given[sequences 1 given]",
+    PREFILL_TANGENT: "-> given[1 tokens given] d_given[queries 1 tokens given]",
+    PREFILL_BACK: "slope_given[1 tokens given] -> ",
+}
+_OF_CHANGING_TAKEN = ("d_taken", "slope_taken")
 # The first block takes these in place of a state.
 _TOKENS = {
     STACK: "tokens[copies batch tokens] -> ",
@@ -160,6 +189,10 @@ class Signature:
     def __add__(self, other: Signature) -> Signature:
         return Signature(self.inputs + other.inputs, self.outputs + other.outputs)
 
+    def without(self, names: Collection[str]) -> Signature:
+        """The same but for tensors of these names."""
+        return Signature(_without(self.inputs, names), _without(self.outputs, names))
+
     def needed(self, modules: int) -> set[str]:
         """Inputs that a method must have, by so many adapted modules."""
         return {name for item in self.inputs if not item.optional for name in item.names(modules)}
@@ -178,12 +211,48 @@ class Signature:
         return next(item for item in (self.outputs if is_output else self.inputs) if item.name in known)
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """What a block has to do with values that one block makes and others read.
+
+    Attributes:
+        takes: of each that it takes, whether adapters change it.
+        gives: how many it makes.
+        past: which of those that it takes are the keys and the values of its attention; empty if it makes
+            its own.
+    """
+
+    takes: tuple[bool, ...] = ()
+    gives: int = 0
+    past: tuple[int, ...] = ()
+
+    def of(self, role: str) -> Signature:
+        """What a method takes and answers of them."""
+        found = Signature((), ())
+        for number in range(self.gives):
+            found += _numbered(Signature.parse(_GIVEN[role]), number)
+        for number, changes in enumerate(self.takes):
+            taken = Signature.parse(_TAKEN[role])
+            found += _numbered(taken if changes else taken.without(_OF_CHANGING_TAKEN), number)
+        return found
+
+    def attention(self, role: str) -> Signature:
+        """What a block that looks at the tokens before has besides."""
+        found = Signature.parse(_ATTENTION.get(role, "->"))
+        if self.past:
+            found = found.without(_OF_OWN_KEYS)
+            if not self.takes[self.past[0]]:
+                found = found.without(_OF_CHANGING_PAST)
+        return found
+
+
 def of_block(
     role: str,
     is_first: bool = False,
     attends: bool = False,
     trains_a: bool = False,
     saved: int = 0,
+    sharing: Sharing | None = None,
     carried: int = 0,
 ) -> Signature:
     """The signature of a block with a state, in a role.
@@ -194,31 +263,26 @@ def of_block(
         attends: whether it looks at the tokens before.
         trains_a: both matrices of an adapter.
         saved: values that its forward pass saves for the way back.
+        sharing: values that it takes from other blocks or gives to them.
         carried: things that it carries from call to call.
     """
+    sharing = sharing or Sharing()
     found = _with_saved(Signature.parse(_BLOCK[role]), saved)
     if role not in (PREFILL, DECODE) and not trains_a:
-        found = Signature(_without(found.inputs, _OF_LORA_A), _without(found.outputs, _OF_LORA_A))
+        found = found.without(_OF_LORA_A)
     if is_first:
-        rest = _without(found.inputs, _STATES)
-        found = Signature(Signature.parse(_TOKENS[role]).inputs + rest, found.outputs)
+        found = Signature(
+            Signature.parse(_TOKENS[role]).inputs + _without(found.inputs, _STATES), found.outputs
+        )
+    found += sharing.of(role)
     for number in range(carried if role in _CARRIED else 0):
         found += _numbered(Signature.parse(_CARRIED[role]), number)
-    return found + Signature.parse(_ATTENTION[role]) if attends and role in _ATTENTION else found
+    return found + sharing.attention(role) if attends else found
 
 
 def of_head(role: str, saved: int = 0) -> Signature:
     """The signature of a piece of a decoder's head; of a role that it lacks an empty one."""
     return _with_saved(Signature.parse(_HEAD.get(role, "->")), saved)
-
-
-def _numbered(signature: Signature, number: int) -> Signature:
-    """The tensors of one of several things."""
-
-    def named(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(replace(tensor, name=f"{tensor.name}.{number}", each=False) for tensor in tensors)
-
-    return Signature(named(signature.inputs), named(signature.outputs))
 
 
 def _with_saved(signature: Signature, count: int) -> Signature:
@@ -234,6 +298,14 @@ def _with_saved(signature: Signature, count: int) -> Signature:
         )
 
     return Signature(numbered(signature.inputs), numbered(signature.outputs))
+
+
+def _numbered(signature: Signature, number: int) -> Signature:
+    inputs, outputs = (
+        tuple(replace(tensor, name=f"{tensor.name}.{number}", each=False) for tensor in tensors)
+        for tensors in (signature.inputs, signature.outputs)
+    )
+    return Signature(inputs, outputs)
 
 
 def _without(tensors: Iterable[Tensor], names: Collection[str]) -> tuple[Tensor, ...]:

@@ -52,13 +52,17 @@ _SAVING_ROLES = 1.5
 
 @dataclass(frozen=True)
 class Layer:
-    """Linear layers of one shape: `count` of them below the first adapted block, or from it on."""
+    """Linear layers of one shape: `count` of them below the first adapted block, or from it on.
+
+    `of_experts`: each belongs to an expert, a block of its own that is read when a token asks for it.
+    """
 
     inputs: int
     outputs: int
     count: int
     bias: bool = False
     below: bool = False
+    of_experts: bool = False
 
     @property
     def numbers(self) -> int:
@@ -122,13 +126,22 @@ class Outline:
     @property
     def inner_values(self) -> int:
         """How many values of that width a block holds at once: those layers' results, and one more."""
-        wide = sum(layer.count for layer in self.layers if layer.outputs == self.inner)
+        wide = sum(
+            min(layer.count, self.blocks) if layer.of_experts else layer.count
+            for layer in self.layers
+            if layer.outputs == self.inner
+        )
         return round(wide / self.blocks) + 1
 
     @property
     def pieces(self) -> int:
         """Blocks of the head, each with a piece of the vocabulary; an encoder has none."""
         return pieces_of(self.head.outputs, self.head.inputs) if self.head else 0
+
+    @property
+    def experts(self) -> int:
+        """Experts of all layers."""
+        return min((layer.count for layer in self.layers if layer.of_experts), default=0)
 
     @property
     def adapted_blocks(self) -> int:
@@ -200,10 +213,11 @@ def weights_of(outline: Outline, scheme: str, int8_table: bool, roles: Collectio
     schemes = [(layer, scheme) for layer in outline.layers] + [(layer, of_head) for layer in head]
     # The way back has the weights above the first adapter transposed, in int8 at least.
     back = [
-        (Layer(layer.outputs, layer.inputs, layer.count), of_head)
+        (replace(layer, inputs=layer.outputs, outputs=layer.inputs, bias=False), of_head)
         for layer, _ in schemes
         if BACK in roles and not layer.below
     ]
+    of_experts = sum(_stored(layer, scheme) for layer, scheme in (*schemes, *back) if layer.of_experts)
     frozen = (module for module in outline.modules if not module.trains_a)
     lora_a = sum(module.rank * module.in_features for module in frozen)
     stored = sum(_stored(layer, scheme) for layer, scheme in schemes)
@@ -218,7 +232,11 @@ def weights_of(outline: Outline, scheme: str, int8_table: bool, roles: Collectio
         other=4 * (outline.other_numbers + biases + lora_a * (2 if BACK in roles else 1)),
         packed=sum(_packed(layer, scheme) for layer, scheme in schemes),
         packed_transposed=sum(_packed(layer, scheme) for layer, scheme in back),
-        largest=max(of_heads // max(outline.pieces, 1), (stored + transposed - of_heads) // outline.blocks),
+        largest=max(
+            of_heads // max(outline.pieces, 1),
+            (stored + transposed - of_heads - of_experts) // outline.blocks,
+            of_experts // max(outline.experts, 1),
+        ),
     )
 
 
@@ -273,7 +291,9 @@ def run_memory(
     whole = contract.sequence_length
     length, past = min(whole, bounds.piece), 0
     state = 4 * contract.rows * whole * (1 + contract.queries) * outline.width
-    checkpoints = (outline.adapted_blocks + 1) * state if contract.is_exact else 0
+    # Around experts lie what they see, what they say, and what passes by.
+    states = 4 if outline.experts else 1
+    checkpoints = (states * outline.adapted_blocks + 1) * state if contract.is_exact else 0
     if whole > length:
         rows, past = 1, _past(outline, bounds, queries, whole)
         if contract.is_exact:
@@ -326,7 +346,9 @@ def _saved(outline: Outline, contract: Contract, weights: Weights, memory: int |
     """Bytes of what an exact step saves at most: answers of frozen layers, and those of the head."""
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     frozen = sum(module.rank for module in outline.modules if not module.trains_a)
-    numbers = frozen + sum(layer.outputs * layer.count for layer in outline.layers if not layer.below)
+    numbers = frozen + sum(
+        layer.outputs * layer.count for layer in outline.layers if not layer.below and not layer.of_experts
+    )
     found = 0
     if contract.sequence_length <= bounds.piece:
         found = numbers * contract.rows * contract.sequence_length
@@ -399,7 +421,8 @@ def export_seconds(outline: Outline, roles: Collection[str]) -> float:
     """Time of an export on two idle cores of an x86 server; a guess elsewhere."""
     of_roles = len(roles) + (_SAVING_ROLES if BACK in roles else 0)
     lowering = _SECONDS_OF_ROLE * (of_roles + (1 if outline.blocks_below else 0))
-    return _SECONDS + lowering + _SECONDS_OF_BLOCK * outline.blocks + _SECONDS_OF_NUMBER * outline.parameters
+    blocks = outline.blocks + outline.experts
+    return _SECONDS + lowering + _SECONDS_OF_BLOCK * blocks + _SECONDS_OF_NUMBER * outline.parameters
 
 
 def bytes_text(count: object) -> str:
@@ -422,7 +445,9 @@ def _number(value: Any, least: int = 1) -> int:
 
 def _layer(block: Any) -> Layer:
     inputs, outputs, count = (_number(block[name]) for name in ("inputs", "outputs", "count"))
-    return Layer(inputs, outputs, count, bool(block["bias"]), bool(block["below"]))
+    # Older bundles have no experts, and don't say so.
+    of_experts = bool(block.get("of_experts", False))
+    return Layer(inputs, outputs, count, bool(block["bias"]), bool(block["below"]), of_experts)
 
 
 def _stored(layer: Layer, scheme: str) -> int:

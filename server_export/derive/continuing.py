@@ -6,8 +6,9 @@ A token that comes alone takes the first place of the past, which holds zeros, a
 
     p = softmax(q k_past + q k own + seen), own = [1, 0, 0, ...];     p v_past + p_0 v
 
-A block answers the keys and values of its tokens beside the state; whoever asks keeps them. So it does with
-what its recurrences and convolutions carry, which takes the place of what they carried before.
+A block answers the keys and values of its tokens beside the state, unless it takes them from another; whoever
+asks keeps them. So it does with what its recurrences and convolutions carry, which takes the place of what
+they carried before.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from prge.errors import BundleError
 from prge.files.chain import CAUSAL, OWN, PAST_KEYS, PAST_VALUES, SEEN
+from server_export.graph.cutting import TAKEN_PREFIX
 from server_export.graph.mixed_parts import MIXED_PARTS
 from server_export.graph.modules import as_module, copied
 from server_export.graph.recurrences import expand, memories
-from server_export.graph.shapes import fill_in_values
+from server_export.graph.shapes import fill_in_values, resized
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.graph.writing import Writer
 
@@ -59,8 +62,9 @@ def continued(
         past, width]; and `seen`, which is added to the scores of what came before: f32 [members x tokens,
         past] for one row, [rows x heads, 1, past] for one token, with `own` f32 [1, 1, past]. It answers keys
         and values of its tokens beside the state, laid out as those of the past. A causal mask is `causal`
-        [members x tokens, tokens] and not a table; other tables have as many rows as the state. What
-        recurrences carry is `carried_0`, ... f32 [rows, ...] of `memories`, answered behind the state.
+        [members x tokens, tokens] and not a table; other tables have as many rows as the state. Keys and
+        values that come from another block aren't answered. What recurrences carry is `carried_0`, ... f32
+        [rows, ...] of `memories`, answered before keys and values.
 
     Raises:
         BundleError: an attention is written in a way that isn't known here.
@@ -70,16 +74,7 @@ def continued(
     _give_rows(result, rows)
     for name in adapter:
         _give_lora_a(result, name, rows)
-    attentions = [
-        (table, user)
-        for table in result.graph.find_nodes(op="placeholder")
-        if _is_causal(table)
-        for shaped in table.users
-        for user in shaped.users
-    ]
-    if len(attentions) > 1:
-        raise BundleError(f"a block has {len(attentions)} attentions", remedy=_REMEDY)
-    for table, masked in attentions:
+    for table, masked in _attentions(result):
         _attend(result, table, masked, rows, tokens, past)
     _simplify_shapes(result)
     _infer_sizes(result, max(rows, tokens))
@@ -88,6 +83,62 @@ def continued(
             result.graph.erase_node(node)
     result.recompile()
     return result
+
+
+def taken_past(one_row: GraphModule) -> tuple[int, ...]:
+    """Which of the values that a block takes are the keys and the values of its attention; none if it makes
+    its own. They lie as [1, tokens, heads x width].
+
+    Raises:
+        BundleError: they lie otherwise, or only one of them is taken.
+    """
+    for _, masked in _attentions(one_row):
+        sources = [_origin(node) for node in _keys_and_values(masked)]
+        taken = [str(source[0].target).startswith(TAKEN_PREFIX) for source in sources]
+        if any(taken):
+            if not all(taken) or not all(_is_in_order(*source) for source in sources):
+                raise BundleError(
+                    "an attention takes keys and values from another block that aren't laid out as its own",
+                    remedy=_REMEDY,
+                )
+            return tuple(int(str(node.target).removeprefix(TAKEN_PREFIX)) for node, _ in sources)
+    return ()
+
+
+def _attentions(graph_module: GraphModule) -> list[tuple[Node, Node]]:
+    """A mask, and the scores that have it."""
+    found = [
+        (table, user)
+        for table in graph_module.graph.find_nodes(op="placeholder")
+        if _is_causal(table)
+        for shaped in table.users
+        for user in shaped.users
+    ]
+    if len(found) > 1:
+        raise BundleError(f"a block has {len(found)} attentions", remedy=_REMEDY)
+    return found
+
+
+def _origin(node: Node) -> tuple[Node, list[Node]]:
+    """What a node is another shape of, and the changes of shape and order on the way to it."""
+    steps = list[Node]()
+    while node.target in (*_RESHAPES, *_TRANSPOSITIONS):
+        steps.insert(0, node)
+        (node,) = node.all_input_nodes
+    return node, steps
+
+
+def _is_in_order(taken: Node, steps: Sequence[Node]) -> bool:
+    """Whether these steps turn [1, tokens, heads x width] into [heads, tokens, width]."""
+    _, tokens, whole = taken.meta["val"].shape
+    heads, _, width = steps[-1].meta["val"].shape if steps else (0, 0, 0)
+    if heads * width != whole:
+        return False
+    value = found = torch.arange(2 * whole).reshape(1, 2, whole)
+    for step in steps:
+        target: Any = step.target
+        found = target(found, *map_aggregate(step.args[1:], partial(resized, marker=tokens, size=2)))
+    return torch.equal(found, value.reshape(2, heads, width).transpose(0, 1))
 
 
 def logits(graph_module: GraphModule) -> GraphModule:
@@ -181,20 +232,11 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
     """Rewrite one attention, whose scores have their mask in `masked`, in place."""
     graph = graph_module.graph
     scores: Any = masked.args[0]
-    between: list[Node] = []
-    product = scores
-    while product.target is not aten.bmm.default:
-        sources = [source for source in product.all_input_nodes if source.op == "call_function"]
-        if len(sources) != 1:
-            raise BundleError(f"scores come from {product.format_node()}", remedy=_REMEDY)
-        between.insert(0, product)
-        (product,) = sources
+    product, between = _product(masked)
     (softmax,) = masked.users
     (mixed,) = softmax.users
-    query, transposed = product.args
-    if transposed.target is not aten.transpose.int:
-        raise BundleError(f"keys come from {transposed.format_node()}", remedy=_REMEDY)
-    keys, values = transposed.args[0], mixed.args[1]
+    query = product.args[0]
+    keys, values = _keys_and_values(masked)
     heads, _, width = keys.meta["val"].shape
     value_width = values.meta["val"].shape[-1]
     members = table.meta["val"].shape[0]
@@ -232,8 +274,31 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
         writer.replace(mixed, mixed_with_one)
     else:
         writer.replace(mixed, mixed_of_both)
-    output = graph.output_node()
-    output.args = ((*output.args[0], keys, values),)
+    if not str(_origin(keys)[0].target).startswith(TAKEN_PREFIX):
+        output = graph.output_node()
+        output.args = ((*output.args[0], keys, values),)
+
+
+def _product(masked: Node) -> tuple[Any, list[Node]]:
+    """The product of queries and keys that scores come from, and what is done to it on the way."""
+    product: Any = masked.args[0]
+    between: list[Node] = []
+    while product.target is not aten.bmm.default:
+        sources = [source for source in product.all_input_nodes if source.op == "call_function"]
+        if len(sources) != 1:
+            raise BundleError(f"scores come from {product.format_node()}", remedy=_REMEDY)
+        between.insert(0, product)
+        (product,) = sources
+    return product, between
+
+
+def _keys_and_values(masked: Node) -> tuple[Node, Node]:
+    """Of an attention, f32 [rows x heads, tokens, width]."""
+    transposed = _product(masked)[0].args[1]
+    if transposed.target is not aten.transpose.int:
+        raise BundleError(f"keys come from {transposed.format_node()}", remedy=_REMEDY)
+    ((mixed,),) = (softmax.users for softmax in masked.users)
+    return transposed.args[0], mixed.args[1]
 
 
 def _simplify_shapes(graph_module: GraphModule) -> None:

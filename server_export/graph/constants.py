@@ -53,7 +53,7 @@ class Constants:
                 # A quantized weight is a subclass with its own meaning of every operator.
                 if type(tensor) in (torch.Tensor, torch.nn.Parameter):
                     values[node] = tensor
-            elif _is_foldable(node, values):
+            elif is_foldable(node, values):
                 arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 with torch.no_grad():
                     values[node] = node.target(*arguments, **named)
@@ -66,7 +66,8 @@ class Constants:
         self.graph_module.graph.eliminate_dead_code()
 
 
-def _is_foldable(node: Node, values: dict[Node, Any]) -> bool:
+def is_foldable(node: Node, values: dict[Node, Any]) -> bool:
+    """Whether all that an operator computes of is known, and what it answers follows from that alone."""
     if node.op != "call_function" or any(source not in values for source in node.all_input_nodes):
         return False
     if node.target is operator.getitem:

@@ -4,35 +4,45 @@
 
 The points are found in the graph, not in the model's code. Stretches between them that come again and again,
 such as attention and what follows it, are one block. What is before the first of these is the embedding,
-what is after the last one the head. Where a layer of the model would end inside of a block, as where
-attention and a recurrence take turns, each layer is a block. Blocks of the same operators and shapes are of
-one kind, whatever weights they read, and whatever tables and adapters they are given.
+what is after the last one the head. Blocks of the same operators and shapes are of one kind, whatever
+weights they read, and whatever tables and adapters they are given.
+
+Where several values are alive, layers are blocks; server_export/graph/layers.py tells what crosses. A layer
+is parted at its experts, which are blocks of their own; server_export/graph/experts.py tells where.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
+from server_export.graph.experts import parted_at_experts
+from server_export.graph.layers import Stretch, Values, ends_of_layers, of_layers
 from server_export.graph.modules import as_module, attribute
+from server_export.graph.shapes import without_memory
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 
-STATE, TABLE_PREFIX = "state", "table_"
+STATE, TABLE_PREFIX, TAKEN_PREFIX = "state", "table_", "taken_"
 _STATE_DIMENSIONS = 3
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class ModelBlock:
     """A stretch of a model.
 
-    `graph_module` has the placeholders `state` or what the model's graph takes, then `table_0`, ..., then the
-    adapter's, and one output. `weights` are the names of its frozen tensors, in the order of their use;
-    blocks of one kind use theirs in the same order. `tables` are the numbers of its tables, `adapter` its
-    placeholders of the model's adapter.
+    `graph_module` has the placeholders `state` or what the model's graph takes, then `table_0`, ..., then
+    `taken_0`, ..., then the adapter's; it answers the state and what it gives. `weights` are the names of its
+    frozen tensors, in the order of their use; blocks of one kind use theirs in the same order. `tables` are
+    the numbers of its tables, `adapter` its placeholders of the model's adapter. `takes` and `gives` are
+    numbers of shared values, f32 [rows, tokens, width]. `experts` is the number of the layer whose experts
+    come behind it; `is_expert` says that it is one of them.
     """
 
     graph_module: GraphModule
@@ -40,6 +50,10 @@ class ModelBlock:
     tables: tuple[int, ...]
     adapter: tuple[str, ...]
     signature: tuple[Any, ...]
+    takes: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
+    experts: int | None = None
+    is_expert: bool = False
 
 
 def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list[ModelBlock]:
@@ -55,6 +69,28 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     source = next(node for node in nodes if node.op == "placeholder")
     flow = reached([source])
     answer = output.args[0][0]
+    stretches = of_layers(nodes, flow, answer) or _where_one_is_alive(nodes, flow, source, answer, adapter)
+    stretches = [*parted_at_experts(list(graph_module.graph.nodes), flow, stretches)]
+    given = [value for stretch in stretches for value in stretch.gives]
+    shared = {value: number for number, value in enumerate(given)}
+    blocks = [_block(graph_module, stretch, adapter, table, source, shared) for stretch in stretches]
+    changes = moves(blocks)
+    # A block that takes what no adapter changes computes other derivatives.
+    return [
+        replace(block, signature=(tuple(map(changes.__getitem__, block.takes)), *block.signature))
+        for block in blocks
+    ]
+
+
+def moves(blocks: Sequence[ModelBlock]) -> list[bool]:
+    """Whether each shared value comes from a block that an adapter may change."""
+    lowest = next((number for number, block in enumerate(blocks) if block.adapter), len(blocks))
+    return [number >= lowest for number, block in enumerate(blocks) for _ in block.gives]
+
+
+def _where_one_is_alive(
+    nodes: Sequence[Node], flow: set[Node], source: Node, answer: Node, adapter: Collection[str]
+) -> list[Stretch]:
     points = [point for point in _points(nodes, source, flow) if point is not answer]
     # Logits are alone alive too, and no head begins behind them.
     while points and not _frozen_shapes(answer, points[-1], adapter):
@@ -62,15 +98,23 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     stretches = list(zip([source, *points], [*points, answer], strict=True))
     shapes = [_frozen_shapes(end, start, adapter) for start, end in stretches]
     has_head = answer.target is SOFTMAX_PARTS
-    ends = [stretches[last][1] for last in _last_of_blocks(shapes, has_head)]
-    by_layer = _ends_of_layers(nodes, points)
+    adapted = [_is_adapted(end, start, adapter) for start, end in stretches]
+    last = _with_adapted(_last_of_blocks(shapes, has_head), adapted, has_head)
+    ends = [stretches[number][1] for number in last]
+    by_layer = _at_layers(nodes, points)
     if not {*by_layer} <= {*ends}:
+        # As where attention and a recurrence take turns.
         ends = [*by_layer, answer]
-    starts = [source, *ends[:-1]]
-    return [
-        _block(graph_module, start, end, adapter, table, is_first=start is source)
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    return [Stretch((start,), (end,)) for start, end in zip([source, *ends[:-1]], ends, strict=True)]
+
+
+def _at_layers(nodes: Sequence[Node], points: Sequence[Node]) -> list[Node]:
+    """The points where the embedding and the model's layers end; none if a layer ends at no point."""
+    places = ends_of_layers(nodes)
+    first = places[0] if places else 0
+    before = [point for point in points if point in nodes[: first + 1]]
+    ends = [nodes[place] for place in places[1:]]
+    return [before[-1], *ends] if before and {*ends} <= {*points} else []
 
 
 def kinds(blocks: Sequence[ModelBlock]) -> list[int]:
@@ -116,35 +160,13 @@ def _points(nodes: Sequence[Node], source: Node, flow: set[Node]) -> list[Node]:
     return points
 
 
-def _ends_of_layers(nodes: Sequence[Node], points: Sequence[Node]) -> list[Node]:
-    """Where the embedding and each member of the model's list of layers end; nothing if any is no point.
-
-    The list is the one that most of the graph belongs to.
-    """
-    members: dict[str, dict[str, list[int]]] = {}
-    for index, node in enumerate(nodes):
-        stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
-        paths = (str(path).rpartition(".") for path, _ in stack.values())
-        name, _, number = next((path for path in paths if path[2].isdigit()), ("", "", ""))
-        if number:
-            members.setdefault(name, {}).setdefault(number, []).append(index)
-    if not members:
-        return []
-    layers = max(members.values(), key=lambda each: sum(map(len, each.values())))
-    begin = min(min(places) for places in layers.values())
-    place = {node: index for index, node in enumerate(nodes)}
-    before = [point for point in points if place[point] < begin]
-    found = [nodes[max(places)] for places in layers.values()]
-    return [before[-1], *found] if before and {*found} <= {*points} else []
-
-
-def _between(end: Node, start: Node) -> set[Node]:
-    """What is computed of `start` on the way to `end`, with all that it needs besides."""
+def _between(ends: Values, starts: Values) -> set[Node]:
+    """What is computed of `starts` on the way to `ends`, with all that it needs besides."""
     found: set[Node] = set()
-    ahead = [end]
+    ahead = [*ends]
     while ahead:
         node = ahead.pop()
-        if node is not start and node not in found:
+        if node not in starts and node not in found:
             found.add(node)
             ahead.extend(node.all_input_nodes)
     return found
@@ -152,7 +174,7 @@ def _between(end: Node, start: Node) -> set[Node]:
 
 def _frozen_shapes(end: Node, start: Node, adapter: Collection[str]) -> tuple[Any, ...]:
     """Shapes of the weights that a stretch reads, but for those of an adapter, in the order of their use."""
-    needed = _between(end, start)
+    needed = _between((end,), (start,))
     by_adapter = {node for node in needed if node.op == "placeholder" and str(node.target) in adapter}
     shapes = []
     for node in end.graph.nodes:
@@ -198,29 +220,51 @@ def _last_of_blocks(shapes: Sequence[Any], has_head: bool) -> list[int]:
     return [*ends, count - 1] if ends[-1] < count - 1 else list(ends)
 
 
+def _is_adapted(end: Node, start: Node, adapter: Collection[str]) -> bool:
+    needed = _between((end,), (start,))
+    return any(node.op == "placeholder" and str(node.target) in adapter for node in needed)
+
+
+def _with_adapted(last: Sequence[int], adapted: Sequence[bool], has_head: bool) -> list[int]:
+    """The last stretches of blocks, where neither the embedding nor the head has an adapter in it.
+
+    Some models have a layer before or after the others that isn't like them.
+    """
+    numbers = [number for number, is_adapted in enumerate(adapted) if is_adapted]
+    before = [number - 1 for number in numbers if 0 < number <= last[0]]
+    head = last[-2] if has_head and len(last) > 1 else last[-1]
+    behind = [number for number in numbers if head < number < last[-1]]
+    return sorted({*last, *before[:1], *behind[-1:]})
+
+
 def _block(
     graph_module: GraphModule,
-    start: Node,
-    end: Node,
+    stretch: Stretch,
     adapter: Collection[str],
     table: Any,
-    is_first: bool,
+    source: Node,
+    shared: Mapping[Node, int],
 ) -> ModelBlock:
-    needed = _between(end, start)
+    needed = _between((*stretch.ends, *stretch.gives), (*stretch.starts, *stretch.takes))
     graph = Graph()
     values: dict[Node, Node] = {}
+    packing = _Packing(graph, tuple(source.meta["val"].shape))
 
     def placeholder(node: Node, name: str) -> None:
         values[node] = graph.placeholder(name)
         values[node].meta["val"] = node.meta["val"]
 
-    order = [node for node in start.graph.nodes if node in needed]
+    order = [node for node in graph_module.graph.nodes if node in needed]
     given = [node for node in order if node.op == "placeholder"]
-    tables: dict[int, Node] = {}
-    placeholder(start, str(start.target) if is_first else STATE)
+    packed = []
+    if stretch.starts == (source,):
+        placeholder(source, str(source.target))
+    else:
+        packed.append((packing.placeholder(STATE, stretch.starts), stretch.starts))
     for node in given:
         if str(node.target) not in adapter:
             placeholder(node, str(node.target))
+    tables: dict[int, Node] = {}
     for node in order:
         if node.target is table:
             number = node.args[0]
@@ -229,21 +273,100 @@ def _block(
                 placeholder(node, f"{TABLE_PREFIX}{len(tables)}")
                 tables[number] = values[node]
             values[node] = tables[number]
+    for number, taken in enumerate(stretch.takes):
+        packed.append((packing.placeholder(f"{TAKEN_PREFIX}{number}", (taken,)), (taken,)))
     trained = tuple(str(node.target) for node in given if str(node.target) in adapter)
     for node in given:
         if str(node.target) in adapter:
             placeholder(node, str(node.target))
+    for whole, parts in packed:
+        values |= packing.taken_apart(whole, parts)
     for node in order:
         if node not in values and node.op != "get_attr":
             for weight in node.all_input_nodes:
                 if weight.op == "get_attr" and weight not in values:
                     values[weight] = graph.node_copy(weight)
             values[node] = graph.node_copy(node, values.__getitem__)
-    graph.output((values[end],))
-    weights = tuple(dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"))
-    return ModelBlock(
-        as_module(graph_module, graph), weights, tuple(tables), trained, _signature(graph_module, graph)
+    is_last = stretch.ends[0] in graph_module.graph.output_node().args[0]
+    answers = [values[stretch.ends[0]]] if is_last else [packing.side_by_side(stretch.ends, values)]
+    answers += [packing.side_by_side((value,), values) for value in stretch.gives]
+    graph.output(tuple(answers))
+    takes, gives = (tuple(map(shared.__getitem__, each)) for each in (stretch.takes, stretch.gives))
+    return replace(
+        whole_block(as_module(graph_module, graph)),
+        tables=tuple(tables),
+        adapter=trained,
+        takes=takes,
+        gives=gives,
+        experts=stretch.experts,
     )
+
+
+def whole_block(graph_module: GraphModule) -> ModelBlock:
+    """A graph that is a block as it is, without tables and adapter."""
+    graph = graph_module.graph
+    weights = tuple(dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"))
+    return ModelBlock(graph_module, weights, (), (), _signature(graph_module, graph))
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """Values of a model side by side, f32 [rows, tokens, width], in the graph of a block."""
+
+    graph: Graph
+    sizes: tuple[int, ...]
+
+    def placeholder(self, name: str, values: Values) -> Node:
+        """An input of some values."""
+        width = sum(value.meta["val"].numel() for value in values) // prod(self.sizes)
+        node = self.graph.placeholder(name)
+        node.meta["val"] = torch.empty(*self.sizes, width, device="meta")
+        return node
+
+    def side_by_side(self, values: Values, copies: Mapping[Node, Node]) -> Node:
+        """What is made of the copies of some values."""
+        parts = []
+        for value in values:
+            order, shape = self._tokens_first(value)
+            turned = self._call(aten.permute.default, copies[value], order)
+            parts.append(self._call(aten.reshape.default, turned, [*self.sizes, prod(shape[2:])]))
+        return parts[0] if len(parts) == 1 else self._call(aten.cat.default, parts, 2)
+
+    def taken_apart(self, whole: Node, values: Values) -> dict[Node, Node]:
+        """The values that an input was made of."""
+        found: dict[Node, Node] = {}
+        start = 0
+        for value in values:
+            order, shape = self._tokens_first(value)
+            known = [*value.meta["val"].shape]
+            end = start + prod(shape[2:])
+            part = whole if len(values) == 1 else self._call(aten.slice.Tensor, whole, 2, start, end)
+            part = self._call(aten.reshape.default, part, shape if len(shape) == len(order) else known)
+            found[value] = self._call(
+                aten.permute.default, part, [order.index(dim) for dim in range(len(order))]
+            )
+            start = end
+        return found
+
+    def _tokens_first(self, value: Node) -> tuple[list[int], list[int]]:
+        """The order of dimensions with rows and tokens in front, and the shape that it gives."""
+        shape = list(value.meta["val"].shape)
+        if shape[0] == prod(self.sizes):
+            return list(range(len(shape))), [*self.sizes, *shape[1:]]
+        first = [shape.index(size) for size in self.sizes]
+        order = [*first, *(dim for dim in range(len(shape)) if dim not in first)]
+        return order, [shape[dim] for dim in order]
+
+    def _call(self, target: Any, source: Any, argument: Any, *more: Any) -> Node:
+        """A change of order or shape, if it changes anything, or another call."""
+        value = source.meta["val"] if isinstance(source, Node) else None
+        is_same = value is not None and argument == [*value.shape] and target is aten.reshape.default
+        if is_same or (target is aten.permute.default and argument == sorted(argument)):
+            return source
+        arguments = (source, argument, *more)
+        node: Node = self.graph.call_function(target, arguments)
+        node.meta["val"] = target(*map_arg(arguments, lambda each: without_memory(each.meta["val"])))
+        return node
 
 
 def _signature(graph_module: GraphModule, graph: Graph) -> tuple[Any, ...]:

@@ -3,7 +3,8 @@
 constants       rotary tables, masks, position embeddings, 1 + weight: computed here, not on the device
 mean, layer_norm    a mean over the last dimension becomes a linear layer with a constant row 1/d:
                 XNNPACK has no such mean, and every normalization would end a delegate
-split, select, unsqueeze, squeeze, pow    slices, reshapes and products
+split, select, unsqueeze, squeeze, pow, matmul, stack, slice_scatter
+                slices, reshapes, products and parts side by side
 gelu            its tanh form, which XNNPACK would take for the exact one
 dropout, casts to the same type, assertions    removed
 quantization    of an activation that several layers read: once
@@ -109,6 +110,9 @@ def remove_identities(graph: Graph) -> None:
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
         elif node.op == "call_function" and (node.target in _IDENTITIES or _is_noop_cast(node)):
+            for user in node.users:
+                # What a copy laid out anew may be viewed otherwise than what it was made of.
+                user.target = aten.reshape.default if user.target is aten.view.default else user.target
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
@@ -116,7 +120,8 @@ def remove_identities(graph: Graph) -> None:
 def _is_noop_cast(node: Node) -> bool:
     if node.target not in _CASTS:
         return False
-    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    source = node.args[0]
+    before, after = source.meta.get("val") if isinstance(source, Node) else None, node.meta.get("val")
     if before is None or after is None:
         return False
     return before.dtype == after.dtype and before.shape == after.shape
@@ -258,3 +263,88 @@ def _part_of_a_split(writer: Writer, node: Node, split: Node, index: int) -> Nod
     sizes = [part.shape[dim] for part in split.meta["val"]]
     start = sum(sizes[:index])
     return writer.call(aten.slice.Tensor, split.args[0], dim, start, start + sizes[index])
+
+
+@_rule(aten.multiply.Tensor)
+def _multiply(writer: Writer, node: Node, left: Node, right: Node | float) -> Node:
+    return writer.times(left, right)
+
+
+@_rule(aten.stack.default)
+def _stack(writer: Writer, node: Node, parts: Sequence[Node], dim: int = 0) -> Node:
+    shape = list(node.meta["val"].shape)
+    shape[dim] = 1
+    return writer.call(aten.cat.default, [writer.reshape(part, shape) for part in parts], dim)
+
+
+@_rule(aten.slice_scatter.default)
+def _slice_scatter(
+    writer: Writer,
+    node: Node,
+    source: Node,
+    part: Node,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Node | None:
+    """What stays in front, what is put there, and what stays behind."""
+    size = source.meta["val"].shape[dim]
+    begin, behind, _ = slice(start, end).indices(size)
+    if step != 1:
+        return None
+    parts = [part]
+    if begin > 0:
+        parts = [writer.call(aten.slice.Tensor, source, dim, 0, begin), *parts]
+    if behind < size:
+        parts = [*parts, writer.call(aten.slice.Tensor, source, dim, behind, size)]
+    return part if len(parts) == 1 else writer.call(aten.cat.default, parts, dim)
+
+
+@_rule(aten.matmul.default)
+def _matmul(writer: Writer, node: Node, left: Node, right: Node) -> Node | None:
+    """Of as many matrices on both sides, or of matrices that all rows have."""
+    first, second = left.meta["val"].shape, right.meta["val"].shape
+    if len(first) == len(second) == 4 and second[0] == 1 != first[0] and first[1] == second[1]:
+        rows, heads, length, width = first
+        by_head = writer.call(aten.permute.default, left, [1, 0, 2, 3])
+        stacked = [writer.reshape(by_head, [heads, rows * length, width]), writer.reshape(right, second[1:])]
+        product = writer.reshape(writer.call(aten.bmm.default, *stacked), [heads, rows, length, second[-1]])
+        return writer.call(aten.permute.default, product, [1, 0, 2, 3])
+    if len(first) < 3 or first[:-2] != second[:-2]:
+        return None
+    stacked = [writer.reshape(each, [-1, *each.meta["val"].shape[-2:]]) for each in (left, right)]
+    return writer.reshape(writer.call(aten.bmm.default, *stacked), node.meta["val"].shape)
+
+
+@_rule(aten.repeat.default)
+def _repeat(writer: Writer, node: Node, source: Node, times: Sequence[int]) -> Node | None:
+    """In front of all dimensions: what is only multiplied with as many meets them without being repeated."""
+    shape, whole = source.meta["val"].shape, node.meta["val"].shape
+    in_front = [*times[: len(times) - len(shape)]]
+    if any(number != 1 for number in times[len(in_front) :]) or not in_front:
+        return None
+    others = [other for user in node.users for other in user.all_input_nodes if other is not node]
+    if any(user.target is not aten.mul.Tensor for user in node.users) or not others:
+        return None
+    if any(other.meta["val"].shape[: len(in_front)] != whole[: len(in_front)] for other in others):
+        return None
+    return writer.reshape(source, [*[1] * len(in_front), *shape])
+
+
+@_rule(aten.std.dim)
+def _deviation(
+    writer: Writer,
+    node: Node,
+    source: Node,
+    dims: Sequence[int] | None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+) -> Node | None:
+    value = source.meta["val"]
+    if unbiased or dims is None or [dim % value.dim() for dim in dims] != [value.dim() - 1]:
+        return None
+    row = _mean_row(writer, source)
+    centred = writer.minus(source, writer.call(aten.linear.default, source, row))
+    variance = writer.call(aten.linear.default, writer.times(centred, centred), row)
+    return writer.reshape(writer.call(aten.sqrt.default, variance), node.meta["val"].shape)

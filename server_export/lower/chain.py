@@ -9,31 +9,34 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from prge.contract import STEP_ROLES
 from prge.files import chain as manifest
 from prge.files.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.files.chain import Bounds
 from prge.files.signatures import DECODE, IN_PIECES, OF_STEPS, PREFILL, STACK
-from server_export.graph.cutting import ModelBlock
+from server_export.graph.cutting import ModelBlock, moves
 from server_export.lower.cache import ProgramCache
-from server_export.lower.roles import LoweredRoles, lower_roles
+from server_export.lower.roles import LoweredRoles, lower_roles, sharing_of
 from server_export.memory import give_back_freed
 from server_export.model.chain import ModelChain
 from server_export.model.tables import ModelTable
 from server_export.stage import count_parts
 
-EMBEDDING, BLOCK, HEAD = "embedding", "block", "head"
+EMBEDDING, BLOCK, EXPERT, HEAD = "embedding", "block", "expert", "head"
 # Lowering a kind takes about as long as writing the weights of so many blocks.
 _OF_A_KIND = 20
 
 
 @dataclass(frozen=True)
 class LoweredChain:
-    """What a manifest says of the blocks that were written, and each kind's programs by number."""
+    """What a manifest says of the blocks that were written and of shared values, and each kind's programs by
+    number."""
 
     kinds: tuple[manifest.Kind, ...]
     blocks: tuple[manifest.Block, ...]
     tables: tuple[manifest.Table, ...]
     lowered: tuple[LoweredRoles, ...]
+    shared: tuple[int, ...] = ()
 
 
 def lower_chain(
@@ -71,7 +74,7 @@ def lower_chain(
         done = _lowered_kind(chain, first, roles, bounds, cache, lambda share: part(share * _OF_A_KIND))
         lowered.append(done)
         name = _kind_name(chain, first, {kind.program for kind in kinds})
-        kinds.append(manifest.Kind(_program(name), done.methods))
+        kinds.append(manifest.Kind(_program(name), done.methods, chain.blocks[first].is_expert))
         (folder / kinds[-1].program).write_bytes(done.kind.program)
         cached = " (from the cache)" if cache and cache.taken > taken else ""
         tell(f"{name}: {', '.join(done.methods)}{cached}")
@@ -79,17 +82,23 @@ def lower_chain(
     place = {first: number for number, first in enumerate(chain.kinds)}
     number_of = {module.name: number for number, module in enumerate(chain.modules)}
     blocks = []
+    written: dict[tuple[int, tuple[str, ...]], str] = {}
     for number, block in enumerate(chain.blocks):
         kind, path = place[chain.kind_of[number]], f"{WEIGHTS}/{_block_name(chain, number)}.ptd"
-        lowered[kind].write(folder / path, chain.tensors(number))
+        if number < chain.end:
+            # A layer that is used again has the file of its first use.
+            path = written.setdefault((kind, block.weights), path)
+        if not (folder / path).exists():
+            lowered[kind].write(folder / path, chain.tensors(number))
         modules = tuple(number_of[layer] for layer in _layers(chain, block))
-        blocks.append(manifest.Block(kind, path, block.tables, modules))
+        past = lowered[kind].sharing.past
+        blocks.append(manifest.Block(kind, path, block.tables, modules, block.takes, past))
         part()
     _write_tables(folder / TABLES, chain.tables.all)
     tables = tuple(
         manifest.Table(table.kind, table.window, table.first, table.members) for table in chain.tables.all
     )
-    return LoweredChain(tuple(kinds), tuple(blocks), tables, tuple(lowered))
+    return LoweredChain(tuple(kinds), tuple(blocks), tables, tuple(lowered), tuple(chain.shared))
 
 
 def _lowered_kind(
@@ -106,8 +115,13 @@ def _lowered_kind(
     is_stepped = first in chain.kind_of[lowest:]
     kind = chain.kinds[first]
     block = chain.blocks[first]
+    if block.is_expert:
+        # It knows nothing of other tokens: a forward pass is one, whatever its tokens are.
+        roles = {*roles} & {*STEP_ROLES}
     # A program counts a block's layers, which blocks of a kind have in the same order.
     place = {layer: str(number) for number, layer in enumerate(_layers(chain, block))}
+    changes = moves(chain.blocks)
+    takes = [changes[value] for value in block.takes]
     return lower_roles(
         kind.graph_module,
         {name: replace(chain.adapter[name], of=place[chain.adapter[name].of]) for name in block.adapter},
@@ -117,6 +131,8 @@ def _lowered_kind(
         first >= chain.end,
         cache,
         done,
+        sharing_of(kind.graph_module, takes, len(block.gives), roles),
+        saves=not block.is_expert,
     )
 
 
@@ -130,7 +146,8 @@ def _kind_name(chain: ModelChain, first: int, programs: Collection[str]) -> str:
         return EMBEDDING
     if first >= chain.end:
         return HEAD
-    return f"{BLOCK}-{len(programs)}" if _program(BLOCK) in programs else BLOCK
+    name = EXPERT if chain.blocks[first].is_expert else BLOCK
+    return f"{name}-{len(programs)}" if _program(name) in programs else name
 
 
 def _program(name: str) -> str:
@@ -145,7 +162,7 @@ def _block_name(chain: ModelChain, number: int) -> str:
 
 def _write_tables(path: Path, tables: list[ModelTable]) -> None:
     values: dict[str, torch.Tensor] = {
-        str(number): table.values.contiguous().clone()
+        str(number): torch.as_tensor(table.values).contiguous().clone()
         for number, table in enumerate(tables)
         if table.values is not None
     }

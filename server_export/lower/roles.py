@@ -5,8 +5,9 @@ prge/files/signatures.py has what these take and answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,17 @@ from prge.files.signatures import (
     SAVED,
     STACK,
     TANGENT,
+    Sharing,
     of_block,
     of_head,
 )
 from server_export.derive.backprop.joint import SLOPE, backpropagate
 from server_export.derive.backprop.layers import transposed_names, with_transposed
 from server_export.derive.backprop.partition import SAVED_PREFIX, partition
-from server_export.derive.continuing import CARRIED_PREFIX, FROZEN_PREFIX, continued, logits
+from server_export.derive.continuing import CARRIED_PREFIX, FROZEN_PREFIX, continued, logits, taken_past
 from server_export.derive.tangent.transform import ONES, Dense, RankOne, differentiate
 from server_export.graph.core import write_core_operators
-from server_export.graph.cutting import STATE, TABLE_PREFIX
+from server_export.graph.cutting import STATE, TABLE_PREFIX, TAKEN_PREFIX
 from server_export.graph.modules import attribute, copied
 from server_export.graph.recurrences import expand
 from server_export.graph.rewriting import share_equal_calls
@@ -60,19 +62,20 @@ from server_export.model.traced import BATCH, COPIES, TOKENS
 
 # Large primes, as those that the graph was traced with.
 QUERIES, PAST = 4007, 3001
-# How names of what is carried begin in a graph, and in a signature.
-_CARRIED = tuple((before + CARRIED_PREFIX, before + CARRIED) for before in ("", "d_", "slope_"))
+# What names of shared values, and of what is carried, begin with, in graphs.
+_SHARED = ("taken", "d_taken", "slope_given", "carried", "d_carried", "slope_carried")
 
 
 @dataclass(frozen=True)
 class LoweredRoles:
-    """The program of a kind, what its methods take and give, its constants that no block has its own of, and
-    the programs as they were before they were lowered."""
+    """The program of a kind, what its methods take and give, its constants that no block has its own of, the
+    programs as they were before they were lowered, and what it has to do with shared values."""
 
     kind: LoweredKind
     methods: Mapping[str, Interface]
     constants: Mapping[str, torch.Tensor]
     programs: Mapping[str, ExportedProgram]
+    sharing: Sharing
 
     def write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the weights file of a block, from its kind's frozen tensors."""
@@ -94,6 +97,8 @@ def lower_roles(
     is_head: bool,
     cache: ProgramCache | None = None,
     done: Callable[[float], object] = lambda share: None,
+    sharing: Sharing | None = None,
+    saves: bool = True,
 ) -> LoweredRoles:
     """Lower a kind of block for some roles.
 
@@ -106,12 +111,15 @@ def lower_roles(
         is_head: whether it is a decoder's head.
         cache: of programs; None: lower in any case.
         done: is told which further share of this is done.
+        sharing: values that it takes from other blocks or gives to them.
+        saves: whether roles beside `back` save what it needs.
 
     Raises:
         BundleError: an operator has no derivative, or ExecuTorch refuses a method.
     """
-    graphs = role_graphs(graph_module, adapter, roles, is_head)
-    methods = {role: _interface(graph, role, adapter, is_head) for role, graph in graphs.items()}
+    sharing = sharing or Sharing()
+    graphs = role_graphs(graph_module, adapter, roles, is_head, sharing, saves)
+    methods = {role: _interface(graph, role, adapter, is_head, sharing) for role, graph in graphs.items()}
     shared = {*stored, *(name for weight in stored for name in transposed_names(weight))}
     constants: dict[str, torch.Tensor] = {}
     for role, graph in graphs.items():
@@ -128,13 +136,21 @@ def lower_roles(
     lower = cache.lower if cache else lower_kind
     lowered = lower(programs, every, {DECODE})
     done(0.5)
-    return LoweredRoles(lowered, methods, constants, programs)
+    return LoweredRoles(lowered, methods, constants, programs, sharing)
 
 
 def role_graphs(
-    graph_module: GraphModule, adapter: Mapping[str, Matrix], roles: Collection[str], is_head: bool
+    graph_module: GraphModule,
+    adapter: Mapping[str, Matrix],
+    roles: Collection[str],
+    is_head: bool,
+    sharing: Sharing | None = None,
+    saves: bool = True,
 ) -> dict[str, GraphModule]:
-    """The graphs of a kind's roles, in marker sizes; beside `back` those that save what it needs."""
+    """The graphs of a kind's roles, in marker sizes; beside `back` others that save what it needs."""
+    sharing = sharing or Sharing()
+    changing = [f"{TAKEN_PREFIX}{number}" for number, changes in enumerate(sharing.takes) if changes]
+    slopes = [SLOPE, *(f"{SLOPE}_given_{number}" for number in range(sharing.gives))]
     frozen = [] if any(m.letter == "a" for m in adapter.values()) else list(adapter)
     whole, graph_module = graph_module, copied(graph_module)
     expand(graph_module)
@@ -145,21 +161,24 @@ def role_graphs(
     if STACK in roles:
         graphs[STACK] = graph_module
     if TANGENT in roles:
-        seeds: dict[str, Any] = {STATE: Dense(), **dict.fromkeys(adapter, RankOne(BATCH))}
+        seeds: dict[str, Any] = dict.fromkeys([STATE, *changing], Dense())
+        seeds |= dict.fromkeys(adapter, RankOne(BATCH))
         graphs[TANGENT] = differentiate(copied(one_copy), seeds, QUERIES, {ONES: TOKENS})
     if BACK in roles:
-        wanted = [STATE, *adapter]
-        joint = backpropagate(one_copy, wanted, list(adapter), TOKENS, with_answer=True)
+        wanted = [STATE, *changing, *adapter]
+        joint = backpropagate(one_copy, wanted, list(adapter), TOKENS, slopes, with_answer=True)
         # A head is read with a shift by what is known of the words so far, and goes back with one by all.
-        parts = partition(joint, 1 if is_head else BATCH, TOKENS, ["shift"])
-        graphs |= {BACK: parts.back, SAVE: parts.save, BACK_SAVED: parts.back_saved}
+        parts = partition(joint, 1 if is_head else BATCH, TOKENS, ["shift"], len(slopes))
+        graphs[BACK] = parts.back
+        if saves:
+            graphs |= {SAVE: parts.save, BACK_SAVED: parts.back_saved}
     one_row = with_size(with_size(whole, COPIES, 1), BATCH, 1)
     if PREFILL in roles and not is_head:
         graphs[PREFILL] = continued(one_row, frozen, 1, TOKENS, PAST)
     if PREFILL_TANGENT in roles and not is_head:
-        graphs[PREFILL_TANGENT] = _tangents_of_a_piece(one_row, adapter)
+        graphs[PREFILL_TANGENT] = _tangents_of_a_piece(one_row, adapter, changing)
     if PREFILL_BACK in roles and not is_head:
-        graphs[PREFILL_BACK] = _back_of_a_piece(one_row, list(adapter))
+        graphs[PREFILL_BACK] = _back_of_a_piece(one_row, list(adapter), changing, slopes)
     if DECODE in roles:
         one_token = with_size(with_size(whole, BATCH, 1), TOKENS, 1)
         graphs[DECODE] = logits(one_token) if is_head else continued(one_token, frozen, COPIES, 1, PAST)
@@ -173,26 +192,53 @@ def role_graphs(
     return graphs
 
 
-def _tangents_of_a_piece(one_row: GraphModule, adapter: Collection[str]) -> GraphModule:
+def sharing_of(
+    graph_module: GraphModule, takes: Sequence[bool], gives: int, roles: Collection[str]
+) -> Sharing:
+    """What a kind of block has to do with shared values, of which it takes some that adapters change.
+
+    Raises:
+        BundleError: its attention reads some of them in a way that isn't known here.
+    """
+    past: tuple[int, ...] = ()
+    if takes and {PREFILL, DECODE}.intersection(roles):
+        past = taken_past(with_size(with_size(graph_module, COPIES, 1), BATCH, 1))
+    return Sharing(tuple(takes), gives, past)
+
+
+def _tangents_of_a_piece(
+    one_row: GraphModule, adapter: Collection[str], changing: Collection[str]
+) -> GraphModule:
     piece = continued(one_row, [], 1, TOKENS, PAST)
-    seeds: dict[str, Any] = {name: Dense() for name in (STATE, *_known_before(piece))}
+    before = [*_carried(piece), *_changing_past(piece, changing)]
+    seeds: dict[str, Any] = dict.fromkeys([STATE, *changing, *before], Dense())
     seeds |= dict.fromkeys(adapter, RankOne(1))
     return differentiate(copied(piece), seeds, QUERIES, {ONES: TOKENS, PAST_ONES: PAST})
 
 
-def _back_of_a_piece(one_row: GraphModule, adapter: list[str]) -> GraphModule:
+def _back_of_a_piece(
+    one_row: GraphModule, adapter: list[str], changing: Sequence[str], slopes: Sequence[str]
+) -> GraphModule:
     piece = continued(one_row, [], 1, TOKENS, PAST)
-    before = _known_before(piece)
-    slope_of = {PAST_KEYS: SLOPE_KEYS, PAST_VALUES: SLOPE_VALUES}
-    slopes = [SLOPE, *(slope_of.get(name, f"slope_{name}") for name in before)]
-    return backpropagate(piece, [STATE, *before, *adapter], adapter, TOKENS, slopes)
+    carried = _carried(piece)
+    slopes = [*slopes, *(f"slope_{name}" for name in carried)]
+    if len(piece.graph.output_node().args[0]) > len(slopes):
+        slopes = [*slopes, SLOPE_KEYS, SLOPE_VALUES]
+    wanted = [STATE, *changing, *carried, *_changing_past(piece, changing), *adapter]
+    return backpropagate(piece, wanted, adapter, TOKENS, slopes)
 
 
-def _known_before(piece: GraphModule) -> list[str]:
-    """Inputs of a piece that tokens before it are known by, in the order of its answers behind the state."""
-    names = [str(node.target) for node in piece.graph.find_nodes(op="placeholder")]
-    keys = [name for name in (PAST_KEYS, PAST_VALUES) if name in names]
-    return [*(name for name in names if name.startswith(CARRIED_PREFIX)), *keys]
+def _changing_past(piece: GraphModule, changing: Collection[str]) -> list[str]:
+    """Keys and values of earlier tokens, if an adapter changes them."""
+    known = {str(node.target) for node in piece.graph.find_nodes(op="placeholder")}
+    taken = {f"{TAKEN_PREFIX}{number}" for number in taken_past(piece)}
+    return [name for name in (PAST_KEYS, PAST_VALUES) if name in known and taken <= {*changing}]
+
+
+def _carried(piece: GraphModule) -> list[str]:
+    """What a piece is given of recurrences, in the order of its answers."""
+    names = (str(node.target) for node in piece.graph.find_nodes(op="placeholder"))
+    return [name for name in names if name.startswith(CARRIED_PREFIX)]
 
 
 def sizes_of(role: str, bounds: Bounds, is_head: bool) -> dict[str, Size]:
@@ -218,7 +264,9 @@ def sizes_of(role: str, bounds: Bounds, is_head: bool) -> dict[str, Size]:
     }
 
 
-def _interface(graph: GraphModule, role: str, adapter: Mapping[str, Matrix], is_head: bool) -> Interface:
+def _interface(
+    graph: GraphModule, role: str, adapter: Mapping[str, Matrix], is_head: bool, sharing: Sharing
+) -> Interface:
     given = {name: matrix.name for name, matrix in adapter.items()}
     given |= {f"u_{name}": matrix.u for name, matrix in adapter.items()}
     given |= {f"v_{name}": matrix.v for name, matrix in adapter.items()}
@@ -230,20 +278,25 @@ def _interface(graph: GraphModule, role: str, adapter: Mapping[str, Matrix], is_
             return given[name]
         if name.startswith(TABLE_PREFIX):
             return TABLE + name.removeprefix(TABLE_PREFIX)
-        for before, word in ((SAVED_PREFIX, SAVED), *_CARRIED):
-            if name.startswith(before):
-                return f"{word}.{name.removeprefix(before)}"
+        if name.startswith(SAVED_PREFIX):
+            return f"{SAVED}.{name.removeprefix(SAVED_PREFIX)}"
+        if (shared := name.rpartition("_"))[0] in _SHARED:
+            return ".".join(shared[::2])
         if name == "beside":
             return "targets" if is_head else "padding"
         return name
 
     inputs = tuple(map(name_of, graph.graph.find_nodes(op="placeholder")))
-    saved = len(graph.graph.output_node().args[0]) - 1 if role == SAVE else 0
     carried = sum(name.startswith(f"{CARRIED}.") for name in inputs)
-    signature = of_block(role, attends=PAST_KEYS in inputs, saved=saved, carried=carried)
-    outputs = (of_head(role, saved) if is_head else signature).answers(0)
+    count = len(graph.graph.output_node().args[0])
+    saved = count - 1 - sharing.gives if role == SAVE else 0
+    block = partial(of_block, role, saved=saved, sharing=sharing, carried=carried)
+    signature = of_head(role, saved) if is_head else block(attends=False)
+    outputs = signature.answers(0)
     is_back = role in (BACK, BACK_SAVED, PREFILL_BACK)
     gradients = [matrix.gradient for matrix in adapter.values()] if is_back else []
+    if count > len(outputs) + len(gradients):
+        outputs = block(attends=True).answers(0)
     outputs += gradients
     return Interface(inputs, tuple(outputs))
 

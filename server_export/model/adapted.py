@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +21,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from prge.contract import AdaptedModule
-from prge.errors import AdapterError, ConfigError
+from prge.errors import AdapterError, BundleError, ConfigError
 from prge.files.peft import PeftAdapter
 from server_export.model.blocks import block_names
+from server_export.model.experts import expert_layers
 
 ALL_LINEAR = "all-linear"
+# No number of anything else.
+_SOME_ROWS = 10_007
 _EXPRESSION_SIGNS = set("*+?|()[]^$\\")
 _USUAL_TARGETS = (("q_proj", "v_proj"), ("qkv_proj",), ("query", "value"), ("q_lin", "v_lin"))
 
@@ -71,6 +75,11 @@ class StackedLoraLinear(nn.Module):
         """x [copies x batch, ..., in] -> [copies x batch, ..., out]; rows are copy by copy."""
         *given, lora_b = (self.inputs.adapter[matrix.name] for matrix in self.module.matrices)
         copies, rank, _ = lora_b.shape
+        if x.shape[0] % copies:
+            raise BundleError(
+                f"{self.module.name} can't be adapted: the model gives it more than the states of rows",
+                remedy="name other layers with --target-modules",
+            )
         base = self.base(x)
         if self.lora_a is not None:
             reduced = F.linear(x, self.lora_a).reshape(copies, -1, rank)
@@ -164,10 +173,34 @@ def match_target_modules(model: nn.Module, target_modules: str | Sequence[str]) 
     ]
     if not matched:
         endings = sorted({name.rpartition(".")[2] for name in _linear_names(model)})
-        problems.append(f"no layer matches {targets!r}; linear layers end in {', '.join(endings)}")
+        frozen = "; experts have no adapters" if expert_layers(model) else ""
+        problems.append(f"no layer matches {targets!r}; linear layers end in {', '.join(endings)}{frozen}")
     if problems:
         raise ConfigError("these target modules can't be adapted:", problems)
     return matched
+
+
+def read_by_rows(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Those of some layers that a model without weights gives nothing but states of rows.
+
+    Some encoders give layers of queries and keys their tables of distances too.
+    """
+    others: set[str] = set()
+
+    def watching(name: str) -> Any:
+        def watch(module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+            if given[0].shape[0] % _SOME_ROWS:
+                others.add(name)
+
+        return watch
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(watching(name)) for name in names]
+    tokens = torch.zeros(_SOME_ROWS, 2, dtype=torch.long, device="meta")
+    with suppress(Exception), torch.no_grad():  # what can't run without numbers is found out later
+        model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    for hook in hooks:
+        hook.remove()
+    return [name for name in names if name not in others]
 
 
 def initial_lora_a(model: nn.Module, names: Sequence[str], rank: int, seed: int) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from prge.errors import BundleError
 from prge.files.chain import MASKED
 
 NAME, CACHED = "prge", "prge_cached"
@@ -36,6 +37,12 @@ def causal_mask(length: int, window: int | None, dtype: torch.dtype) -> torch.Te
     return mask
 
 
+def window_mask(length: int, window: int, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask [length, length]: a token sees itself and at most `window` - 1 tokens on each side."""
+    mask = torch.full((length, length), MASKED, dtype=dtype)
+    return mask.triu(window) + mask.tril(-window)
+
+
 def padding_mask(mask: torch.Tensor) -> torch.Tensor:
     """Mask float [rows, length], 1 for a token and 0 for padding -> additive mask [rows, 1, 1, length]."""
     return ((1 - mask) * MASKED).reshape(mask.shape[0], 1, 1, mask.shape[1])
@@ -50,13 +57,21 @@ def grouped_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of queries [rows, heads, length, width] over keys and values [rows, groups, length, width].
 
     Returns:
         [rows, length, heads, width], and None in the place of the attention weights.
+
+    Raises:
+        BundleError: the attention has sinks, scores of `s_aux` that belong to no token.
     """
+    if s_aux is not None:
+        raise BundleError(
+            "attention has sinks, which no role has", remedy="take a checkpoint of another architecture"
+        )
     rows, heads, length, width = query.shape
     groups, value_width = key.shape[1], value.shape[-1]
     members = heads // groups
@@ -68,6 +83,8 @@ def grouped_attention(
         by_head = scores.reshape(rows, heads, length, length)
         if is_causal:
             by_head = by_head + causal_mask(length, sliding_window, scores.dtype)
+        elif sliding_window is not None:
+            by_head = by_head + window_mask(length, sliding_window, scores.dtype)
         if attention_mask is not None:
             by_head = by_head + attention_mask
         scores = by_head.reshape(scores.shape)
@@ -76,6 +93,8 @@ def grouped_attention(
         # once for each query of a group, or once for each group.
         if is_causal:
             scores = scores + tables.causal(length, sliding_window, members).reshape(-1, length)
+        elif sliding_window is not None and sliding_window < tables.longest:
+            scores = scores + tables.window(length, sliding_window, members).reshape(-1, length)
         if attention_mask is not None:
             padding = attention_mask.expand(rows, groups, 1, length)
             scores = scores + padding.reshape(rows * groups, 1, length)

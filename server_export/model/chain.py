@@ -14,11 +14,12 @@ from torch.fx import GraphModule
 from prge.contract import AdaptedModule, Matrix, matrices
 from prge.errors import BundleError
 from prge.learning.vocabulary import pieces_of
-from server_export.graph.cutting import ModelBlock, cut, kinds
+from server_export.graph.cutting import STATE, ModelBlock, cut, kinds
 from server_export.graph.modules import give_memory
 from server_export.graph.rewriting import rewrite
 from server_export.graph.rotation import turn_by_layers
 from server_export.model.adapted import CallInputs, conv1d_names, convert_conv1d, insert_lora
+from server_export.model.experts import expert_blocks, expert_layers
 from server_export.model.files import ModelFiles
 from server_export.model.frozen import ADAPTER_WEIGHT, Frozen, freeze
 from server_export.model.loading import LoadedModel
@@ -26,7 +27,7 @@ from server_export.model.positions import first_position
 from server_export.model.quantization import GROUP_SIZE, QuantizationReport
 from server_export.model.readout import cut_head
 from server_export.model.tables import TABLE, ModelTables, make_rotary_tables
-from server_export.model.traced import COPIES, WHOLE_PREFIX, trace
+from server_export.model.traced import BATCH, COPIES, TOKENS, WHOLE_PREFIX, trace
 from server_export.model.weights import Weights
 
 _BASE = ".base."
@@ -72,6 +73,11 @@ class ModelChain:
         return len(self.blocks) - len(self.head_rows)
 
     @property
+    def shared(self) -> list[int]:
+        """The number of the block that makes each shared value."""
+        return [number for number, block in enumerate(self.blocks) for _ in block.gives]
+
+    @property
     def is_decoder(self) -> bool:
         """Whether it has a head."""
         return bool(self.head_rows)
@@ -106,6 +112,21 @@ class ModelChain:
         """The same blocks, whose frozen weights are of another scheme."""
         return replace(self, kinds=_kinds(self.blocks, self.kind_of, scheme, self.end), scheme=scheme)
 
+    def state_widths(self, number: int) -> tuple[int, int]:
+        """Widths of what enters and leaves a block with a state."""
+        graph = self.blocks[number].graph_module.graph
+        (state,) = graph.find_nodes(op="placeholder", target=STATE)
+        answer = graph.output_node().args[0][0]
+        return state.meta["val"].shape[-1], answer.meta["val"].shape[-1]
+
+    def turns(self, count: int) -> list[range]:
+        """The first blocks in order, the experts of a layer together."""
+        found: list[range] = []
+        for number, block in enumerate(self.blocks[:count]):
+            starts = not block.is_expert or not self.blocks[number - 1].is_expert
+            found.append(range(number if starts else found.pop().start, number + 1))
+        return found
+
     def tensors(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors that a block's kind reads, made of the block's weights.
 
@@ -113,13 +134,16 @@ class ModelChain:
             BundleError: the files lack a weight, or it isn't finite.
         """
         rows = self.head_rows[number - self.end] if number >= self.end else None
-        read = [self._read(name.removeprefix(WHOLE_PREFIX), rows) for name in self.blocks[number].weights]
+        block = self.blocks[number]
+        read = [self._read(name.removeprefix(WHOLE_PREFIX), rows, block.is_expert) for name in block.weights]
         return dict(self.kinds[self.kind_of[number]].frozen.tensors(read))
 
-    def _read(self, name: str, rows: Sequence[int] | None) -> torch.Tensor:
+    def _read(self, name: str, rows: Sequence[int] | None, of_expert: bool) -> torch.Tensor:
         layer, _, part = name.rpartition(".")
         if part == ADAPTER_WEIGHT:
             return self.lora_a[layer]
+        if of_expert and part.isdigit():
+            return self.weights.read(layer, range(int(part), int(part) + 1))[0]
         return self.weights.read(name.replace(_BASE, "."), rows if layer == self.head else None)
 
 
@@ -160,7 +184,13 @@ def build_chain(
     make_rotary_tables(model, tables)
     trained = matrices(modules)
     traced = trace(model, inputs, tables, trained, outline.is_decoder, first_position(model), copies)
-    blocks = cut(traced.graph_module, set(traced.adapter), TABLE)
+    layers = [*expert_layers(model).items()]
+    blocks = []
+    for block in cut(traced.graph_module, set(traced.adapter), TABLE):
+        blocks.append(block)
+        if block.experts is not None:
+            name, module = layers[block.experts]
+            blocks += expert_blocks(WHOLE_PREFIX + name, module, copies * BATCH, TOKENS)
     blocks += blocks[-1:] * (len(head_rows) - 1)
     kind_of = kinds(blocks)
     end = len(blocks) - len(head_rows)

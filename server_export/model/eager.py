@@ -10,7 +10,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate
 
 from prge.contract import matrices
-from server_export.graph.cutting import TABLE_PREFIX
+from prge.engine import FloatArray
+from prge.learning.experts import Routing
+from server_export.graph.cutting import TABLE_PREFIX, TAKEN_PREFIX
 from server_export.graph.modules import attribute
 from server_export.graph.shapes import resized
 from server_export.model.chain import ModelChain, layer_of
@@ -53,6 +55,7 @@ class EagerBlock(Interpreter):
         shift: torch.Tensor | None = None,
         adapter: Mapping[str, torch.Tensor] | None = None,
         watch: Watch | None = None,
+        shared: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """The state f32 [rows, tokens, width] after the block; of a head [rows, tokens, 2].
 
@@ -63,7 +66,10 @@ class EagerBlock(Interpreter):
             adapter: f32 [1, rank, width] by names of inputs; zeros where there is none.
             watch: is given what the adapted layers of these names see, [rows, tokens, in]; layers that see
                 the same share a call.
+            shared: values f32 [rows, tokens, width] of these rows by number; the block takes some of them and
+                adds others.
         """
+        shared = {} if shared is None else shared
         self._watch = watch
         rows, length = self._shape = (int(state.shape[0]), int(state.shape[1]))
         given = {"beside": beside, "shift": shift}
@@ -74,11 +80,16 @@ class EagerBlock(Interpreter):
             if name.startswith(TABLE_PREFIX):
                 table = self._chain.tables.all[block.tables[int(name.removeprefix(TABLE_PREFIX))]]
                 inputs.append(table.of(length))
+            elif name.startswith(TAKEN_PREFIX):
+                inputs.append(shared[block.takes[int(name.removeprefix(TAKEN_PREFIX))]])
             elif name in self._chain.adapter:
                 inputs.append(given_adapter[self._chain.adapter[name].name])
             else:
                 inputs.append(given.get(name, state))
-        (answer,) = self.run(*inputs)
+        answer, *given = self.run(*inputs)
+        shared |= {
+            value: array.reshape(rows, length, -1) for value, array in zip(block.gives, given, strict=True)
+        }
         result: torch.Tensor = answer.reshape(rows, length, -1)
         return result
 
@@ -114,3 +125,24 @@ def _read_by_layers(graph_module: GraphModule, own: Mapping[str, str]) -> dict[N
         if name.endswith(f".{ADAPTER_WEIGHT}"):
             found.setdefault(source, []).append(layer_of(name))
     return found
+
+
+def through_experts(chain: ModelChain, experts: range, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """States f32 [rows, tokens, width] behind the experts of a layer, with one in memory at a time.
+
+    Args:
+        chain: in float32.
+        experts: their numbers.
+        states: before them.
+    """
+    first, behind = (chain.state_widths(number) for number in (experts.start, experts.stop))
+    flat = torch.cat([state.reshape(-1, state.shape[-1]) for state in states]).numpy()
+    routing = Routing(flat.shape[-1], behind[0], *first, len(experts))
+
+    def run(expert: int, given: FloatArray) -> list[FloatArray]:
+        block = EagerBlock(chain, experts.start + expert)
+        return [block.answer(torch.from_numpy(given)[None])[0].numpy()]
+
+    (found,) = routing.forward(flat, run)
+    parts = torch.from_numpy(found).split([state.shape[0] * state.shape[1] for state in states])
+    return [part.reshape(*state.shape[:2], -1) for part, state in zip(parts, states, strict=True)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,14 +25,24 @@ from prge.files.peft import CONFIG as ADAPTER_CONFIG
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
+# Of sentence-transformers.
+MODULES = "modules.json"
+_POOLING, _MODE = "1_Pooling", "pooling_mode_"
+_POOLINGS = {"mean_tokens": "mean", "mean": "mean", "cls_token": "first", "cls": "first"}
 INDEX = "model.safetensors.index.json"
+# What to do instead of exporting codes: their rounding would be rounded again, and has no one form.
+UNQUANTIZED = "give the checkpoint that was quantized; prge export --quantize 8da4w makes int4 of it"
+_GGUF = "*.gguf"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Of the one question that tells whether the hub answers.
 _SECONDS = 5.0
 _LARGEST_INDEX = 32 << 20
-_LARGEST = 1 << 24
+# Sizes are compared with the weights themselves; what is larger is no size of anything that has weights.
+_LARGEST, _LARGEST_OF_ALL = 1 << 24, (1 << 31) - 1
 _MOST_LAYERS = 512
 _MOST_LABELS = 1 << 16
+# Counts of modules, each of which is made by itself.
+_LAYERS = re.compile(r"(num_|n_)(\w+_)?layers?|(encoder|decoder|text)_layers")
 # Sizes that no model has without.
 _SIZES = re.compile(
     r"hidden_size|n_embd|dim|d_model|intermediate_size|n_inner|hidden_dim|ffn_dim|vocab_size|head_dim"
@@ -64,6 +74,8 @@ class ModelFiles:
         if not (self.folder / INDEX).is_file():
             pickled = next((path.name for kind in _PICKLED for path in self.folder.glob(kind)), None)
             reason = f"{pickled} is a pickle, which may run code" if pickled else f"it has no {WEIGHTS}"
+            if any(self.folder.glob(_GGUF)):
+                raise _is_gguf(self.name)
             raise BundleError(
                 f"{self.name} has no weights that can be read: {reason}",
                 remedy="save the model again with `save_pretrained`, which writes safetensors",
@@ -85,7 +97,12 @@ def find_files(name: str, revision: str | None = None) -> ModelFiles:
         BundleError: there is no such model.
     """
     folder = Path(name)
+    if folder.suffix == ".gguf":
+        raise _is_gguf(name)
     if folder.is_dir() and revision is None:
+        folder = transformer_folder(folder)
+        if not (folder / CONFIG).is_file() and any(folder.glob(_GGUF)):
+            raise _is_gguf(name)
         reason = "" if (folder / CONFIG).is_file() else f"it has no {CONFIG}"
         if (folder / ADAPTER_CONFIG).is_file():
             reason = f"its {ADAPTER_CONFIG} makes it an adapter"
@@ -105,6 +122,60 @@ def find_files(name: str, revision: str | None = None) -> ModelFiles:
             remedy="give a folder with a transformers model, or a hub id that can be reached or is cached",
         )
     return ModelFiles(name, config.parent, config.parent.name)
+
+
+def _is_gguf(name: str) -> BundleError:
+    return BundleError(f"{name} is a GGUF file, whose weights are codes already", remedy=UNQUANTIZED)
+
+
+def transformer_folder(folder: Path) -> Path:
+    """Where sentence-transformers has the model: beside its list of modules, or in a folder of its own."""
+    named = [module["path"] for module in sentence_modules(folder) if module["type"].endswith(".Transformer")]
+    inner = folder / named[0] if named and Path(named[0]).name == named[0] else folder
+    return inner if (inner / CONFIG).is_file() else folder
+
+
+def sentence_modules(folder: Path) -> list[dict[str, str]]:
+    """The modules of a folder of sentence-transformers: `type` and `path` of each; none of another one.
+
+    Raises:
+        BundleError: the file that lists them is damaged.
+    """
+    path = folder / MODULES
+    content = _json_of(path) if path.is_file() else []
+    if not isinstance(content, list) or not all(
+        isinstance(each, dict) and isinstance(each.get("type"), str) and isinstance(each.get("path"), str)
+        for each in content
+    ):
+        raise BundleError(f"{path} can't be read: it lists no modules", remedy="copy the model again")
+    return content
+
+
+def stored_pooling(files: ModelFiles) -> str | None:
+    """How sentence-transformers pools the states of a model, as `--pooling` calls it; None where it doesn't.
+
+    Raises:
+        BundleError: a file is damaged, or it pools in another way.
+    """
+    if files.revision is not None:
+        for name in (MODULES, f"{_POOLING}/{CONFIG}"):
+            _from_hub(files.name, name, files.revision)
+    folder = files.folder if (files.folder / MODULES).is_file() else Path(files.name)
+    paths = [each["path"] for each in sentence_modules(folder) if each["type"].endswith(".Pooling")]
+    if not paths or Path(paths[0]).name != paths[0] or not (folder / paths[0] / CONFIG).is_file():
+        return None
+    path = folder / paths[0] / CONFIG
+    content = _json_of(path)
+    content = content if isinstance(content, dict) else {}
+    modes = {name.removeprefix(_MODE) for name, value in content.items() if value is True}
+    modes |= {content["pooling_mode"]} if isinstance(content.get("pooling_mode"), str) else set()
+    found = {_POOLINGS.get(mode, mode) for mode in modes if mode in _POOLINGS or f"{_MODE}{mode}" in content}
+    if len(found) != 1 or not found <= {*_POOLINGS.values()}:
+        raise BundleError(
+            f"{path} pools by {shown(', '.join(sorted(found)))}, a bundle can by the mean or the first token",
+            remedy="choose one with --pooling mean or --pooling first",
+        )
+    return found.pop()
 
 
 def fetch_weights(files: ModelFiles) -> None:
@@ -139,7 +210,8 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
         BundleError: it is damaged, or a number is out of bounds.
     """
     path = files.folder / CONFIG
-    config = _json_of(path)
+    # Bounds of time steps are infinite where a model has none.
+    config = _json_of(path, infinite=True)
     if not isinstance(config, dict):
         raise BundleError(f"{path} can't be read: it is no JSON object", remedy="copy the model again")
     problems = [problem for name, value in _flat(config) if (problem := _problem(name, value))]
@@ -162,8 +234,10 @@ def end_tokens(files: ModelFiles) -> list[int]:
     for path in (files.folder / CONFIG, files.folder / GENERATION_CONFIG):
         if not path.is_file():
             continue
-        content = _json_of(path)
-        named = content.get("eos_token_id") if isinstance(content, dict) else None
+        content = _json_of(path, infinite=True)
+        inner = content.get("text_config") if isinstance(content, dict) else None
+        parts = [part for part in (content, inner) if isinstance(part, dict)]
+        named = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
         tokens = named if isinstance(named, list) else [] if named is None else [named]
         if any(type(token) is not int for token in tokens):
             raise BundleError(
@@ -174,8 +248,12 @@ def end_tokens(files: ModelFiles) -> list[int]:
     return sorted(found)
 
 
-def stored_numbers(files: ModelFiles) -> int:
+def stored_numbers(files: ModelFiles, names: Collection[str] | None = None) -> int:
     """How many numbers the weights hold, from their headers.
+
+    Args:
+        files: of the model.
+        names: of the tensors that are counted; by default all.
 
     Raises:
         BundleError: a file is missing, damaged, or quantized.
@@ -186,12 +264,12 @@ def stored_numbers(files: ModelFiles) -> int:
             raise BundleError(f"{files.name} lacks its file {path.name}", remedy="copy the model again")
         try:
             with safetensors.safe_open(str(path), framework="numpy") as weights:
-                for name in weights.keys():  # noqa: SIM118, it is no mapping
+                for name in weights.keys() if names is None else {*weights.keys()}.intersection(names):
                     tensor = weights.get_slice(name)
                     if tensor.get_dtype() not in _FLOATS and not BUFFERS.search(name):
                         raise BundleError(
                             f"{name} in {path} is {tensor.get_dtype()}: the model is quantized already",
-                            remedy="give the model before it was quantized",
+                            remedy=UNQUANTIZED,
                         )
                     total += math.prod(tensor.get_shape())
         except (safetensors.SafetensorError, OSError, ValueError) as error:
@@ -199,22 +277,22 @@ def stored_numbers(files: ModelFiles) -> int:
     return total
 
 
-def _json_of(path: Path, most_bytes: int = MOST_JSON_BYTES) -> Any:
+def _json_of(path: Path, most_bytes: int = MOST_JSON_BYTES, infinite: bool = False) -> Any:
     try:
-        return read_json(path, most_bytes)
+        return read_json(path, most_bytes, infinite)
     except (OSError, DocumentError) as error:
         raise BundleError(f"{path} can't be read: {error}", remedy="copy the model again") from None
 
 
 def _problem(name: str, value: object) -> str:
     """What is wrong with a number of a configuration, if anything is."""
-    is_size = _SIZES.fullmatch(name) is not None
-    if is_size and value is not None and not isinstance(value, list):
-        most = _MOST_LAYERS if "layer" in name else _LARGEST
+    is_layers = _LAYERS.fullmatch(name) is not None
+    if _SIZES.fullmatch(name) and value is not None and not isinstance(value, list):
+        most = _MOST_LAYERS if is_layers else _LARGEST
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             return f"{name} is {shown(value)}, must be a whole number from 1 to {most}"
     elif isinstance(value, int) and "theta" not in name:
-        most = _MOST_LAYERS if "layer" in name else _MOST_LABELS if name == "num_labels" else _LARGEST
+        most = _MOST_LAYERS if is_layers else _MOST_LABELS if name == "num_labels" else _LARGEST_OF_ALL
         if abs(value) > most:
             return f"{name} is {shown(value)}, must be at most {most}"
     return ""

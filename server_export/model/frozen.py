@@ -20,6 +20,7 @@ from server_export.graph.modules import as_module, copied, remove_unused_attribu
 from server_export.graph.rewriting import remove_identities
 from server_export.graph.shapes import without_memory
 from server_export.model.quantization import EMBEDDING_BYTES, GROUP_SIZE, int4_weight, int8_rows, int8_weight
+from server_export.model.traced import BATCH, COPIES, TOKENS
 
 aten = torch.ops.aten
 torchao = torch.ops.torchao
@@ -101,7 +102,7 @@ def freeze(block: ModelBlock, scheme: str, is_head: bool = False) -> tuple[Graph
     frozen = _computed(graph_module, block.weights)
     if scheme != "fp32":
         for node in list(graph_module.graph.nodes):
-            if node.target is aten.linear.default and _is_frozen_layer(node):
+            if node.target is aten.linear.default and _is_frozen_layer(node) and not _chooses(node):
                 _quantize_layer(graph_module, node, frozen, scheme == "8da4w" and not is_head)
             elif node.target is aten.embedding.default and _is_large(node.args[0]):
                 _quantize_embedding(graph_module, node, frozen)
@@ -132,7 +133,8 @@ def _computed(graph_module: GraphModule, weights: Sequence[str]) -> Frozen:
     constant: set[Node] = set()
     for node in graph_module.graph.nodes:
         sources = node.all_input_nodes
-        if node.op == "get_attr" or (node.op == "call_function" and sources and constant.issuperset(sources)):
+        is_computed = node.op == "call_function" and sources and constant.issuperset(sources)
+        if node.op == "get_attr" or (is_computed and not _has_a_call_s_size(node)):
             constant.add(node)
     read = [node for node in graph_module.graph.nodes if node in constant and set(node.users) - constant]
     graph = Graph()
@@ -153,6 +155,13 @@ def _computed(graph_module: GraphModule, weights: Sequence[str]) -> Frozen:
     return Frozen(as_module(graph_module, graph), tuple(names))
 
 
+def _has_a_call_s_size(node: Node) -> bool:
+    """Whether a value is as large as a call, such as a weight that is repeated for each row."""
+    value = node.meta.get("val")
+    shape = value.shape if isinstance(value, torch.Tensor) else ()
+    return any(size and size % marker == 0 for size in shape for marker in (BATCH, TOKENS, COPIES))
+
+
 def _read_instead(graph_module: GraphModule, node: Node, name: str, constant: set[Node]) -> None:
     with graph_module.graph.inserting_before(node):
         new = _tensor(graph_module, name, tuple(node.meta["val"].shape), node.meta["val"].dtype)
@@ -170,8 +179,24 @@ def _tensor(graph_module: GraphModule, name: str, shape: tuple[int, ...], dtype:
 
 
 def _is_frozen_layer(node: Node) -> bool:
+    """Whether it is a layer whose weights are many enough to be rounded: one with a single output isn't."""
     weight = node.args[1]
-    return isinstance(weight, Node) and weight.op == "get_attr" and not _is_of_adapter(str(weight.target))
+    if not isinstance(weight, Node) or weight.op != "get_attr" or len(weight.meta["val"]) == 1:
+        return False
+    return not _is_of_adapter(str(weight.target))
+
+
+def _chooses(layer: Node) -> bool:
+    """Whether experts are chosen by what a layer says: rounded, a router would choose others."""
+    ahead, seen = [*layer.users], set[Node]()
+    while ahead:
+        node = ahead.pop()
+        if node.target is aten.topk.default:
+            return True
+        if node not in seen and node.target is not aten.linear.default:
+            seen.add(node)
+            ahead += node.users
+    return False
 
 
 def _is_of_adapter(name: str) -> bool:

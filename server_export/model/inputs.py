@@ -12,7 +12,7 @@ import torch
 
 from server_export.model.attention import padding_mask
 from server_export.model.chain import ModelChain
-from server_export.model.eager import EagerBlock, Watch
+from server_export.model.eager import EagerBlock, Watch, through_experts
 from server_export.stage import count_parts
 
 # Tokens of a forward, padding included; a row of more has one of its own.
@@ -32,18 +32,26 @@ def watch_inputs(chain: ModelChain, rows: Sequence[Sequence[int]], watch: Watch)
         BundleError: the files lack a weight, or it isn't finite.
     """
     batches = [_padded(batch) for batch in _batches(rows)]
-    states = [tokens for tokens, _ in batches]
+    states, shared = [tokens for tokens, _ in batches], [dict[int, torch.Tensor]() for _ in batches]
     adapted = [number for number, block in enumerate(chain.blocks) if block.adapter]
     done = count_parts((adapted[-1] + 1) * len(batches))
-    for number in range(adapted[-1] + 1):
-        block = EagerBlock(chain, number)
+    for turn in chain.turns(adapted[-1] + 1):
+        if chain.blocks[turn.start].is_expert:
+            with torch.no_grad():
+                states = through_experts(chain, turn, states)
+            done(len(turn) * len(batches))
+            yield
+            continue
+        block = EagerBlock(chain, turn.start)
         for place, (_, mask) in enumerate(batches):
 
             def seen(names: Sequence[str], inputs: torch.Tensor, mask: torch.Tensor = mask) -> None:
                 watch(names, inputs[mask])
 
             with torch.no_grad():
-                states[place] = block.answer(states[place], padding_mask(mask.float()), watch=seen)
+                states[place] = block.answer(
+                    states[place], padding_mask(mask.float()), watch=seen, shared=shared[place]
+                )
             done()
         yield
 

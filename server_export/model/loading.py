@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from prge.errors import BundleError
+from prge.errors import BundleError, shown
+from server_export.model.experts import expert_layers
 from server_export.model.files import (
     BUFFERS,
+    UNQUANTIZED,
     ModelFiles,
     fetch_weights,
     find_files,
@@ -22,6 +24,7 @@ from server_export.model.files import (
     read_config,
     stored_numbers,
 )
+from server_export.model.weights import stored_of, stored_part, stored_paths
 
 _DECODER_HEADS = ("ForCausalLM", "LMHeadModel")
 # Heads that a model without one has no use for.
@@ -37,6 +40,8 @@ class LoadedModel:
 
     `is_decoder` tells a causal language model with its vocabulary head from an encoder without a head.
     `revision` is the commit of a hub id, `sha256` the content of a folder; the outline of one has none.
+    `part_of` is the type of a checkpoint that holds more, such as images, of which this is the text part;
+    `key_mapping` is what transformers is to be told of its names then, once the weights are there.
     """
 
     model: nn.Module
@@ -44,6 +49,8 @@ class LoadedModel:
     revision: str | None
     is_decoder: bool
     sha256: str | None = None
+    part_of: str | None = None
+    key_mapping: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def config(self) -> Any:
@@ -64,29 +71,32 @@ def load_model(name_or_path: str, *, pooled: bool | None = None, revision: str |
             not all there, not all used, or not finite.
     """
     files = find_files(name_or_path, revision)
-    config, is_decoder = _open_config(files, pooled)
-    outline = _outline(files, config, is_decoder)
+    opened = _open_config(files, pooled)
+    outline = _outline(files, opened)
     fetch_weights(files)
-    check_size(files, outline)
+    check_size(files, outline, opened.part_of)
+    given: dict[str, Any] = {"config": opened.config, "use_safetensors": True}
     try:
-        model, report = _loader(is_decoder).from_pretrained(
-            str(files.folder),
-            config=config,
+        loader = _loader(opened.is_decoder)
+        if opened.part_of is not None:
+            # transformers finds the text part of some checkpoints only.
+            loader, given["state_dict"] = type(outline), stored_part(files, outline)
+        model, report = loader.from_pretrained(
+            None if "state_dict" in given else str(files.folder),
             dtype=torch.float32,
             attn_implementation="eager",
-            use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
+            **given,
         )
     except Exception as error:  # transformers raises what its parts raise
         raise BundleError(
-            f"{name_or_path} can't be loaded as {'a causal language model' if is_decoder else 'an encoder'}: "
-            f"{first_line(error)}",
+            f"{name_or_path} can't be loaded as {opened.kind}: {first_line(error)}",
             remedy="give the folder or hub id of a complete transformers checkpoint",
         ) from None
-    _check_weights(name_or_path, model, report, is_decoder)
-    loaded = prepare_model(model, name_or_path, is_decoder, files.revision)
+    _check_weights(name_or_path, model, report, opened.is_decoder, [*stored_paths(files)])
+    loaded = prepare_model(model, name_or_path, opened.is_decoder, files.revision, opened.part_of)
     return loaded if files.revision else replace(loaded, sha256=files.sha256())
 
 
@@ -99,8 +109,9 @@ def outline_model(
         BundleError: as `load_model`, but for the weights.
     """
     files = find_files(name_or_path, revision)
-    config, is_decoder = _open_config(files, pooled)
-    return prepare_model(_outline(files, config, is_decoder), name_or_path, is_decoder, files.revision)
+    opened = _open_config(files, pooled)
+    outline = _outline(files, opened)
+    return prepare_model(outline, name_or_path, opened.is_decoder, files.revision, opened.part_of)
 
 
 def read_use_cache(name_or_path: str, revision: str | None = None) -> bool:
@@ -109,14 +120,18 @@ def read_use_cache(name_or_path: str, revision: str | None = None) -> bool:
 
 
 def prepare_model(
-    model: nn.Module, name_or_path: str, is_decoder: bool, revision: str | None = None
+    model: nn.Module,
+    name_or_path: str,
+    is_decoder: bool,
+    revision: str | None = None,
+    part_of: str | None = None,
 ) -> LoadedModel:
     """Freeze a transformers model, put it into evaluation mode, and convert it to float32."""
     model.eval().requires_grad_(False).float()
     model.config.use_cache = False
     if not is_decoder and getattr(model, "pooler", None) is not None:
         model.pooler = None  # BERT's head for sentence pairs, which no readout uses
-    return LoadedModel(model, name_or_path, revision, is_decoder)
+    return LoadedModel(model, name_or_path, revision, is_decoder, part_of=part_of)
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -124,15 +139,30 @@ def parameter_count(model: nn.Module) -> int:
     return sum(math.prod(parameter.shape) for parameter in model.parameters())
 
 
-def _open_config(files: ModelFiles, pooled: bool | None) -> tuple[Any, bool]:
-    """A checked configuration, and whether its model is a decoder."""
+@dataclass(frozen=True)
+class _Opened:
+    """A checked configuration of a text model, and what it is of; see `LoadedModel`."""
+
+    config: Any
+    is_decoder: bool
+    part_of: str | None
+
+    @property
+    def kind(self) -> str:
+        return "a causal language model" if self.is_decoder else "an encoder"
+
+
+def _open_config(files: ModelFiles, pooled: bool | None) -> _Opened:
+    """The configuration of a model, or of the text part of one."""
     from transformers import AutoConfig
 
     read_config(files)
     try:
-        config = AutoConfig.from_pretrained(str(files.folder), trust_remote_code=False, local_files_only=True)
-        _check_kind(config, files.name)
-        return config, not pooled if pooled is not None else _is_decoder(config)
+        whole = AutoConfig.from_pretrained(str(files.folder), trust_remote_code=False, local_files_only=True)
+        config = _text_part(whole)
+        _check_kind(config, whole, files.name)
+        is_decoder = not pooled if pooled is not None else _is_decoder(config)
+        return _Opened(config, is_decoder, None if config is whole else whole.model_type)
     except BundleError:
         raise
     except Exception as error:  # any number or name of a configuration may be what a class can't take
@@ -142,26 +172,43 @@ def _open_config(files: ModelFiles, pooled: bool | None) -> tuple[Any, bool]:
         ) from None
 
 
+def _text_part(config: Any) -> Any:
+    """The configuration of the text model of a checkpoint that holds more; any other one as it is."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    if getattr(config, "is_encoder_decoder", False):
+        return config
+    text = config.get_text_config()
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
+    if text is config or text.model_type not in known:
+        return config
+    # A head beside the part is the whole model's, which says whether it is the part's table of embeddings.
+    text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
+    return text
+
+
 def _loader(is_decoder: bool) -> Any:
     from transformers import AutoModel, AutoModelForCausalLM
 
     return AutoModelForCausalLM if is_decoder else AutoModel
 
 
-def _outline(files: ModelFiles, config: Any, is_decoder: bool) -> Any:
+def _outline(files: ModelFiles, opened: _Opened) -> Any:
     """The model without memory for its numbers."""
     try:
         with torch.device("meta"):
-            model = _loader(is_decoder).from_config(
-                copy.deepcopy(config),
+            model = _loader(opened.is_decoder).from_config(
+                copy.deepcopy(opened.config),
                 dtype=torch.float32,
                 attn_implementation="eager",
                 trust_remote_code=False,
             )
     except Exception as error:
         raise BundleError(
-            f"{files.name} describes no {'causal language model' if is_decoder else 'encoder'}: "
-            f"{first_line(error)}",
+            f"{files.name} isn't {opened.kind}: {first_line(error)}",
             remedy="give a folder with a transformers model's config.json, or a hub id",
         ) from None
     for name, parameter in model.named_parameters():
@@ -170,17 +217,25 @@ def _outline(files: ModelFiles, config: Any, is_decoder: bool) -> Any:
                 f"{files.name} describes no model: {name} would be {list(parameter.shape)}",
                 remedy="correct its config.json",
             )
+    counts = (getattr(opened.config, name, None) or 0 for name in ("num_local_experts", "num_experts"))
+    if max(counts) > 1 and not expert_layers(model):
+        raise BundleError(
+            f"{files.name} ({opened.config.model_type}) is a mixture of experts that transformers calls in a "
+            "way of its own",
+            remedy="take a checkpoint of another type, such as qwen3_moe, olmoe, granitemoe or mixtral",
+        )
     return model
 
 
-def check_size(files: ModelFiles, outline: nn.Module) -> None:
+def check_size(files: ModelFiles, outline: nn.Module, part_of: str | None = None) -> None:
     """Raise BundleError before a configuration makes memory be taken that no weights are there for."""
     needed = sum(
         math.prod(parameter.shape)
         for name, parameter in outline.named_parameters()
         if not name.startswith(_POOLER)
     )
-    stored = stored_numbers(files)
+    # What isn't the text part's may be anything.
+    stored = stored_numbers(files, stored_of(files, outline) if part_of is not None else None)
     buffers = sum(buffer.numel() * buffer.itemsize for buffer in outline.buffers())
     if needed > stored:
         raise BundleError(
@@ -195,9 +250,15 @@ def check_size(files: ModelFiles, outline: nn.Module) -> None:
         )
 
 
-def _check_weights(name: str, model: nn.Module, report: Mapping[str, Any], is_decoder: bool) -> None:
+def _check_weights(
+    name: str, model: Any, report: Mapping[str, Any], is_decoder: bool, stored: Collection[str]
+) -> None:
     """Raise BundleError unless every weight came from the files, and every one of the files was used."""
-    spare = (BUFFERS,) if is_decoder else (BUFFERS, _HEADS)
+    spare = [BUFFERS] if is_decoder else [BUFFERS, _HEADS]
+    prefix = f"{model.base_model_prefix}."
+    if not is_decoder and any(key.startswith(prefix) for key in stored):
+        # What stands beside the base is a head.
+        spare.append(re.compile(rf"^(?!{re.escape(prefix)})"))
     problems = {
         "lacks": [key for key in report["missing_keys"] if is_decoder or not key.startswith(_POOLER)],
         "has no place for": [
@@ -223,24 +284,24 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + rest
 
 
-def _check_kind(config: Any, name: str) -> None:
-    """Refuse what has no single text stack with linear layers."""
-    reason = ""
+def _check_kind(config: Any, whole: Any, name: str) -> None:
+    """Refuse what has no single text stack with linear layers; `config` is the text part of `whole`."""
+    reason, remedy = "", "take another checkpoint"
+    codes = getattr(config, "quantization_config", None) or getattr(whole, "quantization_config", None)
     if getattr(config, "is_encoder_decoder", False):
         reason = "an encoder-decoder model"
-    elif any(hasattr(config, part) for part in ("vision_config", "audio_config")):
-        reason = "a multimodal model"
-    elif getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
-        reason = "a mixture of experts"
-    elif getattr(config, "quantization_config", None):
-        reason = "quantized already"
+    elif codes:
+        method = codes.get("quant_method") if isinstance(codes, Mapping) else None
+        reason, remedy = f"quantized already{f' ({shown(method)})' if method else ''}", UNQUANTIZED
+    elif config is whole and any(hasattr(config, part) for part in ("vision_config", "audio_config")):
+        reason = "a model of more than texts, whose text part transformers has no class of its own for"
     elif not getattr(config, "vocab_size", None):
         reason = "not a text model"
     if reason:
         raise BundleError(
-            f"{name} ({config.model_type}) is {reason}; "
+            f"{name} ({whole.model_type}) is {reason}; "
             "a program needs a plain causal language model or text encoder",
-            remedy="take another checkpoint",
+            remedy=remedy,
         )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from prge.contract import AdaptedModule
 from prge.learning.costs import Layer, Outline
 from server_export.model.blocks import block_names, blocks_below
+from server_export.model.experts import expert_layers, weight_names
 from server_export.model.loading import parameter_count
 from server_export.model.start import StartAdapter
 
@@ -38,13 +41,14 @@ def outline_of(start: StartAdapter, longest: int) -> Outline:
     }
     weights = {id(layer.weight) for layer in [*layers.values(), *([head] if head is not None else [])]}
     biases = {id(layer.bias) for layer in layers.values()}
+    of_experts = [*_of_experts(model, blocks_below(model, list(start.lora_a)))]
     other = sum(
         parameter.numel()
         for parameter in model.parameters()
         if id(parameter) not in weights | biases and parameter is not table
-    )
-    heads = int(getattr(config, "num_attention_heads", 1))
-    head_width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    ) - sum(layer.numbers for layer in of_experts)
+    heads = _largest(config, "num_attention_heads") or 1
+    head_width = _largest(config, "head_dim") or config.hidden_size // heads
     below = blocks_below(model, list(start.lora_a))
     head_shape = _shape(head) if isinstance(head, nn.Linear) else None
     return Outline(
@@ -53,9 +57,9 @@ def outline_of(start: StartAdapter, longest: int) -> Outline:
         blocks_below=below,
         heads=heads,
         head_width=head_width,
-        key_width=int(getattr(config, "num_key_value_heads", None) or heads) * head_width,
+        key_width=(_largest(config, "num_key_value_heads") or heads) * head_width,
         gelu=any("gelu" in str(getattr(config, name, "")) for name in _ACTIVATIONS),
-        layers=_grouped(layers, blocks[:below]),
+        layers=(*_grouped(layers, blocks[:below]), *of_experts),
         head=head_shape,
         modules=tuple(
             AdaptedModule(name, len(matrix), matrix.shape[1], len(start.lora_b[name]), start.trains_a)
@@ -66,6 +70,25 @@ def outline_of(start: StartAdapter, longest: int) -> Outline:
         parameters=parameter_count(model),
         longest=longest,
     )
+
+
+def _of_experts(model: nn.Module, below: int) -> Iterator[Layer]:
+    """The layers of experts, those of one shape together."""
+    prefixes = tuple(f"{block}." for block in block_names(model)[:below])
+    shapes = Counter[Layer]()
+    for name, module in expert_layers(model).items():
+        for weight in weight_names(module):
+            count, *shape = module.get_parameter(weight).shape
+            if len(shape) == 2:
+                outputs, inputs = reversed(shape) if module.is_transposed else shape
+                shapes[Layer(inputs, outputs, 1, False, name.startswith(prefixes), True)] += count
+    return (replace(layer, count=count) for layer, count in shapes.items())
+
+
+def _largest(config: Any, name: str) -> int:
+    """A number of a configuration, of which each layer may have its own; 0 if there is none."""
+    own = name in (getattr(config, "per_layer_attributes", None) or ())
+    return max(int(getattr(each, name, None) or 0) for each in (config.per_layer_config if own else [config]))
 
 
 def _grouped(layers: dict[str, nn.Linear], below: Sequence[str]) -> tuple[Layer, ...]:

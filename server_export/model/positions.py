@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -15,11 +17,15 @@ _CHANGING = ("dynamic", "longrope")
 
 def first_position(model: nn.Module) -> int:
     """The number of a row's first position: RoBERTa's family counts from after the padding token."""
-    numbering = (
-        module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids")
-    )
-    first = next(numbering, None)
-    return 0 if first is None else int(first.padding_idx) + 1
+    padding = (getattr(module, "padding_idx", None) for module in _position_tables(model))
+    return next((int(index) + 1 for index in padding if index is not None), 0)
+
+
+def _position_tables(model: nn.Module) -> Iterator[nn.Module]:
+    """Tables of embeddings of positions, and what numbers them in older models."""
+    for name, module in model.named_modules():
+        if hasattr(module, "create_position_ids_from_input_ids") or name.endswith("position_embeddings"):
+            yield module
 
 
 def longest_row(loaded: LoadedModel, asked: int | None) -> int:

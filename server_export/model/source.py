@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 
+from prge.errors import told_as_bundle_error
 from prge.learning.costs import Outline
 from server_export.model.chain import ModelChain, build_chain, plain_layers
 from server_export.model.files import ModelFiles, fetch_weights, find_files
@@ -13,8 +14,11 @@ from server_export.model.outline import outline_of
 from server_export.model.positions import longest_row
 from server_export.model.readout import readout_of
 from server_export.model.start import StartAdapter, start_adapter
+from server_export.model.weights import mapping_of
 from server_export.quiet import quiet_libraries
 from server_export.settings import ExportConfig
+
+_REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,12 @@ class Source:
             BundleError: there are none, or not as many as the configuration asks for.
         """
         fetch_weights(self.files)
-        check_size(self.files, self.loaded.model)
-        if self.files.revision:
-            return self
-        loaded = replace(self.loaded, sha256=self.files.sha256())
+        loaded = self.loaded
+        check_size(self.files, loaded.model, loaded.part_of)
+        if loaded.part_of is not None:
+            loaded = replace(loaded, key_mapping=mapping_of(self.files, loaded.model))
+        if not self.files.revision:
+            loaded = replace(loaded, sha256=self.files.sha256())
         return replace(self, start=replace(self.start, loaded=loaded))
 
     def starting_from(self, start: StartAdapter) -> Source:
@@ -89,4 +95,5 @@ def open_source(config: ExportConfig) -> Source:
     longest = longest_row(loaded, config.sequence_length)
     transposed = plain_layers(loaded.model)
     start = start_adapter(config, loaded, bool(transposed))
-    return Source(files, readout, longest, transposed, start, outline_of(start, longest))
+    with told_as_bundle_error(f"{config.model} can't be told in numbers", _REMEDY):
+        return Source(files, readout, longest, transposed, start, outline_of(start, longest))

@@ -15,6 +15,7 @@ from server_export.model.adapted import (
     match_start_adapter,
     match_target_modules,
     normal_targets,
+    read_by_rows,
 )
 from server_export.model.blocks import in_top_blocks
 from server_export.model.loading import LoadedModel, parameter_count
@@ -76,7 +77,7 @@ def start_adapter(config: ExportConfig, outline: LoadedModel, had_conv1d: bool) 
     """
     parameters = parameter_count(outline.model)
     start = read_lora(config.start_adapter) if config.start_adapter is not None else None
-    rank, alpha, targets, names = _adapted_layers(config, outline.model, start)
+    rank, alpha, targets, names = _adapted_layers(config, outline, start)
     lora_a, lora_b = _matrices(config, outline.model, start, names)
     alphas = {ours: alpha if start is None else start.alpha_of(theirs) for ours, theirs in names.items()}
     return StartAdapter(
@@ -95,16 +96,24 @@ def start_adapter(config: ExportConfig, outline: LoadedModel, had_conv1d: bool) 
 
 
 def _adapted_layers(
-    config: ExportConfig, model: nn.Module, start: PeftAdapter | None
+    config: ExportConfig, outline: LoadedModel, start: PeftAdapter | None
 ) -> tuple[int, float, str | list[str], dict[str, str]]:
     """Rank, alpha, target modules, and layers in module order with the names that `start` has for them."""
+    model = outline.model
     if start is not None:
         return start.rank, start.alpha, start.target_modules, match_start_adapter(model, start)
     targets = normal_targets(config.target_modules or default_target_modules(model))
     names = match_target_modules(model, targets)
+    if not config.target_modules and not outline.is_decoder:
+        read = read_by_rows(model, names)
+        if read and read != names:
+            targets = names = read
     if config.adapt_layers is not None:
         # Whole names mean the same layers to PEFT, however the targets were chosen.
         targets = names = in_top_blocks(model, names, config.adapt_layers)
+    if outline.part_of is not None:
+        # PEFT would find layers of other parts by the ends of their names.
+        targets = names
     return config.rank, config.alpha, targets, {name: name for name in names}
 
 

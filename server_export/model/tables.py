@@ -11,10 +11,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from prge.files.chain import RECURRENT_PIECE
+from prge.files.chain import MASKED, RECURRENT_PIECE
 from prge.files.relations import RELATIONS, relation, relation_shape
 from server_export.model.adapted import replace_module
 from server_export.model.attention import causal_mask
@@ -41,7 +43,8 @@ class ModelTable:
 
     `kind` is `causal`, a mask f32 [members, length, length] that lets a token see itself and `window` - 1
     tokens before; `rotary`, the first rows of `values` f32 [longest, width] as [1, length, width];
-    `positions`, i64 [1, length] counted from `first`; `zeros`, i64 [1, length]; or one of
+    `positions`, i64 [1, length] counted from `first`; `zeros`, i64 [1, length]; `relative`, [members, length,
+    length] of `values` [2 longest - 1], one for each distance of a token from another; or one of
     prge.files.relations.
     """
 
@@ -49,7 +52,7 @@ class ModelTable:
     window: int | None = None
     first: int = 0
     members: int = 1
-    values: torch.Tensor | None = None
+    values: torch.Tensor | NDArray[Any] | None = None
 
     def of(self, length: int) -> torch.Tensor:
         """The table for sequences of `length` tokens."""
@@ -62,7 +65,12 @@ class ModelTable:
         if self.kind in RELATIONS:
             return torch.from_numpy(relation(self.kind, length, self.first, self.window))
         assert self.values is not None
-        return self.values[:length].unsqueeze(0)
+        values = torch.as_tensor(self.values)
+        if self.kind == "relative":
+            place = torch.arange(length)
+            distance = place[:, None] - place + len(values) // 2
+            return values[distance].repeat(self.members, 1, 1)
+        return values[:length].unsqueeze(0)
 
 
 class ModelTables:
@@ -84,6 +92,18 @@ class ModelTables:
         return self.ask(
             ("causal", window, members),
             lambda: ModelTable("causal", window, members=members),
+            (members, length, length),
+            torch.float32,
+        )
+
+    def window(self, length: int, window: int, members: int) -> torch.Tensor:
+        """A mask f32 [members, length, length] that lets a token see `window` - 1 others on each side."""
+        # In numpy: while a model is traced, tensors have no numbers.
+        distance = np.abs(np.arange(1 - self.longest, self.longest))
+        values = np.where(distance < window, np.float32(0), np.float32(MASKED))
+        return self.ask(
+            ("window", window, members),
+            lambda: ModelTable("relative", members=members, values=values),
             (members, length, length),
             torch.float32,
         )
@@ -167,7 +187,8 @@ def _rotary_values(
     # Made anew: that of a model without weights has no frequencies either.
     rotary: Any = type(model.get_submodule(name))(config=config)
     parameters = inspect.signature(rotary.forward).parameters
-    types = sorted(set(config.layer_types)) if "layer_type" in parameters else [None]
+    named = getattr(config, "layer_types", None) if "layer_type" in parameters else None
+    types = sorted(set(named)) if named else [None]
     positions, marker = torch.arange(longest).reshape(1, longest), torch.zeros(1)
     with torch.no_grad():
         found = {kind: rotary(marker, positions, *([] if kind is None else [kind])) for kind in types}

@@ -11,7 +11,7 @@ from typing import Any
 from prge.errors import BundleError, ConfigError
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer
 from prge.rows.tokenizer import load_tokenizer as read_tokenizer
-from server_export.model.files import first_line, hub_answers
+from server_export.model.files import first_line, hub_answers, transformer_folder
 from server_export.settings import PrependBos
 
 SAMPLES = (
@@ -34,7 +34,7 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
     is_folder = revision is None and Path(name_or_path).is_dir()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name_or_path,
+            transformer_folder(Path(name_or_path)) if is_folder else name_or_path,
             revision=revision,
             trust_remote_code=False,
             local_files_only=is_folder or not hub_answers(),

@@ -13,18 +13,28 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
 
 from prge.contract import Matrix
+from prge.errors import PrgeError
+from server_export.graph.functional import functional_graph
 from server_export.graph.modules import remove_unused_attributes
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
-from server_export.model import attention
+from server_export.model import attention, experts
 from server_export.model.adapted import CallInputs
 from server_export.model.recurrent import traced_recurrences
 from server_export.model.tables import ModelTables
 
 # No width, vocabulary or number of heads is known to have one of them as a factor.
 BATCH, TOKENS, COPIES = 7919, 6007, 5003
+aten = torch.ops.aten
+_LAID_OUT = {
+    *(aten.expand.default, aten.reshape.default, aten.view.default, aten.unsqueeze.default),
+    *(aten.slice.Tensor, aten.clone.default, aten.contiguous.default, aten.to.dtype, aten.alias.default),
+    *(aten.detach_.default, aten._assert_tensor_metadata.default),
+}
 # What a graph's names of weights have before transformers' own.
 WHOLE_PREFIX = "model."
 
@@ -52,6 +62,7 @@ class _Whole(nn.Module):
         tables: ModelTables,
         adapter: Sequence[Matrix],
         first_position: int,
+        has_own_masks: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -59,6 +70,7 @@ class _Whole(nn.Module):
         self.tables = tables
         self.adapter = adapter
         self.first_position = first_position
+        self.has_own_masks = has_own_masks
         self.accepted = frozenset(inspect.signature(model.forward).parameters)
 
     def forward(
@@ -76,9 +88,10 @@ class _Whole(nn.Module):
         arguments = {name: value for name, value in values.items() if name in self.accepted}
         if not any(name.endswith("token_type_embeddings") for name, _ in self.model.named_modules()):
             arguments.pop("token_type_ids", None)
-        output: Any = self.model(
-            input_ids=tokens, attention_mask=None if is_decoder else beside, return_dict=True, **arguments
-        )
+        mask = None if is_decoder else beside
+        if self.has_own_masks:
+            mask = (beside >= -1).reshape(beside.shape[0], length).long()
+        output: Any = self.model(input_ids=tokens, attention_mask=mask, return_dict=True, **arguments)
         if is_decoder:
             parts: torch.Tensor = SOFTMAX_PARTS(output.logits, shift, beside.unsqueeze(-1))
             return parts
@@ -86,8 +99,16 @@ class _Whole(nn.Module):
         return states
 
 
+class _WithKnownNumbers(TorchFunctionMode):
+    """Numbers that a model makes tensors of are known, and not without memory as all else."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = function is torch.tensor and isinstance(args[0], bool | int | float)
+        return function(*args, **{**(kwargs or {}), **({"device": "cpu"} if known else {})})
+
+
 def trace(
-    model: nn.Module,
+    model: Any,
     inputs: CallInputs,
     tables: ModelTables,
     adapter: Sequence[Matrix],
@@ -112,19 +133,52 @@ def trace(
     """
     attention.register()
     model.set_attn_implementation(attention.NAME)
+    if layers := experts.expert_layers(model):
+        experts.register()
+        model.set_experts_implementation(experts.NAME)
+        for number, layer in enumerate(layers.values()):
+            layer.number = number
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.tables = tables
-    whole = _Whole(model, inputs, tables, adapter, first_position).eval()
     rows = copies * BATCH
     with torch.device("meta"), torch.no_grad():
         tokens = torch.empty(rows, TOKENS, dtype=torch.long)
         beside = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
         trained = [torch.empty(copies, matrix.rank, matrix.width) for matrix in adapter]
         shift = torch.empty(rows, TOKENS, 1)
-        with traced_recurrences(model, tables):
-            exported = torch.export.export(whole, (tokens, beside, shift, *trained), strict=False)
-    graph_module = exported.module(check_guards=False)
+        given = (tokens, beside, shift, *trained)
+
+        def exported_with(has_own_masks: bool) -> ExportedProgram:
+            whole = _Whole(model, inputs, tables, adapter, first_position, has_own_masks).eval()
+            with _WithKnownNumbers(), traced_recurrences(model, tables):
+                return torch.export.export(whole, given, strict=False)
+
+        exported = None
+        try:
+            exported = exported_with(False)
+        except PrgeError:
+            raise
+        except Exception:
+            if is_decoder:
+                raise
+        if exported is None or not (is_decoder or _adds(exported)):
+            # It makes masks of its own, of what is a token and what is padding.
+            exported = exported_with(True)
+    graph_module = functional_graph(exported)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
+
+
+def _adds(exported: ExportedProgram) -> bool:
+    """Whether a traced encoder adds the padding that it is given to scores, and does nothing else with it."""
+    (beside,) = (n for n in exported.graph.find_nodes(op="placeholder") if n.name == "beside")
+    ahead = [beside]
+    while ahead:
+        for user in ahead.pop().users:
+            if user.target in _LAID_OUT:
+                ahead.append(user)
+            elif user.op != "output" and user.target not in (aten.add.Tensor, aten.add_.Tensor):
+                return False
+    return True

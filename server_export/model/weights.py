@@ -13,9 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from prge.errors import BundleError
 from server_export.model.files import ModelFiles, first_line
-
-# What older checkpoints call the two parameters of a normalization.
-_OLD_NAMES = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
+from server_export.model.names import key_mapping, sources
 
 
 class Weights:
@@ -33,18 +31,11 @@ class Weights:
     def __init__(self, files: ModelFiles, model: nn.Module, transposed: Collection[str] = ()) -> None:
         self.files = files
         self.transposed = frozenset(transposed)
-        self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        self._config = model.config
         self._tied = _tied_names(model)
-        self._buffers = _buffers(model)
-        self._paths: dict[str, Path] = {}
-        for path in files.weights:
-            try:
-                with safe_open(str(path), framework="pt") as reader:
-                    self._paths.update(dict.fromkeys(reader.keys(), path))
-            except (OSError, ValueError, RuntimeError) as error:
-                raise BundleError(
-                    f"{path} can't be read: {first_line(error)}", remedy="copy the model again"
-                ) from None
+        self.buffers = _buffers(model)
+        self._paths = stored_paths(files)
+        self._sources = sources(model, self._paths)
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
         """A parameter, or a number that the architecture says, f32; a weight of a linear layer is [out, in].
@@ -56,18 +47,18 @@ class Weights:
         Raises:
             BundleError: the files lack it, or it has numbers that aren't finite.
         """
-        stored = self.stored_name(name)
-        if stored is None and name in self._buffers:
-            return self._buffers[name]
-        if stored is None:
+        known = next((known for known in (name, *self._tied.get(name, ())) if known in self._sources), None)
+        if known is None and name in self.buffers:
+            return self.buffers[name]
+        if known is None:
             raise BundleError(f"{self.files.name} lacks {name}", remedy="give a complete checkpoint")
-        # Opened again and again: pages that were read stay in memory as long as a file is open.
-        with safe_open(str(self._paths[stored]), framework="pt") as reader:
-            if isinstance(rows, range):
-                tensor: torch.Tensor = reader.get_slice(stored)[rows.start : rows.stop]
-            else:
-                tensor = reader.get_tensor(stored)[slice(None) if rows is None else list(rows)]
-            tensor = tensor.to(torch.float32)
+        source = self._sources[known]
+        if source.conversion is None:
+            (stored,) = source.stored.values()
+            tensor = self._stored(stored, rows)
+        else:
+            tensor = source.made(self._stored, self._config, rows)[known]
+        tensor = tensor.to(torch.float32)
         if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
             raise BundleError(
                 f"{name} of {self.files.name} has numbers that aren't finite",
@@ -75,14 +66,51 @@ class Weights:
             )
         return tensor.t() if name in self.transposed else tensor
 
-    def stored_name(self, name: str) -> str | None:
-        """What the files call a parameter; None if they lack it."""
-        for known in (name, self._tied.get(name, name)):
-            for old in (known, *(known.replace(*pair) for pair in _OLD_NAMES)):
-                for candidate in (old, old.removeprefix(self._prefix), self._prefix + old):
-                    if candidate in self._paths:
-                        return candidate
-        return None
+    def _stored(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
+        # Opened again and again: pages that were read stay in memory as long as a file is open.
+        with safe_open(str(self._paths[name]), framework="pt") as reader:
+            if isinstance(rows, range):
+                tensor: torch.Tensor = reader.get_slice(name)[rows.start : rows.stop]
+            else:
+                tensor = reader.get_tensor(name)[... if rows is None else list(rows)]
+        return tensor
+
+
+def stored_paths(files: ModelFiles) -> dict[str, Path]:
+    """The file of each stored tensor by its name; raises BundleError where one can't be read."""
+    paths: dict[str, Path] = {}
+    for path in files.weights:
+        try:
+            with safe_open(str(path), framework="pt") as reader:
+                paths.update(dict.fromkeys(reader.keys(), path))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise BundleError(
+                f"{path} can't be read: {first_line(error)}", remedy="copy the model again"
+            ) from None
+    return paths
+
+
+def stored_of(files: ModelFiles, model: nn.Module) -> set[str]:
+    """Names of the stored tensors that a model is made of."""
+    return {
+        name for source in sources(model, stored_paths(files)).values() for name in source.stored.values()
+    }
+
+
+def mapping_of(files: ModelFiles, model: nn.Module) -> dict[str, str]:
+    """See `server_export.model.names.key_mapping`."""
+    return key_mapping(model, stored_paths(files))
+
+
+def stored_part(files: ModelFiles, model: nn.Module) -> dict[str, Any]:
+    """What transformers loads a model of, that is a part of what is stored: tensors that lie in the files."""
+    paths = stored_paths(files)
+    readers = {path: safe_open(str(path), framework="pt") for path in {*paths.values()}}
+    return {
+        given: readers[paths[stored]].get_slice(stored)
+        for source in sources(model, paths).values()
+        for given, stored in source.stored.items()
+    }
 
 
 class _WithoutParameters(TorchFunctionMode):
@@ -100,12 +128,9 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer.float() for name, buffer in twin.named_buffers() if not buffer.is_meta}
 
 
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """The parameter that another one is, where a head shares its weight with the table of embeddings."""
-    names: dict[int, str] = {}
-    tied = {}
+def _tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """The other names of parameters that have several, as a head that is the table of embeddings."""
+    names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = names.setdefault(id(parameter), name)
-        if first != name:
-            tied[name] = first
-    return tied
+        names.setdefault(id(parameter), []).append(name)
+    return {name: each for each in names.values() if len(each) > 1 for name in each}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class CardFacts:
     step: int | None = None
     num_bos: int = 0
     has_chat_template: bool = False
+    is_part: bool = False
+    key_mapping: Mapping[str, str] = field(default_factory=dict)
 
 
 def model_card(facts: CardFacts) -> str:

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from prge.errors import BundleError, told_as_bundle_error
+from server_export.derive.backprop.choosing import Gather, largest
 from server_export.derive.backprop.layers import FROZEN, Expansion, Layer, replace_layers
 from server_export.derive.backprop.rules import ONES, RULES
 from server_export.graph.mixed_parts import MIXED_PARTS, MixedParts
@@ -37,6 +38,8 @@ _WITH_A_BACKWARD_PASS = {
     MIXED_PARTS: MixedParts.apply,
     UNIT_INVERSE: UnitInverse.apply,
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.gather.default: Gather.apply,
+    torch.ops.aten.topk.default: largest,
 }
 REMEDY = "leave back out of --roles, and please report it with the name of the model"
 

@@ -42,7 +42,9 @@ class Parts:
     back_saved: GraphModule
 
 
-def partition(joint: GraphModule, batch: int, tokens: int, changing: Collection[str] = ()) -> Parts:
+def partition(
+    joint: GraphModule, batch: int, tokens: int, changing: Collection[str] = (), answers: int = 1
+) -> Parts:
     """Part a joint graph.
 
     Args:
@@ -50,11 +52,14 @@ def partition(joint: GraphModule, batch: int, tokens: int, changing: Collection[
         batch, tokens: of the state; no width is a multiple of `tokens`. A saved value is f32 [batch, tokens,
             width]; the way back takes the inputs `saved_0`, `saved_1`, ... behind its others.
         changing: inputs that are others on the way back: nothing that depends on them is saved.
+        answers: outputs that are no slopes; of the forward pass what is saved comes behind the first.
 
     Raises:
         BundleError: what a layer answers can't be saved.
     """
-    answer, *slopes = joint.graph.output_node().args[0]
+    outputs = joint.graph.output_node().args[0]
+    answer, *given = outputs[:answers]
+    slopes = outputs[answers:]
     whole = batch * tokens
     of_changing = _leading_from(joint.graph, [n for n in joint.graph.nodes if n.target in changing])
 
@@ -72,7 +77,7 @@ def partition(joint: GraphModule, batch: int, tokens: int, changing: Collection[
     as_they_are = [None for _ in slopes]
     return Parts(
         back=_part(joint, slopes, as_they_are),
-        save=_part(joint, [answer, *saved], [None, *shapes.values()]),
+        save=_part(joint, [answer, *saved, *given], [None, *shapes.values(), *(None for _ in given)]),
         back_saved=_part(joint, slopes, as_they_are, shapes),
     )
 
@@ -81,7 +86,7 @@ def _smallest_cut(
     graph: Graph, slopes: Sequence[Node], layers: Sequence[Node], may_be_saved: Callable[[Node], bool]
 ) -> list[Node]:
     """The values to save, in order, so that no layer is computed again."""
-    of_slope = _leading_from(graph, [node for node in graph.nodes if node.target == SLOPE])
+    of_slope = _leading_from(graph, [node for node in graph.nodes if _is_slope(node)])
     inside = (_leading_from(graph, layers) & _leading_to(slopes, ())) - of_slope
     flow: Any = networkx.DiGraph()
     flow.add_nodes_from((_FORWARD, _BACK))
@@ -109,6 +114,11 @@ def _is_layer(node: Node, rows: int) -> bool:
     weight, value = node.args[1], node.meta["val"]
     is_constant = weight.op == "get_attr" or all(part.op == "get_attr" for part in weight.all_input_nodes)
     return is_constant and value.dim() < 4 and 1 < value.shape[-1] == value.numel() // rows
+
+
+def _is_slope(node: Node) -> bool:
+    """Whether it is an input that only a way back has."""
+    return node.op == "placeholder" and str(node.target).startswith(SLOPE)
 
 
 def _leading_from(graph: Graph, roots: Sequence[Node]) -> set[Node]:
@@ -144,7 +154,7 @@ def _part(
     graph, copies = Graph(), dict[Node, Node]()
     needed = _leading_to(outputs, given)
     for node in joint.graph.find_nodes(op="placeholder"):
-        if node in needed or node.target not in (ONES, SLOPE):
+        if node in needed or not (node.target == ONES or _is_slope(node)):
             copies[node] = graph.node_copy(node)
     inputs = [graph.placeholder(f"{SAVED_PREFIX}{number}") for number in range(len(given))]
     for source, (node, shape) in zip(inputs, given.items(), strict=True):

@@ -44,7 +44,7 @@ class Factors:
 
 
 Value = Any
-Rule = Callable[..., Dual | Factors | tuple[Dual, ...]]
+Rule = Callable[..., Value]
 # Operators that an adapter's matrix itself may go through.
 OF_MATRICES = {"aten.transpose.int"}
 RULES: dict[str, Rule] = {}
@@ -110,6 +110,31 @@ def _index_select(builder: Builder, node: Node, source: Dual, dim: int, index: N
     return source.each(_shape(node), lambda part, _: builder.call(node.target, part, at, index))
 
 
+@rule(aten.gather.default)
+def _gather(builder: Builder, node: Node, source: Dual, dim: int, index: Node) -> Dual:
+    return _gathered(builder, source, dim, index, _shape(node))
+
+
+@rule(aten.topk.default)
+def _largest(
+    builder: Builder, node: Node, source: Dual, count: int, dim: int = -1, *rest: Any
+) -> tuple[Dual, Node]:
+    """What is chosen has the tangents of its places; the choice has none."""
+    value = builder.reshape(source.primal, *source.shape)
+    index = builder.call(operator.getitem, builder.call(node.target, value, count, dim, *rest), 1)
+    return _gathered(builder, source, dim, index, tuple(node.meta["val"][1].shape)), index
+
+
+def _gathered(builder: Builder, source: Dual, dim: int, index: Node, shape: tuple[int, ...]) -> Dual:
+    one = builder.reshape(index, 1, *shape)
+
+    def gather(part: Node, count: int) -> Node:
+        places = builder.call(aten.expand.default, one, [count, *shape])
+        return builder.call(aten.gather.default, part, _behind_queries(dim), places)
+
+    return source.each(shape, gather)
+
+
 @rule(aten.mean.dim, aten.sum.dim_IntList)
 def _reduce(
     builder: Builder, node: Node, source: Dual, dims: list[int] | None, keepdim: bool = False, **named: Any
@@ -152,7 +177,7 @@ def _choose_scales(
 
 
 @rule(operator.getitem)
-def _item(builder: Builder, node: Node, source: tuple[Dual, ...], index: int) -> Dual:
+def _item(builder: Builder, node: Node, source: tuple[Value, ...], index: int) -> Value:
     return source[index]
 
 

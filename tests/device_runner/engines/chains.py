@@ -71,7 +71,9 @@ class Whole:
 
         bundle = open_bundle(folder / "bundle")
         kind = AutoModel if bundle.chain.is_encoder else AutoModelForCausalLM
-        model = kind.from_pretrained(folder / "model", attn_implementation="eager").eval()
+        model = kind.from_pretrained(
+            folder / "model", attn_implementation="eager", experts_implementation="eager"
+        ).eval()
         # GPT-2's layers keep their weights transposed.
         convert_conv1d(model)
         tensors = load_file(bundle.adapter / "adapter_model.safetensors")

@@ -22,6 +22,7 @@ from prge.files.signatures import (
     PREFILL_TANGENT,
     STACK,
     TANGENT,
+    Sharing,
 )
 from server_export.derive.backprop.layers import with_transposed
 from server_export.graph.modules import attribute
@@ -73,6 +74,9 @@ class GraphBlocks:
     def width(self, number: int) -> int:
         return self.chain.width
 
+    def shared_width(self, value: int) -> int:
+        raise NotImplementedError("these models share nothing")
+
     def release(self, array: Array) -> None:
         """Nothing is used again."""
 
@@ -94,9 +98,9 @@ class GraphBlocks:
             for name, each in zip(interface.outputs, found, strict=True)
         }
 
-    def in_a_row(self, role: str, inputs: Any, outputs: Any, before: Any = None) -> Callable[[], None]:
+    def in_a_row(self, role: str, calls: Mapping[int, Any], before: Any = None) -> Callable[[], None]:
         def compute() -> None:
-            for number, (given, answers) in enumerate(zip(inputs, outputs, strict=True)):
+            for number, (given, answers) in calls.items():
                 interface = self.interface(number, role)
                 found = self.run(number, role, dict(zip(interface.inputs, given, strict=True)))
                 for name, answer in zip(interface.outputs, answers, strict=True):
@@ -132,7 +136,7 @@ class _ModelTables(Tables):
 
     def __init__(self, chain: manifest.Chain, model: ModelChain) -> None:
         self._tables = chain.tables
-        self._rotary = {
+        self._stored = {
             number: _Rows(table.values.numpy())
             for number, table in enumerate(model.tables.all)
             if table.values is not None
@@ -162,7 +166,7 @@ def _graphs(model: ModelChain, first: int) -> tuple[dict[str, GraphModule], mani
     is_head = first >= model.end
     graphs = role_graphs(model.kinds[first].graph_module, adapter, roles, is_head)
     graphs = {role: graph for role, graph in graphs.items() if role in ROLES}
-    methods = {role: _interface(graph, role, adapter, is_head) for role, graph in graphs.items()}
+    methods = {role: _interface(graph, role, adapter, is_head, Sharing()) for role, graph in graphs.items()}
     return graphs, manifest.Kind("", methods)
 
 

@@ -195,7 +195,7 @@ def pieces(chain: dict[str, Any], count: int) -> None:
     [
         (5, "its head has 5 pieces, of 128 words"),
         (3, "its head has 3 pieces, of 128 words"),
-        (8, "blocks share a weights file"),
+        (8, "blocks 3 and 7 share a weights file and aren't one layer"),
         (2, "output logits of decode is float32 [16, 1, 32], must be float32 [16, 1, 64]"),
     ],
 )

@@ -35,7 +35,9 @@ TANGENTS = [(2, 3), (9, 6)]
 ROWS = [3, 9]
 
 
-@pytest.fixture(scope="module", params=["llama", *rest("llama lora", "bert", "bert lora")])
+@pytest.fixture(
+    scope="module", params=["llama", *rest("llama lora", "bert", "bert lora", "gemma3n", "gemma4", "olmoe")]
+)
 def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path]) -> Path:
     return make_chain(request.param)
 

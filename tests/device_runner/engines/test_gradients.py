@@ -39,7 +39,8 @@ pytestmark = needs_compiler
 TOLERANCE = 4e-6
 LAYERS = 30
 # What is different in the engine; tests/server_export/derive/test_blocks.py has the graphs of all.
-ARCHITECTURES = ("gpt2", "gemma3", "opt", "qwen3", "roberta")
+ARCHITECTURES = ("gpt2", "gemma3", "opt", "qwen3", "roberta", "gemma3n", "gemma4")
+MIXTURES = ("olmoe", "qwen3_moe", "granitemoe", "mixtral", "lfm2_moe")
 
 
 def call_of(bundle: Bundle, rows: int, seed: int = 0) -> tuple[Contract, Inputs]:
@@ -64,7 +65,8 @@ def flat(matrices: Mapping[str, Any]) -> Array:
     [
         ("llama", ""),
         *rest(*((name, "") for name in ("llama lora", *ARCHITECTURES)), ("bert", "mean"), ("bert", "first")),
-        *rest(("bert lora", "mean")),
+        *rest(("bert lora", "mean"), ("albert", "mean"), ("albert lora", "mean")),
+        *rest(*((name, "") for name in MIXTURES)),
     ],
 )
 def test_in_float32_it_is_autograds_but_for_rounding(

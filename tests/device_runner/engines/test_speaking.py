@@ -21,7 +21,7 @@ from tests.templates import random_adapter
 from tests.tiers import rest
 
 # What is different in the engine; tests/server_export/derive/test_continuing.py has the graphs of all.
-ARCHITECTURES = ("gemma2", "gemma3", "opt", "gpt2")
+ARCHITECTURES = ("gemma2", "gemma3", "opt", "gpt2", "gemma3n", "gemma4")
 # In the model's own float32 attention, as a part of the largest logit; logits of these models go up to 10.
 TOLERANCE = 2e-5
 
@@ -64,7 +64,7 @@ def difference(found: FloatArray, expected: FloatArray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-@pytest.fixture(params=["llama", *rest("llama lora", *ARCHITECTURES)])
+@pytest.fixture(params=["llama", *rest("llama lora", "olmoe", *ARCHITECTURES)])
 def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path]) -> Path:
     return make_chain(request.param)
 

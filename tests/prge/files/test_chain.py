@@ -56,8 +56,8 @@ def at(value: Json, path: tuple[Any, ...]) -> Json:
 
 PLACES = [*places(block_of())]
 MAY_BE_NULL = "window"
-# Rows of earlier bundles are whole.
-MAY_LACK = "piece"
+# Rows of earlier bundles are whole, their blocks share no values, and none is an expert.
+MAY_LACK = ("piece", "shared", "takes", "past", "experts")
 
 
 def test_a_bundle_that_knows_no_pieces_has_whole_rows() -> None:
@@ -80,7 +80,9 @@ def test_pieces_follow_each_other_and_none_has_one_token_alone(length: int, head
     )
 
 
-@pytest.mark.parametrize("path", [p for p in PLACES if isinstance(p[-1], str) and p[-1] != MAY_LACK], ids=str)
+@pytest.mark.parametrize(
+    "path", [p for p in PLACES if isinstance(p[-1], str) and p[-1] not in MAY_LACK], ids=str
+)
 def test_a_field_that_is_missing_is_named(path: tuple[Any, ...]) -> None:
     block = block_of()
     del at(block, path[:-1])[path[-1]]
@@ -172,7 +174,7 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda b: b["blocks"].__delitem__(slice(1, None)), "it has 1 blocks, must be 2 to 1024"),
+        (lambda b: b["blocks"].__delitem__(slice(1, None)), "it has 1 blocks, must be 2 to 16384"),
         (lambda b: b["blocks"].extend(b["blocks"] * 500), "it has 2004 blocks"),
         (lambda b: b.update(pooling="last"), "pooling is 'last', must be one of mean, first"),
         (lambda b: b.update(readout="logits"), "readout is 'logits'"),
@@ -227,7 +229,15 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
         (lambda b: b.update(readout="pooled"), "block 3 takes .*'targets'"),
         (lambda b: _adapt_instead(b, 0), "block 0, the first or a head, has adapted modules"),
         (lambda b: _adapt_instead(b, 3), "block 3, the first or a head, has adapted modules"),
+        (lambda b: b.update(shared=[4]), r"its 1 shared values come from the blocks \(4,\)"),
+        (lambda b: b.update(shared=[1] * 5000), "its 5000 shared values come from"),
+        (lambda b: b.update(shared=[3]), "block 3, a head, shares values"),
+        (lambda b: b.update(shared=[1]), r"block 1 answers \('state',\) in the role stack"),
+        (lambda b: b["blocks"][1].update(takes=[0]), r"block 1 takes the values \(0,\) of 0"),
+        (lambda b: b["blocks"][2].update(past=[0, 1]), r"block 2 has its past in \(0, 1\) of 0 values"),
         (_adapt_nothing, "no block has an adapted module: there is nothing to train"),
+        (lambda b: b["kinds"][1].update(experts=True), "block 1, an expert, has modules or tables"),
+        (lambda b: b["kinds"][0].update(experts=True), "block 0, an expert, .* or is the first or the last"),
     ],
 )
 def test_a_chain_that_no_engine_can_run_is_refused(change: Change, told: str) -> None:

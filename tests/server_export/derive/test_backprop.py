@@ -112,6 +112,23 @@ def test_a_blocks_transposed_weights_are_made_of_its_own() -> None:
         torch.testing.assert_close(made[name], getattr(graph, name))
 
 
+def test_what_is_chosen_takes_its_slopes_to_its_places() -> None:
+    """Some numbers are masked before the choice, as those of groups of experts are."""
+
+    class Choosing(Adapted):
+        def forward(self, state: torch.Tensor, lora_b: torch.Tensor) -> torch.Tensor:
+            state = super().forward(state, lora_b)
+            masked = state + torch.full((WIDTH,), 0.0).index_fill(0, torch.tensor([1]), -torch.inf)
+            shares, index = torch.topk(masked, 5)
+            others = torch.sigmoid(state).gather(-1, index)
+            return state * (shares * others).sum(-1, keepdim=True)
+
+    module = Choosing()
+    graph = backpropagate(rewritten_graph(module, inputs()[:2]), ["state", "lora_b"], ["lora_b"], LENGTH)
+    for ours, theirs in zip(answers(graph, *inputs()), by_autograd(module), strict=True):
+        assert relative_difference(ours, theirs) < 1e-5
+
+
 class Rows(nn.Module):
     """Two adapters of rank 1, one after the other, and a mean."""
 

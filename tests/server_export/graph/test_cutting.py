@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from server_export.graph.cutting import ModelBlock, cut, kinds
+from server_export.graph.experts import EXPERTS
 from server_export.graph.rewriting import rewritten_graph
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 3, 5, 8, 16
@@ -31,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, *layers: Layer) -> None:
+    def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(layers)
@@ -103,3 +104,51 @@ def test_without_points_to_cut_at_the_model_is_one_block() -> None:
 
     graph = rewritten_graph(Short(), (torch.zeros(ROWS, TOKENS, dtype=torch.long), torch.zeros(1)))
     assert len(cut(graph, [], table=None)) == 1
+
+
+class Mixture(nn.Module):
+    """A layer whose experts come between two residual sums; a shared part of it needs none of them."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.mix, self.shared = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.router = nn.Linear(WIDTH, CHOICES, bias=False)
+
+    def forward(self, state: torch.Tensor, mask: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+        state = state + self.mix(torch.bmm(mask.expand(ROWS, TOKENS, TOKENS), state))
+        seen = torch.tanh(state).reshape(-1, WIDTH)
+        shares, index = torch.topk(torch.softmax(self.router(seen), -1), CHOSEN)
+        said = EXPERTS(seen, shares, index.float(), self.number, WIDTH) + self.shared(seen)
+        return state + said.reshape(state.shape)
+
+
+CHOICES, CHOSEN = 6, 2
+
+
+def test_a_layer_is_parted_at_its_experts_and_joins_the_next_one() -> None:
+    _, blocks = blocks_of(Model(*(Mixture(number) for number in range(3))))
+    assert [block.experts for block in blocks] == [None, 0, 1, 2, None]
+    assert kinds(blocks) == [0, 1, 2, 2, 4]
+    widths = [
+        (state.meta["val"].shape[-1], graph.output_node().args[0][0].meta["val"].shape[-1])
+        for graph in (block.graph_module.graph for block in blocks[1:])
+        for state in graph.find_nodes(op="placeholder", target="state")
+    ]
+    # What experts see, shares and index, and beside them the state and the shared part.
+    before, behind = WIDTH + 2 * CHOSEN + 2 * WIDTH, 3 * WIDTH
+    assert widths == [(WIDTH, before), (behind, before), (behind, before), (behind, VOCABULARY)]
+
+
+class FirstLayer(Layer):
+    """One that isn't like the others."""
+
+    def forward(self, state: torch.Tensor, mask: torch.Tensor, lora_b: torch.Tensor | None) -> torch.Tensor:
+        return super().forward(state, mask, lora_b) @ self.up.weight
+
+
+def test_an_adapted_layer_that_isnt_like_the_others_is_no_part_of_the_embedding() -> None:
+    for adapted in (3, 4):
+        _, blocks = blocks_of(Model(FirstLayer(), *(Layer() for _ in range(3))), adapted)
+        assert not blocks[0].adapter
+        assert sum(len(block.adapter) for block in blocks) == adapted

@@ -48,6 +48,7 @@ def drawn(*shape: int) -> torch.Tensor:
 X = drawn(2, 3, 4)
 NORM = ["linear", "sub", "mul", "linear", "add", "rsqrt", "mul"]
 WEIGHT, BIAS = drawn(4) + 1, drawn(4)
+COPIES = drawn(5, 2, 3, 1)
 CASES: dict[str, Case] = {
     # Means are layers with a constant row.
     "mean of the last dimension": Case(lambda x: x.mean(-1), ["linear", "reshape"], X),
@@ -59,7 +60,14 @@ CASES: dict[str, Case] = {
     "norm with a shift": Case(lambda x: F.layer_norm(x, (4,), WEIGHT, BIAS, 0.1), [*NORM, "mul", "add"], X),
     "norm of what hardly varies": Case(lambda x: F.layer_norm(1e3 + x / 100, (4,)), ["div", "add", *NORM], X),
     "norm over two dimensions stays": Case(lambda x: F.layer_norm(x, (3, 4)), ["layer_norm"], X),
+    "standard deviation": Case(
+        lambda x: x.std(-1, unbiased=False, keepdim=True),
+        ["linear", "sub", "mul", "linear", "sqrt", "reshape"],
+        X,
+    ),
+    "standard deviation of a sample stays": Case(lambda x: x.std(-1), ["std"], X),
     # Elementwise
+    "product by its other name": Case(lambda x: torch.multiply(x, x), ["mul"], X),
     "square": Case(lambda x: x**2, ["mul"], X),
     "cube": Case(lambda x: x**3, ["mul", "mul"], X),
     "root stays": Case(lambda x: x.abs() ** 0.5, ["abs", "pow"], X),
@@ -79,6 +87,21 @@ CASES: dict[str, Case] = {
     "split into unequal parts": Case(lambda x: x.split([1, 3], -1)[1], ["slice"], X),
     "chunk": Case(lambda x: x.chunk(3, 1)[2], ["slice"], X),
     "chunk of the first dimension": Case(lambda x: x.chunk(2)[1], ["slice"], X),
+    "stack": Case(lambda x: torch.stack([x, x], 1), ["reshape", "reshape", "cat"], X),
+    "part that is put between": Case(
+        lambda x: x.slice_scatter(x[:, :1] * 2, 1, 1, 2), ["slice", "mul", "slice", "slice", "cat"], X
+    ),
+    "part that is put at the end": Case(
+        lambda x: x.slice_scatter(x[:, :2] * 2, 1, 1), ["slice", "mul", "slice", "cat"], X
+    ),
+    "product of as many matrices": Case(
+        lambda x: torch.matmul(x[None], x[None].transpose(2, 3)),
+        ["reshape", "reshape", "transpose", "reshape", "reshape", "bmm", "reshape"],
+        X,
+    ),
+    "product with one matrix stays": Case(lambda x: torch.matmul(x, BIAS[:, None]), ["matmul"], X),
+    "repetition in front of a factor": Case(lambda x: x.repeat(5, 1, 1, 1) * COPIES, ["reshape", "mul"], X),
+    "repetition that is an answer stays": Case(lambda x: x.repeat(5, 1, 1, 1), ["repeat"], X),
     "empty parts": Case(lambda x: torch.cat([x[..., :0], x, x], -1), ["cat"], X),
     "one part beside empty ones": Case(lambda x: torch.cat([x[..., 4:], x * 2], -1), ["mul"], X),
     "parts that are all there": Case(lambda x: torch.cat([x, x], 1), ["cat"], X),

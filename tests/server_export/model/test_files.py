@@ -20,6 +20,7 @@ from server_export.model.files import (
     read_config,
     shard_names,
     stored_numbers,
+    stored_pooling,
 )
 from tests.server_export.publishing.hub_server import give_environment
 
@@ -97,6 +98,9 @@ def test_tokens_that_end_a_text_are_those_of_both_configurations(tmp_path: Path)
     assert end_tokens(files) == [2, 7, 9]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
     assert end_tokens(files) == [7]
+    for inner, tokens in (({"eos_token_id": 0}, [0]), ("nothing", [])):
+        write_model(tmp_path, {"text_config": inner})
+        assert end_tokens(files) == tokens
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ def test_integers_are_a_quantized_model_unless_they_are_old_masks(tmp_path: Path
         ({"n_layer": 10**6}, "from 1 to 512"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"num_labels": 10**8}, "num_labels is 100000000, must be at most 65536"),
-        ({"unheard_of": 10**9}, "unheard_of is 1000000000"),
+        ({"unheard_of": 10**10}, "unheard_of is 10000000000"),
         ({"inner": {"rope": [{"factor": 10**50}]}}, "factor is 1000"),
         ({"hidden_size": 10**200}, "a number of 201 digits"),
         ({"eps": float("nan")}, "NaN"),
@@ -182,6 +186,9 @@ def test_usual_numbers_pass(tmp_path: Path) -> None:
         "layer_types": ["full_attention"] * 126,
         "use_cache": True,
         "n_inner": None,
+        "vocab_size_per_layer_input": 262_144,
+        "max_pixels": 1 << 28,
+        "time_step_limit": [0.0, float("inf")],
     }
     assert read_config(find_files(str(write_model(tmp_path, config)))) == config
 
@@ -221,3 +228,49 @@ def test_a_hub_model_is_the_commit_of_its_revision(tmp_path: Path, monkeypatch: 
         found("some/other")
     monkeypatch.chdir(tmp_path)
     assert (found("some/model"), found("some/model", "main")) == (None, commit)
+
+
+def write_sentences(folder: Path, inner: str = "", **pooling: object) -> Path:
+    """A folder as sentence-transformers writes it."""
+    write_model(folder / inner)
+    kinds = {"Transformer": inner, "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [{"type": f"sentence_transformers.models.{name}", "path": path} for name, path in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
+    return folder
+
+
+@pytest.mark.parametrize("inner", ["", "0_Transformer"])
+@pytest.mark.parametrize(
+    ("given", "pooling"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
+        (
+            {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True, "include_prompt": True},
+            "first",
+        ),
+        ({"pooling_mode": "cls"}, "first"),
+    ],
+)
+def test_a_folder_of_sentence_transformers_says_how_it_pools(
+    tmp_path: Path, inner: str, given: dict[str, object], pooling: str
+) -> None:
+    files = find_files(str(write_sentences(tmp_path, inner, **given)))
+    assert files.folder == tmp_path / inner
+    assert stored_pooling(files) == pooling
+
+
+def test_other_ways_to_pool_are_refused(tmp_path: Path) -> None:
+    assert stored_pooling(find_files(str(write_model(tmp_path / "plain")))) is None
+    modes = {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}
+    files = find_files(str(write_sentences(tmp_path / "model", **modes)))
+    with pytest.raises(BundleError, match=r"pools by .max_tokens, mean., a bundle can"):
+        stored_pooling(files)
+
+
+def test_a_gguf_file_is_quantized_already(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for name in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(BundleError, match=r"GGUF file, whose weights are codes already"):
+            find_files(str(name))

@@ -54,7 +54,9 @@ def expected_inputs(folder: Path, names: Sequence[str]) -> dict[str, list[torch.
     return seen
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "opt", "bert", "roberta"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gemma3", "gpt2", "opt", "bert", "roberta", "qwen2_moe", "olmoe"]
+)
 def test_layers_see_what_the_models_own_layers_see(architecture: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path, architecture)
     names = linear_layers(folder)

@@ -107,6 +107,8 @@ def test_a_decoder_loads_without_its_head_and_not_the_other_way_round(
         ("RobertaForMaskedLM", "roberta"),
         ("DistilBertForMaskedLM", "distilbert"),
         ("DistilBertForQuestionAnswering", "distilbert"),
+        ("AlbertForSequenceClassification", "albert"),
+        ("ModernBertForMaskedLM", "modernbert"),
         ("LlamaForSequenceClassification", "llama"),
     ],
 )

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
-from server_export.model.attention import causal_mask
+from device_runner.engines.tables import Tables
+from prge.files.bundle import TABLES
+from prge.files.chain import Table
+from server_export.model.attention import causal_mask, window_mask
 from server_export.model.tables import ModelTable, ModelTables, TableRotary, make_rotary_tables
 from tests.tiny_models import make_model
 
@@ -32,3 +41,31 @@ def test_masks_positions_and_types_follow_the_length() -> None:
     assert torch.equal(ModelTable("causal", 4, members=2).of(LENGTH), torch.stack([mask, mask]))
     assert ModelTable("positions", first=2).of(3).tolist() == [[2, 3, 4]]
     assert ModelTable("zeros").of(3).tolist() == [[0, 0, 0]]
+
+
+def test_a_window_on_both_sides_is_a_table_by_distance() -> None:
+    tables = ModelTables(LONGEST)
+    # It is traced, and never run.
+    with pytest.raises(NotImplementedError):
+        tables.window(LENGTH, 3, 2)
+    (table,) = tables.all
+    mask = window_mask(LENGTH, 3, torch.float32)
+    assert torch.equal(table.of(LENGTH), torch.stack([mask, mask]))
+    assert torch.equal(table.of(LONGEST)[0], window_mask(LONGEST, 3, torch.float32))
+
+
+def test_numbers_by_distance_are_those_that_a_device_makes(tmp_path: Path) -> None:
+    """Of a token from one behind it on the left, from one before it on the right."""
+    values = np.arange(2 * LONGEST - 1)
+    table = ModelTable("relative", members=2, values=values)
+    expected = [[3, 2, 1], [4, 3, 2], [5, 4, 3]]
+    assert table.of(3).tolist() == [(np.array(expected) + LONGEST - 4).tolist()] * 2
+    save_file({"0": values}, tmp_path / TABLES)
+    described = SimpleNamespace(
+        tables=(Table("relative", members=2),),
+        roles=(),
+        bounds=SimpleNamespace(tokens=LONGEST, context=LONGEST),
+    )
+    device: Any = Tables(SimpleNamespace(file=lambda name: tmp_path / name), described)  # type: ignore[arg-type]
+    assert device.tensor(0, 5) == ("int64", (2, 5, 5))
+    assert device.of(0, 5).tolist() == table.of(5).tolist()

@@ -186,6 +186,12 @@ case("where with a small constant", lambda x, m, c: torch.where(m, x, c), X, pas
 case("masked_fill", lambda x, m: x.masked_fill(m, -3.0), X, passive=(MASK,))
 case("masked_fill that spreads", lambda x, m: x.masked_fill(m, 2.0), ROW, passive=(MASK,))
 
+PLACES = torch.tensor([[[3, 0]], [[1, 2]]]).expand(2, 3, 2)
+case("gather", lambda x, i: x.gather(-1, i), X, passive=(PLACES,))
+case("gather after a factor", lambda x, i: (torch.tanh(x) * 3).gather(2, i), X, passive=(PLACES,))
+case("topk", lambda x: (lambda v, i: v * torch.sigmoid(x).gather(-1, i))(*torch.topk(x, 2)), X)
+case("topk after a factor", lambda x: torch.topk(torch.tanh(x) * 3, 3, dim=-1)[0], X)
+
 # Elementwise functions, bare and where factors are put off
 ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp": torch.exp,

@@ -1,0 +1,100 @@
+"""A layer's experts on the engine: each gets its own tokens, and only those that are asked for are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from device_runner.engines.blocks import Blocks
+from device_runner.engines.head import enough, slices
+from prge.engine import Array, FloatArray
+from prge.files.signatures import BACK, STACK, TANGENT
+
+
+class Experts:
+    """Runs the experts of the layers of an opened bundle.
+
+    Args:
+        blocks: of the bundle.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._most = blocks.chain.bounds.piece
+
+    def forward(
+        self, first: int, states: Sequence[FloatArray], tangents: Sequence[FloatArray] = ()
+    ) -> list[FloatArray]:
+        """States behind the experts of a layer, of several calls, and their tangents.
+
+        Args:
+            first: number of the layer's first expert.
+            states: f32 [..., tokens, width] before them.
+            tangents: f32 [queries, ..., tokens, width] of each, if any.
+
+        Raises:
+            RuntimeError: the engine failed, or a state asks for an expert that isn't there.
+        """
+
+        def run(expert: int, state: FloatArray, *d_state: FloatArray) -> list[FloatArray]:
+            if not d_state:
+                return self._run(first + expert, STACK, {"state": state[None, None]}, "state")
+            given = {"state": state[None], "d_state": d_state[0][:, None]}
+            return self._run(first + expert, TANGENT, given, "state", "d_state")
+
+        flat = [_joined(states), *([_joined(tangents, 1)] if tangents else [])]
+        found = self._blocks.routing(first).forward(flat[0], run, *flat[1:])
+        return _parted(found[0], states) + (_parted(found[1], tangents, 1) if tangents else [])
+
+    def back(
+        self, first: int, states: Sequence[FloatArray], slopes: Sequence[FloatArray]
+    ) -> list[FloatArray]:
+        """Slopes of the states before the experts of a layer, from those behind.
+
+        Args:
+            first: number of the layer's first expert.
+            states: f32 [..., tokens, width] before them; what passes by may be left out.
+            slopes: f32 [..., tokens, width] by the states behind.
+
+        Raises:
+            RuntimeError: as of `forward`.
+        """
+
+        def run(expert: int, state: FloatArray, slope: FloatArray) -> list[FloatArray]:
+            return self._run(first + expert, BACK, {"state": state[None], "slope": slope[None]}, "slope")
+
+        found = self._blocks.routing(first).back(_joined(states), _joined(slopes), run)
+        return _parted(found, states)
+
+    def _run(self, number: int, role: str, given: dict[str, Array], *names: str) -> list[FloatArray]:
+        """What an expert answers of some tokens, [..., tokens, numbers] each without axes of 1."""
+        count = given["state"].shape[-2]
+        found: list[list[FloatArray]] = [[] for _ in names]
+        for some in slices(count, self._most):
+            inputs = {name: enough(array[..., some, :], -2) for name, array in given.items()}
+            ones = np.ones((1, inputs["state"].shape[-2], 1), np.float32)
+            answers = self._blocks.run(number, role, {**inputs, "ones": ones})
+            for parts, name in zip(found, names, strict=True):
+                told = answers[name][..., 0, : some.stop - some.start, :]
+                parts.append(told.copy())
+                self._blocks.release(answers[name])
+        return [np.concatenate(parts, -2) for parts in found]
+
+
+def _joined(arrays: Sequence[FloatArray], lead: int = 0) -> FloatArray:
+    """Tokens of several calls one after the other, behind so many axes."""
+    flat = [array.reshape(*array.shape[:lead], -1, array.shape[-1]) for array in arrays]
+    return flat[0] if len(flat) == 1 else np.concatenate(flat, -2)
+
+
+def _parted(joined: FloatArray, like: Sequence[FloatArray], lead: int = 0) -> list[FloatArray]:
+    """Tokens of several calls as these have them."""
+    found, start = [], 0
+    for array in like:
+        shape = array.shape[:-1]
+        end = start + int(np.prod(shape[lead:]))
+        part = joined[..., start:end, :].reshape(*shape, joined.shape[-1])
+        found.append(np.ascontiguousarray(part))
+        start = end
+    return found
