@@ -153,7 +153,7 @@ def _write(
     from server_export.model.files import stored_pooling
 
     is_encoder = source.readout == "pooled"
-    bounds = manifest.Bounds.for_rows(source.longest, context, is_encoder)
+    bounds = manifest.Bounds.for_rows(source.longest, context, is_encoder, chain.tables.recurs)
     with stage("lowering") as note:
         cache = ProgramCache() if config.cache else None
         lowered = lower_chain(chain, folder, config.roles, bounds, note, cache)

@@ -171,6 +171,58 @@ SHARING: dict[str, tuple[str, dict[str, Any]]] = {
 UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {"persimmon": ("PersimmonConfig", _COMMON)}
 
 
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12}
+# Those that look at the tokens before through a memory of fixed size, beside or in place of attention.
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": (
+        "Lfm2Config",
+        {**_GROUPED, "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"]},
+    ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {
+            **_GROUPED,
+            "head_dim": 32,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [4, 2, 2],
+            },
+        },
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        {
+            **{key: _COMMON[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 12,
+            "n_groups": 2,
+            "chunk_size": 8,
+            **{key: _COMMON[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")},
+        },
+    ),
+    "falcon_h1": ("FalconH1Config", {**_GROUPED, "head_dim": 16, "mamba_d_ssm": 128, **_MAMBA}),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_GROUPED,
+            **_MAMBA,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "layer_types": ["mamba", "attention"],
+        },
+    ),
+}
+
+
 # One layer of each, the one that is harder to get right.
 SHALLOW: dict[str, dict[str, Any]] = {
     **{architecture: {"num_hidden_layers": 1} for architecture in [*DECODERS, *ENCODERS]},
@@ -186,7 +238,8 @@ def make_config(architecture: str, **changes: Any) -> Any:
     """The transformers configuration of a tiny model."""
     import transformers
 
-    name, settings = {**DECODERS, **SHARING, **ENCODERS, **RELATIVE, **EXPERTS, **UNUSUAL}[architecture]
+    known = {**DECODERS, **SHARING, **RECURRENT, **ENCODERS, **RELATIVE, **EXPERTS, **UNUSUAL}
+    name, settings = known[architecture]
     return getattr(transformers, name)(**{**settings, **changes})
 
 

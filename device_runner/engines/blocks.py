@@ -27,6 +27,7 @@ from device_runner.engines.interfaces import (
     AttentionHeads,
     Shapes,
     problems_of,
+    read_carried,
     read_heads,
     read_saved,
     read_shared,
@@ -99,6 +100,7 @@ class Blocks:
             read_widths(self.chain, self._programs),
             read_heads(self.chain, self._programs),
             read_saved(self.chain, self._programs),
+            read_carried(self.chain, self._programs),
             read_shared(self.chain, self._programs),
         )
         for number, block in enumerate(self.chain.blocks):
@@ -116,6 +118,10 @@ class Blocks:
     def heads(self, number: int) -> AttentionHeads:
         """The heads of a block's attention."""
         return self._shapes.heads[number]
+
+    def carried(self, number: int) -> Mapping[str, tuple[int, int]]:
+        """Height and width of what a block carries from call to call, by name."""
+        return self._shapes.carried[number]
 
     @cached_property
     def lora_a(self) -> dict[str, FloatArray]:

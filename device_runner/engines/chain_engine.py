@@ -43,7 +43,7 @@ class Part:
         values: the state by name, in the shape that blocks take.
         beside: what every block is given beside it.
         adapter: the call's inputs of adapted modules for this part, by their names in the call.
-        kept: of a way back, the states that entered the blocks, and of a row in pieces keys and values.
+        kept: of a way back, the states that entered the blocks, and of a row in pieces what it needs besides.
         shared: values that several blocks read.
     """
 
@@ -314,7 +314,8 @@ class ChainEngine(CheckedEngine):
                 if not keep:
                     part.shared.leave(number, self._blocks.release)
                 kept = {"state": part.values["state"]} if keep else {}
-                kept |= {name: found.pop(name) for name in (KEYS, VALUES) if name in found}
+                of_pieces = (KEYS, VALUES, *self._chain.carried(number))
+                kept |= {name: found.pop(name) for name in of_pieces if name in found}
                 if keep:
                     part.kept.append({name: self._kept.keep(array) for name, array in kept.items()})
                 self._release(part.values)
@@ -398,11 +399,12 @@ class ChainEngine(CheckedEngine):
         numbers = arrays = 0
         turns = [turn.start for turn in self._chain.turns(blocks)]
         for part in parts:
-            in_pieces = self._in_pieces(part)
-            arrays += len(turns) * (3 if in_pieces else 1)
             for block in turns:
-                of_token = self._blocks.width(block) + in_pieces * self._pieces.kept_numbers(block)
-                numbers += part.rows.size * part.length * of_token
+                of_rows = [part.rows.size * part.length * self._blocks.width(block)]
+                if self._in_pieces(part):
+                    of_rows += self._pieces.kept_numbers(block, part.length)
+                arrays += len(of_rows)
+                numbers += sum(of_rows)
         self._kept.begin(arrays, numbers)
 
     # From states to answers

@@ -13,8 +13,8 @@ from typing import Any
 from device_runner.engines.base import DTYPES, Tensors
 from device_runner.engines.tables import Tables
 from prge.contract import LARGEST_SIZE
-from prge.files.chain import GIVEN, PAST_KEYS, PAST_VALUES, TABLE, TAKEN, Bounds, Chain
-from prge.files.signatures import DECODE, PREFILL, SAVE, STACK
+from prge.files.chain import GIVEN, PAST_KEYS, PAST_VALUES, TABLE, TAKEN, Block, Bounds, Chain
+from prge.files.signatures import CARRIED, DECODE, PREFILL, SAVE, STACK
 from prge.learning.experts import Routing
 
 # Sizes that a method is tried with before it is used.
@@ -30,6 +30,7 @@ class Shapes:
         widths: of the states that enter and leave every block; 0 where none does.
         heads: of the keys and values of every block.
         saved: of every block's saved values, by name.
+        carried: height and width of what every block carries from call to call, by name.
         shared: of every shared value.
     """
 
@@ -40,6 +41,7 @@ class Shapes:
         widths: Sequence[tuple[int, int]],
         heads: Sequence[AttentionHeads],
         saved: Sequence[Mapping[str, int]],
+        carried: Sequence[Mapping[str, tuple[int, int]]],
         shared: Sequence[int] = (),
     ) -> None:
         self._chain = chain
@@ -48,6 +50,7 @@ class Shapes:
         self.routings = read_routings(chain, widths)
         self.heads = heads
         self.saved = saved
+        self.carried = carried
         self.shared = shared
 
     def of(
@@ -76,6 +79,9 @@ class Shapes:
             numbers["words"] = chain.piece_words
         if name in self.saved[number]:
             numbers["saved"] = self.saved[number][name]
+        elif CARRIED in name:
+            shape = self.carried[number].get(name[name.index(CARRIED) :], (0, 0))
+            numbers |= {"high": shape[0], "wide": shape[1]}
         elif TAKEN in name:
             numbers["taken"] = self.shared[block.takes[_index(name)]]
         elif GIVEN in name:
@@ -100,20 +106,37 @@ def read_heads(chain: Chain, programs: Sequence[Any]) -> list[AttentionHeads]:
     """The heads of every block's attention, as its program has them; none where it has no role for texts."""
     found = []
     for block in chain.blocks:
-        methods, program = chain.kinds[block.kind].methods, programs[block.kind]
-        role = DECODE if DECODE in methods else PREFILL
-        sequences = chain.bounds.sequences if role == DECODE else 1
-        shapes: dict[str, tuple[int, ...]] = {}
-        if role in methods and role in program.methods:
-            tensors = program.signature(role).inputs
-            names = methods[role].inputs
-            shapes = {name: tensor[1] for name, tensor in zip(names, tensors, strict=False) if tensor}
+        methods = chain.kinds[block.kind].methods
+        sequences = chain.bounds.sequences if DECODE in methods else 1
+        shapes = _shapes_of_texts(chain, block, programs)
         keys, values = shapes.get(PAST_KEYS, ()), shapes.get(PAST_VALUES, ())
         fits = len(keys) == len(values) == 3
         found.append(
             AttentionHeads(keys[0] // sequences, keys[2], values[2]) if fits else AttentionHeads(0, 0, 0)
         )
     return found
+
+
+def read_carried(chain: Chain, programs: Sequence[Any]) -> list[dict[str, tuple[int, int]]]:
+    """Height and width of what every block carries from call to call, by name, as its program has them."""
+    found = []
+    for number, block in enumerate(chain.blocks):
+        shapes = _shapes_of_texts(chain, block, programs)
+        both = {name: shapes.get(name, ()) for name in chain.carried(number)}
+        found.append(
+            {name: (shape[1], shape[2]) if len(shape) == 3 else (0, 0) for name, shape in both.items()}
+        )
+    return found
+
+
+def _shapes_of_texts(chain: Chain, block: Block, programs: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name of what a block takes to go on with sequences; none if it can't."""
+    methods, program = chain.kinds[block.kind].methods, programs[block.kind]
+    role = DECODE if DECODE in methods else PREFILL
+    if role not in methods or role not in program.methods:
+        return {}
+    pairs = zip(methods[role].inputs, program.signature(role).inputs, strict=False)
+    return {name: tensor[1] for name, tensor in pairs if tensor}
 
 
 def read_saved(chain: Chain, programs: Sequence[Any]) -> list[dict[str, int]]:
@@ -198,6 +221,8 @@ def problems_of(chain: Chain, shapes: Shapes, programs: Sequence[Any], number: i
         yield f"it gives values of the widths {[shapes.shared[value] for value in chain.gives(number)]}"
     if any(not 1 <= width <= LARGEST_SIZE for width in shapes.saved[number].values()):
         yield f"it saves values of the widths {sorted(shapes.saved[number].values())}"
+    if any(not 1 <= size <= LARGEST_SIZE for shape in shapes.carried[number].values() for size in shape):
+        yield f"it carries things of the shapes {sorted(shapes.carried[number].values())}"
     for role, method in chain.kinds[block.kind].methods.items():
         if role not in program.methods:
             yield f"its methods are {', '.join(program.methods)}, must include {role}"

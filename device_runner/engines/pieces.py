@@ -3,6 +3,8 @@
     forward   the first piece first; its keys and values are the past of those behind it
     back      the last piece first; what it says of the past's keys and values is a slope of those before it
 
+What a recurrence carries is handed on alike: of each piece to the next one, and its slope to the one before.
+
 Memory grows with a row's length alone: later pieces are shorter, because their tokens have more scores. A
 sliding window's past is the window. Keys and values that a block takes from another are there for all pieces.
 """
@@ -62,8 +64,9 @@ class Pieces:
                 [1, rank, width]; what the block takes as the state.
 
         Returns:
-            `state` [1, tokens, width] and what the block gives, and what a way back needs of attention:
-            `keys` and `values` [heads, tokens, width].
+            `state` [1, tokens, width] and what the block gives, and what a way back needs: of attention
+            `keys` and `values` [heads, tokens, width], and what was `carried` to each piece, [pieces, height,
+            width].
         """
         name = "state" if number else "tokens"
         entering = inputs[name][0]
@@ -75,15 +78,20 @@ class Pieces:
         taken = {each: array[0] for each, array in inputs.items() if each.startswith(TAKEN)}
         known = own or self._taken_keys(number, taken)
         adapter = {**self._frozen(number), **inputs}
+        carried = self._nothing_carried(number)
+        carried_to: list[Arrays] = []
         for piece in self._pieces(number, length):
-            given = {**adapter, **self.beside(number, piece, known)}
+            given = {**adapter, **self.beside(number, piece, known), **carried}
             given |= {each: _cut(array, piece) for each, array in taken.items()}
             given[name] = entering[:, piece]
             answer = self._blocks.run(number, PREFILL, given)
+            carried_to.append(carried)
+            carried = {each: answer[each].copy() for each in carried}
             for each, whole in (*found.items(), *own.items()):
                 whole[..., piece, :] = answer[each]
             self._release(answer)
-        return {**found, **own}
+        of_pieces = {each: np.concatenate([to[each] for to in carried_to]) for each in carried}
+        return {**found, **own, **of_pieces}
 
     def tangent(self, number: int, inputs: Arrays) -> Arrays:
         """A block's answer and its tangents.
@@ -107,11 +115,16 @@ class Pieces:
         own = self._own_keys(number, length)
         own |= {f"d_{name}": np.empty((queries, *array.shape), np.float32) for name, array in own.items()}
         known = own or self._taken_keys(number, inputs)
+        carried = self._nothing_carried(number)
+        carried |= {
+            f"d_{name}": np.zeros((queries, *each.shape), np.float32) for name, each in carried.items()
+        }
         of_tokens = {name: array for name, array in inputs.items() if _is_of_tokens(name)}
         for piece in self._pieces(number, length):
-            given = {**inputs, **self.beside(number, piece, known)}
+            given = {**inputs, **self.beside(number, piece, known), **carried}
             given |= {name: _cut(array, piece) for name, array in of_tokens.items()}
             answer = self._blocks.run(number, PREFILL_TANGENT, given)
+            carried = {name: answer[name].copy() for name in carried}
             for name, whole in (*found.items(), *own.items()):
                 whole[..., piece, :] = answer[name]
             self._release(answer)
@@ -122,8 +135,8 @@ class Pieces:
 
         Args:
             number: of the block.
-            inputs: `state` and `slope` [1, tokens, width], the keys and values of `stack`, what the block
-                takes and slopes of what it gives as the state, and the adapter's.
+            inputs: `state` and `slope` [1, tokens, width], what `stack` answered for it, what the block takes
+                and slopes of what it gives as the state, and the adapter's.
 
         Returns:
             `slope` by the state, those by what it takes, and the adapter's gradients.
@@ -140,10 +153,14 @@ class Pieces:
         )
         of_tokens = {name: array for name, array in inputs.items() if _is_of_tokens(name)}
         of_tokens |= {slope: own[name] for name, slope in _SLOPES.items() if own}
-        for piece in reversed([*self._pieces(number, state.shape[1])]):
-            given = {**inputs, **self.beside(number, piece, known)}
+        carried = self._nothing_carried(number)
+        by_carried = {f"slope_{name}": each for name, each in carried.items()}
+        for turn, piece in reversed([*enumerate(self._pieces(number, state.shape[1]))]):
+            given = {**inputs, **self.beside(number, piece, known), **by_carried}
+            given |= {name: inputs[name][turn : turn + 1] for name in carried}
             given |= {name: _cut(array, piece) for name, array in of_tokens.items()}
             answer = self._blocks.run(number, PREFILL_BACK, given)
+            by_carried = {name: answer[name].copy() for name in by_carried}
             found["slope"][:, piece] = answer["slope"]
             past = slice(self._first_seen(number, piece.start), piece.start)
             size = past.stop - past.start
@@ -157,12 +174,17 @@ class Pieces:
             self._release(answer)
         return found
 
-    def kept_numbers(self, number: int) -> int:
-        """Numbers of a token's keys and values that a block makes."""
-        if self._chain.blocks[number].past:
-            return 0
-        heads = self._blocks.heads(number)
-        return heads.count * (heads.key_width + heads.value_width)
+    def kept_numbers(self, number: int, length: int) -> list[int]:
+        """Numbers of each thing that a way back needs of a row, beside its state."""
+        heads, pieces = self._blocks.heads(number), len([*self._pieces(number, length)])
+        is_own = not self._chain.blocks[number].past
+        keys = [is_own * length * heads.count * width for width in (heads.key_width, heads.value_width)]
+        return [*keys, *(pieces * high * wide for high, wide in self._blocks.carried(number).values())]
+
+    def _nothing_carried(self, number: int) -> Arrays:
+        """What a block carries to its first piece."""
+        shapes = self._blocks.carried(number)
+        return {name: np.zeros((1, *shape), np.float32) for name, shape in shapes.items()}
 
     def _own_keys(self, number: int, length: int) -> Arrays:
         """Room for keys and values of an attention that makes its own, [heads, tokens, width]."""

@@ -7,7 +7,8 @@ Keys and values of all tokens lie in arrays of the host, which the engine reads 
 [slots, heads, 1 + capacity, width]. The sequences of a step lie in the first slots. What is called again and
 again is bound to its arrays once. The first place of a slot stays zero: it stands for the token of a step.
 Those in float16 become float32 block by block, in two arrays that all blocks share. What several blocks take
-from another is kept once.
+from another is kept once. What recurrences carry is of a fixed size for each slot, and can't go back to an
+earlier token.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from prge.files.chain import (
     TAKEN,
     VALUES,
 )
+from prge.files.relations import RELATIONS
 from prge.files.signatures import DECODE, PREFILL
 
 # Tokens that pass the blocks together: more aren't faster, and take memory for their scores, of which each
@@ -66,7 +68,7 @@ class _Step:
 
     `seen` f32 [rows x heads, 1, 1 + capacity] is there for every window and number of heads. `kept` has where
     keys and values lie, each with those of the step's tokens, f32 [rows, heads, width]; `read` by block which
-    of them are read through an array in float32.
+    of them are read through an array in float32; `carried` where what is carried lies, and the step's own.
     """
 
     sequences: list[int]
@@ -78,6 +80,7 @@ class _Step:
     seen: dict[tuple[int | None, int], FloatArray] = field(default_factory=dict)
     kept: list[tuple[Array, FloatArray]] = field(default_factory=list)
     read: dict[int, list[tuple[Array, FloatArray]]] = field(default_factory=dict)
+    carried: list[tuple[FloatArray, FloatArray]] = field(default_factory=list)
 
 
 class ChainSpeaker:
@@ -111,6 +114,8 @@ class ChainSpeaker:
         self._dtype = np.dtype(precision)
         # Of a block's own by its number and their name, of a shared value by its number.
         self._caches: dict[_Key, Array] = {}
+        # By block and name f32 [slots, height, width].
+        self._carried: dict[int, dict[str, FloatArray]] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
         self._step: _Step | None = None
@@ -148,7 +153,10 @@ class ChainSpeaker:
 
     def rewind(self, sequence: int, length: int) -> None:
         """See Speaker."""
-        self._sequences[sequence].length = min(length, self.length(sequence))
+        length = min(length, self.length(sequence))
+        if length < self.length(sequence) and any(self._carried.values()):
+            length = 0
+        self._sequences[sequence].length = length
         self._forget(self._sequences[sequence])
 
     def close(self, sequence: int) -> None:
@@ -161,6 +169,7 @@ class ChainSpeaker:
         self._step = None
         if not self._sequences:
             self._caches.clear()
+            self._carried.clear()
             self._capacity = 0
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
@@ -199,6 +208,8 @@ class ChainSpeaker:
         for place, found in step.kept:
             for row, length in enumerate(lengths):
                 place[row, :, 1 + length] = found[row]
+        for place, found in step.carried:
+            place[: len(lengths)] = found
         if len(step.pieces) > 1:
             np.concatenate(step.pieces[:, :, 0], axis=1, out=step.logits)
         for sequence in tokens:
@@ -217,11 +228,14 @@ class ChainSpeaker:
                 f"a text of {length} tokens is too long, the limit is {self._context}",
                 remedy="shorten the prompt, or export the model with a larger --context",
             )
-        if self._caches and length <= self._capacity:
+        if length <= self._capacity:
             return
         # A step reads all of it: little more than what is needed, copied now and then, takes less time.
         self._capacity = min(-(-length // _GROWTH) * _GROWTH, self._context)
         for number in range(self._chain.end):
+            if number not in self._carried:
+                shapes = self._blocks.carried(number).items()
+                self._carried[number] = {n: np.zeros((self._slots, *s), np.float32) for n, s in shapes}
             heads = self._blocks.heads(number)
             widths = heads.key_width, heads.value_width
             for (_, key), width in zip(self._kept(number), widths, strict=False):
@@ -245,6 +259,10 @@ class ChainSpeaker:
         """Clear a slot behind its tokens: a mask hides numbers, but not those that aren't finite."""
         for cache in self._caches.values():
             cache[sequence.slot, :, 1 + sequence.length :] = 0
+        if not sequence.length:
+            for carried in self._carried.values():
+                for array in carried.values():
+                    array[sequence.slot] = 0
 
     def _arrange(self, sequences: Sequence[int]) -> None:
         """Move some sequences to the first slots, in this order."""
@@ -259,6 +277,9 @@ class ChainSpeaker:
     def _swap(self, slot: int, other: int) -> None:
         for cache in self._caches.values():
             cache[[slot, other]] = cache[[other, slot]]
+        for carried in self._carried.values():
+            for kept in carried.values():
+                kept[[slot, other]] = kept[[other, slot]]
 
     # Through the blocks
 
@@ -310,12 +331,15 @@ class ChainSpeaker:
                 f"{TAKEN}{index}": values[value] for index, value in enumerate(chain.blocks[number].takes)
             }
             for index, table in enumerate(chain.blocks[number].tables):
-                if chain.tables[table].kind != "causal":
+                if chain.tables[table].kind not in ("causal", *RELATIONS):
                     given[f"{TABLE}{index}"] = table_of(table)
             for index, module in enumerate(chain.blocks[number].modules):
                 matrices = matrices_of(chain.modules[module].name)
                 given[f"lora_a.{index}"], given[f"lora_b.{index}"] = matrices
             answers: dict[str, Array] = {}
+            for name, array in self._carried.get(number, {}).items():
+                given[name], answers[name] = array[:rows], np.empty((rows, *array.shape[1:]), np.float32)
+                step.carried.append((array, answers[name]))
             mask = chain.causal_table(number)
             if mask is not None:
                 heads = self._blocks.heads(number)
@@ -369,6 +393,8 @@ class ChainSpeaker:
             known = {name: self._caches[place][slot, :, 1:] for name, place in self._kept(number)}
             given = {"tokens": state, "state": state, **self._pieces.beside(number, piece, known)}
             given |= shared.inputs(number)
+            carried = self._carried[number]
+            given |= {name: array[slot : slot + 1] for name, array in carried.items()}
             for index, module in enumerate(chain.blocks[number].modules):
                 name = chain.modules[module].name
                 given[f"lora_a.{index}"], given[f"lora_b.{index}"] = lora_a[name][None], lora_b[name][None]
@@ -380,6 +406,9 @@ class ChainSpeaker:
                 if name in found:
                     whole[:, piece] = found[name]
                     self._blocks.release(found[name])
+            for name, array in carried.items():
+                array[slot] = found[name][0]
+                self._blocks.release(found[name])
             shared.keep(number, found)
             for value in chain.gives(number):
                 if (cache := self._caches.get((TAKEN, value))) is not None:

@@ -12,6 +12,7 @@ from prge.engine import Array
 from prge.errors import BundleError
 from prge.files.bundle import TABLES, Bundle
 from prge.files.chain import MASKED, STORED_TABLES, Chain
+from prge.files.relations import RELATIONS, relation, relation_shape
 from prge.files.signatures import PREFILL
 
 # Tables of one length, of which masks of long rows take megabytes.
@@ -72,6 +73,8 @@ class Tables:
             return dtype, (table.members, length, length)
         if table.kind == "causal":
             return "float32", (table.members, length, length)
+        if table.kind in RELATIONS:
+            return "float32", relation_shape(table.kind, length, table.window)
         return "int64", (1, length)
 
     def _of(self, number: int, length: int, start: int = 0) -> Array:
@@ -87,6 +90,9 @@ class Tables:
             return np.arange(first, first + length).reshape(1, length)
         if table.kind == "zeros":
             return np.zeros((1, length), np.int64)
+        if table.kind in RELATIONS:
+            # What a piece's tokens are to each other is the same wherever it begins.
+            return relation(table.kind, length, table.first, table.window)
         mask = np.triu(np.full((length, length), MASKED, np.float32), 1)
         if table.window is not None and table.window < length:
             mask += np.tril(np.full((length, length), MASKED, np.float32), -table.window)

@@ -16,9 +16,11 @@ from typing import Any
 
 from prge.contract import LARGEST_SIZE, STEP_ROLES, AdaptedModule, Contract
 from prge.errors import BundleError, ConfigError, shown
+from prge.files.relations import RELATIONS
 from prge.files.signatures import (
     ALL_ROLES,
     BACK_SAVED,
+    CARRIED,
     DECODE,
     IN_PIECES,
     PREFILL,
@@ -33,7 +35,7 @@ from prge.files.signatures import (
     of_head,
 )
 
-TABLES = ("causal", "rotary", "positions", "zeros", "relative")
+TABLES = ("causal", "rotary", "positions", "zeros", "relative", *RELATIONS)
 # Those with a tensor in the tables file.
 STORED_TABLES = ("rotary", "relative")
 POOLINGS = ("mean", "first")
@@ -49,12 +51,16 @@ _MOST_BLOCKS = 1 << 14
 _MOST_SHARED = 4096
 # Values that a block saves: a few of its own, and one for each adapted module.
 _MOST_SAVED = 256
+# Things that a block carries from call to call: two of a layer, of which a block may have several.
+_MOST_CARRIED = 64
 # Of what is wrong with a chain: one mistake can show in every block.
 _SHOWN = 8
 # torch.export takes a size of 1 for another program.
 FEWEST_TOKENS = 2
 # Of a batch in one call, and of a row with as many queries as short ones have, or of a piece of a long one.
 _MOST_TOKENS, _SHORT = 512, 256
+# Of a call of blocks with a recurrence: its products take time by the square of tokens, or by the cube.
+RECURRENT_PIECE = 128
 # Scores of all heads of a piece of a row, 8 MB, of which a way back holds several; a layer of fewer tokens
 # takes longer for each.
 _MOST_SCORES, _SHORTEST_PIECE = 1 << 21, 64
@@ -85,13 +91,16 @@ class Bounds:
             object.__setattr__(self, "piece", self.tokens)
 
     @classmethod
-    def for_rows(cls, tokens: int, context: int = 0, is_encoder: bool = False) -> Bounds:
+    def for_rows(
+        cls, tokens: int, context: int = 0, is_encoder: bool = False, recurs: bool = False
+    ) -> Bounds:
         """What is usual for rows of so many tokens, and texts of `context`.
 
         Memory is planned for a call of all bounds at once. An encoder's rows are whole: their tokens look at
-        those behind.
+        those behind. Blocks with a recurrence take shorter pieces.
         """
         piece = tokens if is_encoder or tokens <= _MOST_TOKENS else _SHORT
+        piece = min(piece, RECURRENT_PIECE) if recurs else piece
         return cls(
             # Programs are traced, and verified, with 2 rows.
             batch=max(2, min(cls.batch, _MOST_TOKENS // piece)),
@@ -176,7 +185,8 @@ class Table:
     `rotary`: f32 [1, tokens, width], rows of the tensor of the table's number in the tables file;
     `positions`: i64 [1, tokens], counted from `first`; `zeros`: i64 [1, tokens];
     `relative`: f32 or i64 [members, tokens, tokens] by how far two tokens are apart. The tensor of the
-    table's number in the tables file has one for each distance, from the farthest before to that behind.
+    table's number in the tables file has one for each distance, from the farthest before to that behind;
+    those of prge.files.relations, f32.
     """
 
     kind: str
@@ -317,8 +327,15 @@ class Chain:
         saved = len(self._saved(number))
         if self.is_head(number):
             return of_head(role, saved)
+        carried = len(self.carried(number))
         attends, sharing = self.attends(number), self.sharing(number)
-        return of_block(role, number == 0, attends, self.trains_a, saved, sharing)
+        return of_block(role, number == 0, attends, self.trains_a, saved, sharing, carried)
+
+    def carried(self, number: int) -> list[str]:
+        """Names of what a block carries from call to call, whatever the role."""
+        methods = self.kinds[self.blocks[number].kind].methods
+        inputs = [methods[role].inputs for role in (PREFILL, DECODE) if role in methods]
+        return [name for name in (inputs or [()])[0] if name.startswith(f"{CARRIED}.")][: _MOST_CARRIED + 1]
 
     def sharing(self, number: int) -> Sharing:
         """What a block has to do with shared values."""

@@ -12,13 +12,14 @@ adapted module of the block; what has a `?` is taken only if the block's graph u
     past                     tokens before, and one that stands for none of them: 1 + context
     words                    of a piece of the vocabulary
     saved                    width of a value that a forward pass saves for the way back
+    high, wide               of what a recurrence, or a convolution over tokens, carries from call to call
     taken, given             width of a shared value that the block takes from another, or gives
 
 `prefill_tangent` and `prefill_back` are of a piece of a row, which is given the past's tangents, or what
-later pieces say of its keys and values as slopes. `seen`, `causal` and `own` are added to the scores of the
-tokens before, of the call's own, and of the one token. `padding` is added to an encoder's attention. A head
-takes picked states, `targets` as its piece counts them and a `shift`, and answers `parts` for
-prge.learning.vocabulary to add up.
+later pieces say of its keys and values as slopes, and so with what is `carried`. `seen`, `causal` and `own`
+are added to the scores of the tokens before, of the call's own, and of the one token. `padding` is added to
+an encoder's attention. A head takes picked states, `targets` as its piece counts them and a `shift`, and
+answers `parts` for prge.learning.vocabulary to add up.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ STACK, TANGENT, BACK = STEP_ROLES
 PREFILL, DECODE = "prefill", "decode"
 PREFILL_TANGENT, PREFILL_BACK = "prefill_tangent", "prefill_back"
 SAVED = "saved"
+CARRIED, SLOPE_CARRIED = "carried", "slope_carried"
 # What an export is asked for; `back` brings those of `OF_BACK` along, rows longer than a piece theirs.
 ROLES = (*STEP_ROLES, PREFILL, DECODE)
 OF_BACK = SAVE, BACK_SAVED = "save", "back_saved"
@@ -82,6 +84,14 @@ _ATTENTION = {
     PREFILL_BACK: "past_keys[heads past key] past_values[heads past value] seen[members*tokens past]"
     " causal[members*tokens tokens] slope_keys[heads tokens key] slope_values[heads tokens value]"
     " -> slope_past_keys[heads past key] slope_past_values[heads past value]",
+}
+# What a block has besides for each thing that it carries from call to call.
+_CARRIED = {
+    PREFILL: "carried.*[1 high wide] -> carried.*[1 high wide]",
+    DECODE: "carried.*[sequences high wide] -> carried.*[sequences high wide]",
+    PREFILL_TANGENT: "carried.*[1 high wide] d_carried.*[queries 1 high wide]"
+    " -> carried.*[1 high wide] d_carried.*[queries 1 high wide]",
+    PREFILL_BACK: "carried.*[1 high wide] slope_carried.*[1 high wide] -> slope_carried.*[1 high wide]",
 }
 # What it has not if the keys and values are taken from another block, and if these don't change.
 _OF_OWN_KEYS = ("keys", "values", "d_keys", "d_values", "slope_keys", "slope_values")
@@ -243,6 +253,7 @@ def of_block(
     trains_a: bool = False,
     saved: int = 0,
     sharing: Sharing | None = None,
+    carried: int = 0,
 ) -> Signature:
     """The signature of a block with a state, in a role.
 
@@ -253,6 +264,7 @@ def of_block(
         trains_a: both matrices of an adapter.
         saved: values that its forward pass saves for the way back.
         sharing: values that it takes from other blocks or gives to them.
+        carried: things that it carries from call to call.
     """
     sharing = sharing or Sharing()
     found = _with_saved(Signature.parse(_BLOCK[role]), saved)
@@ -263,6 +275,8 @@ def of_block(
             Signature.parse(_TOKENS[role]).inputs + _without(found.inputs, _STATES), found.outputs
         )
     found += sharing.of(role)
+    for number in range(carried if role in _CARRIED else 0):
+        found += _numbered(Signature.parse(_CARRIED[role]), number)
     return found + sharing.attention(role) if attends else found
 
 
@@ -288,7 +302,7 @@ def _with_saved(signature: Signature, count: int) -> Signature:
 
 def _numbered(signature: Signature, number: int) -> Signature:
     inputs, outputs = (
-        tuple(replace(tensor, name=f"{tensor.name}.{number}") for tensor in tensors)
+        tuple(replace(tensor, name=f"{tensor.name}.{number}", each=False) for tensor in tensors)
         for tensors in (signature.inputs, signature.outputs)
     )
     return Signature(inputs, outputs)

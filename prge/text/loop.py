@@ -304,7 +304,7 @@ class Generator:
             self._idle.remove(best)
             if common < len(best.held):
                 self.speaker.rewind(best.number, common)
-                del best.held[common:]
+                del best.held[self.speaker.length(best.number) :]
             return best
         if len(self._idle) + len(self._answering) >= self.speaker.slots:
             self.speaker.close(self._idle.pop(0).number)

@@ -55,7 +55,7 @@ class Speaker(Protocol):
         ...
 
     def rewind(self, sequence: int, length: int) -> None:
-        """Forget all tokens of a sequence behind its first `length`."""
+        """Forget all tokens of a sequence behind its first `length`; more where it can't go back to there."""
         ...
 
     def close(self, sequence: int) -> None:

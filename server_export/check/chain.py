@@ -163,6 +163,8 @@ def _example(
     """Random inputs in the shapes that the program was traced with."""
     generator = torch.Generator().manual_seed(0)
     values = []
+    shapes = dict(zip(names, (like.shape for like in program.example_inputs[0]), strict=True))
+    tokens = shapes["tokens"][-1] if "tokens" in shapes else shapes["state"][-2]
     for name, like in zip(names, program.example_inputs[0], strict=True):
         if name in ("tokens", "targets"):
             most = len(chain.head_rows[0]) if name == "targets" else chain.vocabulary_size
@@ -173,7 +175,7 @@ def _example(
             values.append(torch.zeros(like.shape))
         elif name.startswith(TABLE):
             table = chain.tables.all[tables[int(name.removeprefix(TABLE))]]
-            values.append(table.of(like.shape[1]).expand(like.shape))
+            values.append(table.of(tokens).expand(like.shape))
         else:
             values.append(torch.randn(like.shape, generator=generator) * 0.3)
     return values

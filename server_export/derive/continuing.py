@@ -7,12 +7,13 @@ A token that comes alone takes the first place of the past, which holds zeros, a
     p = softmax(q k_past + q k own + seen), own = [1, 0, 0, ...];     p v_past + p_0 v
 
 A block answers the keys and values of its tokens beside the state, unless it takes them from another; whoever
-asks keeps them.
+asks keeps them. So it does with what its recurrences and convolutions carry, which takes the place of what
+they carried before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from prge.files.chain import CAUSAL, OWN, PAST_KEYS, PAST_VALUES, SEEN
 from server_export.graph.cutting import TAKEN_PREFIX
 from server_export.graph.mixed_parts import MIXED_PARTS
 from server_export.graph.modules import as_module, copied
+from server_export.graph.recurrences import expand, memories
 from server_export.graph.shapes import fill_in_values, resized
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.graph.writing import Writer
@@ -33,6 +35,8 @@ aten = torch.ops.aten
 
 # How the name of a matrix begins that is a constant in the other roles.
 FROZEN_PREFIX = "a_"
+# How the name of what a recurrence carries begins.
+CARRIED_PREFIX = "carried_"
 _RESHAPES = (aten.reshape.default, aten.view.default)
 _TRANSPOSITIONS = (aten.transpose.int, aten.permute.default)
 _REMEDY = (
@@ -59,12 +63,14 @@ def continued(
         past] for one row, [rows x heads, 1, past] for one token, with `own` f32 [1, 1, past]. It answers keys
         and values of its tokens beside the state, laid out as those of the past. A causal mask is `causal`
         [members x tokens, tokens] and not a table; other tables have as many rows as the state. Keys and
-        values that come from another block aren't answered.
+        values that come from another block aren't answered. What recurrences carry is `carried_0`, ... f32
+        [rows, ...] of `memories`, answered before keys and values.
 
     Raises:
         BundleError: an attention is written in a way that isn't known here.
     """
     result = copied(graph_module)
+    _carry(result, rows)
     _give_rows(result, rows)
     for name in adapter:
         _give_lora_a(result, name, rows)
@@ -149,11 +155,28 @@ def logits(graph_module: GraphModule) -> GraphModule:
     return as_module(result, result.graph)
 
 
+def _carry(graph_module: GraphModule, rows: int) -> None:
+    """Write recurrences that go on with what they carried, and answer it, in place."""
+    shapes = memories(graph_module, rows)
+    given = {
+        node: _given(graph_module, f"{CARRIED_PREFIX}{number}", *shape)
+        for number, (node, shape) in enumerate(shapes.items())
+    }
+    output = graph_module.graph.output_node()
+    output.args = ((*output.args[0], *expand(graph_module, given.get)),)
+
+
 def _is_causal(node: Node) -> bool:
-    """Whether a placeholder is a mask f32 [members, tokens, tokens]."""
+    """Whether a placeholder is a mask f32 [members, tokens, tokens]: a square table that is added."""
     shape = node.meta["val"].shape
     is_table = str(node.target).startswith("table_") and node.meta["val"].dtype == torch.float32
-    return is_table and shape[1] == shape[2]
+    return is_table and shape[1] == shape[2] and all(user.target is aten.add.Tensor for user in _met(node))
+
+
+def _met(node: Node) -> Iterator[Node]:
+    """What reads a value, or a reshape of it."""
+    for user in node.users:
+        yield from _met(user) if user.target in _RESHAPES else [user]
 
 
 def _give_rows(graph_module: GraphModule, rows: int) -> None:

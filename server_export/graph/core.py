@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from server_export.graph.mixed_parts import MIXED_PARTS
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
+from server_export.graph.unit_inverse import UNIT_INVERSE
 from server_export.graph.writing import Rule, Writer, apply_rules, registrar
 
 aten = torch.ops.aten
@@ -47,6 +48,11 @@ def _permute(writer: Writer, node: Node, source: Node, order: list[int]) -> Node
     return writer.call(aten.permute_copy.default, source, order)
 
 
+@_rule(aten.expand.default)
+def _expand(writer: Writer, node: Node, source: Node, shape: list[int], **_: Any) -> Node:
+    return writer.call(aten.expand_copy.default, source, shape)
+
+
 @_rule(aten.slice.Tensor)
 def _slice(writer: Writer, node: Node, source: Node, *bounds: Any) -> Node:
     return writer.call(aten.slice_copy.Tensor, source, *bounds)
@@ -60,6 +66,14 @@ def _softmax(writer: Writer, node: Node, source: Node, dim: int, *_: Any) -> Nod
 @_rule(aten.silu.default)
 def _silu(writer: Writer, node: Node, source: Node) -> Node:
     return writer.times(source, writer.call(aten.sigmoid.default, source))
+
+
+@_rule(aten.softplus.default)
+def _softplus(writer: Writer, node: Node, source: Node) -> Node:
+    """log(1 + exp(x)), whatever the size of x."""
+    small = writer.call(aten.exp.default, writer.times(writer.call(aten.abs.default, source), -1.0))
+    rest = writer.call(aten.log.default, writer.plus(small, 1.0))
+    return writer.plus(writer.call(aten.relu.default, source), rest)
 
 
 @_rule(aten.rsub.Scalar)
@@ -82,6 +96,16 @@ def _mixed_parts(
     scores = writer.call(aten.cat.default, [before, within], -1)
     weights = writer.call(aten._softmax.default, scores, -1, False)
     return writer.call(aten.bmm.default, weights, writer.call(aten.cat.default, [past_values, values], 1))
+
+
+@_rule(UNIT_INVERSE)
+def _unit_inverse(writer: Writer, node: Node, below: Node, one: Node, halves: list[Node]) -> Node:
+    """Blocks of 1, 2, 4, ... rows, those of each in turn by the one before; with one row all are 1."""
+    inverse = writer.minus(one, writer.times(below, halves[0]))
+    for half in halves[1:]:
+        product = writer.call(aten.bmm.default, inverse, writer.times(below, half))
+        inverse = writer.minus(inverse, writer.call(aten.bmm.default, product, inverse))
+    return inverse
 
 
 @_rule("torchao.dequantize_affine.default")

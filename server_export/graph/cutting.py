@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from server_export.graph.experts import parted_at_experts
-from server_export.graph.layers import Stretch, Values, of_layers
+from server_export.graph.layers import Stretch, Values, ends_of_layers, of_layers
 from server_export.graph.modules import as_module, attribute
 from server_export.graph.shapes import without_memory
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
@@ -101,7 +101,20 @@ def _where_one_is_alive(
     adapted = [_is_adapted(end, start, adapter) for start, end in stretches]
     last = _with_adapted(_last_of_blocks(shapes, has_head), adapted, has_head)
     ends = [stretches[number][1] for number in last]
+    by_layer = _at_layers(nodes, points)
+    if not {*by_layer} <= {*ends}:
+        # As where attention and a recurrence take turns.
+        ends = [*by_layer, answer]
     return [Stretch((start,), (end,)) for start, end in zip([source, *ends[:-1]], ends, strict=True)]
+
+
+def _at_layers(nodes: Sequence[Node], points: Sequence[Node]) -> list[Node]:
+    """The points where the embedding and the model's layers end; none if a layer ends at no point."""
+    places = ends_of_layers(nodes)
+    first = places[0] if places else 0
+    before = [point for point in points if point in nodes[: first + 1]]
+    ends = [nodes[place] for place in places[1:]]
+    return [before[-1], *ends] if before and {*ends} <= {*points} else []
 
 
 def kinds(blocks: Sequence[ModelBlock]) -> list[int]:

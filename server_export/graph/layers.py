@@ -48,12 +48,12 @@ def of_layers(nodes: Sequence[Node], flow: set[Node], answer: Node) -> list[Stre
         answer: what the graph returns.
     """
     source = next(node for node in nodes if node.op == "placeholder")
-    ends = _ends_of_layers(nodes)
+    ends = ends_of_layers(nodes)
     if all(len(values) == 1 for values in _alive(nodes, flow, ends)):
         return None
     parts = _part_where_made(nodes, flow, ends)
     nodes = list(answer.graph.nodes)
-    ends = _ends_of_layers(nodes)
+    ends = ends_of_layers(nodes)
     (behind,) = _alive(nodes, flow, ends[-1:])
     if not _is_plain(behind, source):
         ends += _first_alone(nodes, flow, source, ends[-1])
@@ -82,7 +82,7 @@ def of_layers(nodes: Sequence[Node], flow: set[Node], answer: Node) -> list[Stre
     return [Stretch(tuple(a), tuple(b), tuple(taken), tuple(given)) for a, b, taken, given in every]
 
 
-def _ends_of_layers(nodes: Sequence[Node]) -> list[int]:
+def ends_of_layers(nodes: Sequence[Node]) -> list[int]:
     """The last nodes before the model's list of layers and of each of its members; of several lists, of that
     which most nodes belong to."""
     members: dict[str, dict[str, list[int]]] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from prge.files.chain import (
 from prge.files.signatures import (
     BACK,
     BACK_SAVED,
+    CARRIED,
     DECODE,
     IN_PIECES,
     OF_BACK,
@@ -46,11 +48,12 @@ from prge.files.signatures import (
 from server_export.derive.backprop.joint import SLOPE, backpropagate
 from server_export.derive.backprop.layers import transposed_names, with_transposed
 from server_export.derive.backprop.partition import SAVED_PREFIX, partition
-from server_export.derive.continuing import FROZEN_PREFIX, continued, logits, taken_past
+from server_export.derive.continuing import CARRIED_PREFIX, FROZEN_PREFIX, continued, logits, taken_past
 from server_export.derive.tangent.transform import ONES, Dense, RankOne, differentiate
 from server_export.graph.core import write_core_operators
 from server_export.graph.cutting import STATE, TABLE_PREFIX, TAKEN_PREFIX
 from server_export.graph.modules import attribute, copied
+from server_export.graph.recurrences import expand
 from server_export.graph.rewriting import share_equal_calls
 from server_export.graph.shapes import fill_in_values, with_size
 from server_export.lower.cache import ProgramCache
@@ -61,8 +64,8 @@ from server_export.model.traced import BATCH, COPIES, TOKENS
 # Large primes, as those that the graph was traced with.
 QUERIES, PAST = 4007, 3001
 _REMEDY = "leave the role out of --roles, and please report it with the name of the model"
-# What names of shared values begin with, in graphs.
-_SHARED = ("taken", "d_taken", "slope_given")
+# What names of shared values, and of what is carried, begin with, in graphs.
+_SHARED = ("taken", "d_taken", "slope_given", "carried", "d_carried", "slope_carried")
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,9 @@ def role_graphs(
     changing = [f"{TAKEN_PREFIX}{number}" for number, changes in enumerate(sharing.takes) if changes]
     slopes = [SLOPE, *(f"{SLOPE}_given_{number}" for number in range(sharing.gives))]
     frozen = [] if any(m.letter == "a" for m in adapter.values()) else list(adapter)
-    several, one_copy = graph_module, with_size(graph_module, COPIES, 1)
+    whole, graph_module = graph_module, copied(graph_module)
+    expand(graph_module)
+    one_copy = with_size(graph_module, COPIES, 1)
     if is_head:
         graph_module = one_copy = with_size(one_copy, BATCH, 1)
     graphs = {}
@@ -170,7 +175,7 @@ def role_graphs(
         graphs[BACK] = parts.back
         if saves:
             graphs |= {SAVE: parts.save, BACK_SAVED: parts.back_saved}
-    one_row = with_size(one_copy, BATCH, 1)
+    one_row = with_size(with_size(whole, COPIES, 1), BATCH, 1)
     if PREFILL in roles and not is_head:
         graphs[PREFILL] = continued(one_row, frozen, 1, TOKENS, PAST)
     if PREFILL_TANGENT in roles and not is_head:
@@ -178,7 +183,7 @@ def role_graphs(
     if PREFILL_BACK in roles and not is_head:
         graphs[PREFILL_BACK] = _back_of_a_piece(one_row, list(adapter), changing, slopes)
     if DECODE in roles:
-        one_token = with_size(with_size(several, BATCH, 1), TOKENS, 1)
+        one_token = with_size(with_size(whole, BATCH, 1), TOKENS, 1)
         graphs[DECODE] = logits(one_token) if is_head else continued(one_token, frozen, COPIES, 1, PAST)
     graphs = {role: copied(graph) for role, graph in graphs.items()}
     for role, graph in graphs.items():
@@ -208,7 +213,8 @@ def _tangents_of_a_piece(
     one_row: GraphModule, adapter: Collection[str], changing: Collection[str]
 ) -> GraphModule:
     piece = continued(one_row, [], 1, TOKENS, PAST)
-    seeds: dict[str, Any] = dict.fromkeys([STATE, *changing, *_changing_past(piece, changing)], Dense())
+    before = [*_carried(piece), *_changing_past(piece, changing)]
+    seeds: dict[str, Any] = dict.fromkeys([STATE, *changing, *before], Dense())
     seeds |= dict.fromkeys(adapter, RankOne(1))
     return differentiate(copied(piece), seeds, QUERIES, {ONES: TOKENS, PAST_ONES: PAST})
 
@@ -217,9 +223,11 @@ def _back_of_a_piece(
     one_row: GraphModule, adapter: list[str], changing: Sequence[str], slopes: Sequence[str]
 ) -> GraphModule:
     piece = continued(one_row, [], 1, TOKENS, PAST)
+    carried = _carried(piece)
+    slopes = [*slopes, *(f"slope_{name}" for name in carried)]
     if len(piece.graph.output_node().args[0]) > len(slopes):
         slopes = [*slopes, SLOPE_KEYS, SLOPE_VALUES]
-    wanted = [STATE, *changing, *_changing_past(piece, changing), *adapter]
+    wanted = [STATE, *changing, *carried, *_changing_past(piece, changing), *adapter]
     return backpropagate(piece, wanted, adapter, TOKENS, slopes)
 
 
@@ -228,6 +236,12 @@ def _changing_past(piece: GraphModule, changing: Collection[str]) -> list[str]:
     known = {str(node.target) for node in piece.graph.find_nodes(op="placeholder")}
     taken = {f"{TAKEN_PREFIX}{number}" for number in taken_past(piece)}
     return [name for name in (PAST_KEYS, PAST_VALUES) if name in known and taken <= {*changing}]
+
+
+def _carried(piece: GraphModule) -> list[str]:
+    """What a piece is given of recurrences, in the order of its answers."""
+    names = (str(node.target) for node in piece.graph.find_nodes(op="placeholder"))
+    return [name for name in names if name.startswith(CARRIED_PREFIX)]
 
 
 def sizes_of(role: str, bounds: Bounds, is_head: bool) -> dict[str, Size]:
@@ -275,16 +289,19 @@ def _interface(
             return "targets" if is_head else "padding"
         return name
 
+    inputs = tuple(map(name_of, graph.graph.find_nodes(op="placeholder")))
+    carried = sum(name.startswith(f"{CARRIED}.") for name in inputs)
     count = len(graph.graph.output_node().args[0])
     saved = count - 1 - sharing.gives if role == SAVE else 0
-    signature = of_head(role, saved) if is_head else of_block(role, saved=saved, sharing=sharing)
+    block = partial(of_block, role, saved=saved, sharing=sharing, carried=carried)
+    signature = of_head(role, saved) if is_head else block(attends=False)
     outputs = signature.answers(0)
     is_back = role in (BACK, BACK_SAVED, PREFILL_BACK)
     gradients = [matrix.gradient for matrix in adapter.values()] if is_back else []
     if count > len(outputs) + len(gradients):
-        outputs = of_block(role, attends=True, sharing=sharing).answers(0)
+        outputs = block(attends=True).answers(0)
     outputs += gradients
-    return Interface(tuple(map(name_of, graph.graph.find_nodes(op="placeholder"))), tuple(outputs))
+    return Interface(inputs, tuple(outputs))
 
 
 def _with_own_constants(graph_module: GraphModule, role: str, shared: Collection[str]) -> GraphModule:

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from prge.files.chain import MASKED
+from prge.files.chain import MASKED, RECURRENT_PIECE
+from prge.files.relations import RELATIONS, relation, relation_shape
 from server_export.model.adapted import replace_module
 from server_export.model.attention import causal_mask
 from server_export.model.rotary import rotary_names
@@ -42,8 +43,9 @@ class ModelTable:
 
     `kind` is `causal`, a mask f32 [members, length, length] that lets a token see itself and `window` - 1
     tokens before; `rotary`, the first rows of `values` f32 [longest, width] as [1, length, width];
-    `positions`, i64 [1, length] counted from `first`; `zeros`, i64 [1, length]; or `relative`, [members,
-    length, length] of `values` [2 longest - 1], one for each distance of a token from another.
+    `positions`, i64 [1, length] counted from `first`; `zeros`, i64 [1, length]; `relative`, [members, length,
+    length] of `values` [2 longest - 1], one for each distance of a token from another; or one of
+    prge.files.relations.
     """
 
     kind: str
@@ -60,6 +62,8 @@ class ModelTable:
             return torch.arange(self.first, self.first + length).reshape(1, length)
         if self.kind == "zeros":
             return torch.zeros(1, length, dtype=torch.long)
+        if self.kind in RELATIONS:
+            return torch.from_numpy(relation(self.kind, length, self.first, self.window))
         assert self.values is not None
         values = torch.as_tensor(self.values)
         if self.kind == "relative":
@@ -78,6 +82,7 @@ class ModelTables:
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
+        self.piece = min(longest, RECURRENT_PIECE)
         self.all: list[ModelTable] = []
         self._numbers: dict[Hashable, int] = {}
 
@@ -110,6 +115,20 @@ class ModelTables:
     def zeros(self, length: int) -> torch.Tensor:
         """Types of tokens i64 [1, length]: all are of the first."""
         return self.ask("zeros", lambda: ModelTable("zeros"), (1, length), torch.long)
+
+    def relation(self, kind: str, length: int, first: int = 0, window: int | None = None) -> torch.Tensor:
+        """A table f32 of which token stands where to which other."""
+        return self.ask(
+            (kind, first, window),
+            lambda: ModelTable(kind, window, first),
+            relation_shape(kind, length, window),
+            torch.float32,
+        )
+
+    @property
+    def recurs(self) -> bool:
+        """Whether a model has asked for those of a recurrence."""
+        return any(table.kind in RELATIONS and table.window is None for table in self.all)
 
     def ask(
         self, key: Hashable, make: Callable[[], ModelTable], shape: Sequence[int], dtype: torch.dtype

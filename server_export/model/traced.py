@@ -25,6 +25,7 @@ from server_export.graph.plain import take_apart
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention, experts
 from server_export.model.adapted import CallInputs
+from server_export.model.recurrent import traced_recurrences
 from server_export.model.tables import ModelTables
 
 # No width, vocabulary or number of heads is known to have one of them as a factor.
@@ -129,7 +130,7 @@ def trace(
         copies: 1, or COPIES.
 
     Raises:
-        BundleError: torch.export can't trace it.
+        BundleError: torch.export can't trace it, or it has a recurrence of a kind that isn't known.
     """
     attention.register()
     model.set_attn_implementation(attention.NAME)
@@ -151,7 +152,7 @@ def trace(
 
         def exported_with(has_own_masks: bool) -> ExportedProgram:
             whole = _Whole(model, inputs, tables, adapter, first_position, has_own_masks).eval()
-            with _WithKnownNumbers():
+            with _WithKnownNumbers(), traced_recurrences(model, tables):
                 return torch.export.export(whole, given, strict=False)
 
         with told_as_bundle_error("the model can't be traced", _REMEDY):

@@ -24,6 +24,7 @@ from server_export.model import attention
 from server_export.model.adapted import convert_conv1d, replace_module
 from server_export.model.experts import expert_layers
 from server_export.model.loading import LoadedModel
+from server_export.model.recurrent import functions_of
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, quantized_and_checked
 
 # Of a prompt in one call: the runner cuts longer ones. Memory is planned for it, and products of more rows
@@ -87,6 +88,12 @@ def check_generates(loaded: LoadedModel) -> None:
         raise BundleError(
             f"{loaded.name_or_path} can't be published for a runner that generates: it is an encoder",
             remedy="publish it as program instead",
+        )
+    if functions_of(loaded.model):
+        raise BundleError(
+            f"{loaded.name_or_path} can't be published for a runner that generates: it has recurrences or "
+            "short convolutions, and the runner keeps nothing but keys and values between calls",
+            remedy="write with prge generate, or publish the adapter or the merged model",
         )
     if expert_layers(loaded.model):
         raise BundleError(

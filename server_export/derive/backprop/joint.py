@@ -30,12 +30,14 @@ from server_export.graph.modules import as_module, attribute, copied
 from server_export.graph.rewriting import rewrite
 from server_export.graph.shapes import fill_in_values
 from server_export.graph.softmax_parts import SOFTMAX_PARTS, SoftmaxParts
+from server_export.graph.unit_inverse import UNIT_INVERSE, UnitInverse
 from server_export.graph.writing import apply_rules
 
 # What autograd goes through instead of an operator; a view of the engine asks nothing of strides.
 _WITH_A_BACKWARD_PASS = {
     SOFTMAX_PARTS: SoftmaxParts.apply,
     MIXED_PARTS: MixedParts.apply,
+    UNIT_INVERSE: UnitInverse.apply,
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten.gather.default: Gather.apply,
     torch.ops.aten.topk.default: largest,

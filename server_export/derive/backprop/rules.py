@@ -87,6 +87,11 @@ def _hyperbolic_tangent(writer: Writer, node: Node, gradient: Node, result: Node
     return writer.minus(gradient, writer.times(gradient, writer.times(result, result)))
 
 
+@rule(aten.softplus_backward.default)
+def _softplus(writer: Writer, node: Node, gradient: Node, argument: Node, *_: Any) -> Node:
+    return writer.times(gradient, writer.call(aten.sigmoid.default, argument))
+
+
 @rule(aten.silu_backward.default)
 def _silu(writer: Writer, node: Node, gradient: Node, argument: Node) -> Node:
     gate = writer.call(aten.sigmoid.default, argument)

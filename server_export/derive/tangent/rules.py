@@ -541,6 +541,11 @@ def _sigmoid(builder: Builder, argument: Node, result: Node) -> Node:
     return sigmoid_slope(builder.call, result)
 
 
+@_elementwise(aten.softplus.default)
+def _softplus(builder: Builder, argument: Node, result: Node) -> Node:
+    return builder.call(aten.sigmoid.default, argument)
+
+
 @_elementwise(aten.silu.default)
 def _silu(builder: Builder, argument: Node, result: Node) -> Node:
     # s + y (1 - s) = s (1 + x - y), since y = x s
@@ -690,6 +695,17 @@ def _mixed_parts(builder: Builder, node: Node, before: Dual, within: Dual, *mixe
     shift = builder.call(aten.mul.Tensor, total, mixed)
     tangents = builder.know_shape(builder.call(aten.sub.Tensor, tangents, shift), *lying)
     return Interleaved(builder, shape, primal, tangents)
+
+
+@rule("prge.unit_inverse.default")
+def _unit_inverse(builder: Builder, node: Node, below: Dual, *tables: Any) -> Dual:
+    """d(X) = -X d(below) X."""
+    shape = _shape(node)
+    inverse = builder.call(node.target, builder.reshape(below.primal, *below.shape), *tables)
+    builder.know_shape(inverse, *shape)
+    moved = _product_rule(builder, shape, _product_rule(builder, shape, inverse, below), inverse)
+    tangents = builder.call(aten.neg.default, moved.tangents)
+    return Dual(builder, shape, builder.reshape(inverse, 1, *shape), tangents)
 
 
 @rule("prge.softmax_parts.default")

@@ -210,7 +210,14 @@ def test_a_head_of_another_number_of_pieces_than_was_written_is_refused(
 
 def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) -> None:
     """A head in the place of a block takes the state and gives none."""
-    from device_runner.engines.interfaces import Shapes, problems_of, read_heads, read_saved, read_widths
+    from device_runner.engines.interfaces import (
+        Shapes,
+        problems_of,
+        read_carried,
+        read_heads,
+        read_saved,
+        read_widths,
+    )
     from device_runner.engines.native.runtime import Program
     from device_runner.engines.tables import Tables
 
@@ -220,7 +227,8 @@ def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) 
     tables, widths = Tables(bundle, chain), read_widths(chain, programs)
     assert widths == [(0, 64), (64, 64), (64, 64), *[(64, 0)] * 4]
     saved = read_saved(chain, programs)
-    shapes = Shapes(chain, tables, widths, read_heads(chain, programs), saved)
+    heads, carried = read_heads(chain, programs), read_carried(chain, programs)
+    shapes = Shapes(chain, tables, widths, heads, saved, carried)
     assert not any([*problems_of(chain, shapes, programs, n)] for n in range(7))
     widths[1] = (64, 32)
     problems = [*problems_of(chain, shapes, programs, 2)]

@@ -252,6 +252,7 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid_backward": torch.sigmoid,
     "tanh_backward": torch.tanh,
     "silu_backward": F.silu,
+    "softplus_backward": F.softplus,
     "threshold_backward": F.relu,
     "gelu_backward": F.gelu,
     "slice_backward": lambda x: torch.cat([x[..., 1:3] ** 2, x[..., -2:]], -1) * x[:, 1:2],

@@ -146,3 +146,12 @@ def test_what_does_not_generate_is_refused(tmp_path: Path, capsys: pytest.Captur
     flags = ["--model", str(base), "--format", "llm", "--out", str(tmp_path / "out")]
     assert prge(["publish", str(trained), *flags]) == 2
     assert "it is an encoder" in capsys.readouterr().err
+
+
+def test_a_model_with_a_recurrence_is_refused() -> None:
+    from server_export.model.loading import LoadedModel
+    from server_export.publishing.llm import check_generates
+
+    with pytest.raises(BundleError, match="it has recurrences or short convolutions"):
+        check_generates(LoadedModel(make_model("lfm2"), "model", None, is_decoder=True))
+    check_generates(LoadedModel(make_model("llama"), "model", None, is_decoder=True))

@@ -16,12 +16,14 @@ from hypothesis.extra.numpy import BroadcastableShapes, array_shapes, mutually_b
 from torch import nn
 from torch.fx import GraphModule
 
+from prge.files.relations import relation
 from server_export.derive.tangent import transform
 from server_export.derive.tangent.rules import RULES, Rule
 from server_export.derive.tangent.transform import ONES, Dense, differentiate
 from server_export.graph.mixed_parts import MIXED_PARTS
 from server_export.graph.rewriting import rewritten_graph
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
+from server_export.graph.unit_inverse import UNIT_INVERSE
 from tests.server_export.derive.tangent.graphs import (
     Function,
     Tensors,
@@ -215,6 +217,7 @@ ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
     "silu": F.silu,
+    "softplus": F.softplus,
     "gelu": F.gelu,
     "relu": F.relu,
     "abs": torch.abs,
@@ -264,6 +267,14 @@ case(
 )
 PARTS = random(2, 3, 5), random(2, 3, 4, seed=1), random(2, 5, 6, seed=2), random(2, 4, 6, seed=3)
 case("mixture of two parts", MIXED_PARTS, *PARTS)
+TABLES = [relation("behind", 5, 1, None), relation("behind", 5, 0, 1)]
+TABLES += [relation("halves", 5, size, None) for size in (1, 2, 4)]
+case(
+    "inverse of a triangle",
+    lambda x, before, one, *halves: UNIT_INVERSE(torch.tanh(x) * before, one, halves),
+    random(2, 5, 5),
+    passive=tuple(torch.from_numpy(each).double() for each in TABLES),
+)
 case("of factors", lambda s, t, v, w: MIXED_PARTS(torch.tanh(s), 2 * t, v.tanh(), 3 * w.tanh()), *PARTS)
 
 

@@ -1,0 +1,45 @@
+"""Tables of which token stands where to which other: 1 where they do, 0 elsewhere.
+
+behind     [1, tokens, tokens]   the second is `first` to `first + window - 1` tokens before the first
+halves     [1, tokens, tokens]   of 2 `first` tokens in a row, one is of the second half, one of the first
+entering   [1, tokens, window]   the second, of `window` that came before the call, is `first` before it
+leaving    [1, tokens, window]   the token is the second of the last `window`
+staying    [1, window, window]   the first of `window` that came before is still the second of the last
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from prge.engine import FloatArray
+
+RELATIONS = ("behind", "halves", "entering", "leaving", "staying")
+
+
+def relation_shape(kind: str, length: int, window: int | None) -> tuple[int, int, int]:
+    """The shape of a table for calls of `length` tokens."""
+    if kind in ("behind", "halves"):
+        return 1, length, length
+    assert window is not None
+    return 1, window if kind == "staying" else length, window
+
+
+@lru_cache(maxsize=64)
+def relation(kind: str, length: int, first: int, window: int | None) -> FloatArray:
+    """A table f32 for calls of `length` tokens."""
+    shape = relation_shape(kind, length, window)
+    row, column = np.arange(shape[1])[:, None], np.arange(shape[2])
+    if kind == "behind":
+        apart = row - column
+        found = (apart >= first) & (apart < (length if window is None else first + window))
+    elif kind == "halves":
+        found = (row // first % 2 == 1) & (column // first == row // first - 1)
+    elif kind == "entering":
+        found = row + shape[2] - column == first
+    elif kind == "leaving":
+        found = row == length - shape[2] + column
+    else:
+        found = row == length + column
+    return found.astype(np.float32)[None]

@@ -1,0 +1,231 @@
+"""What looks at the tokens before through a memory of fixed size, as operators of a graph.
+
+    convolution(source [rows, width, tokens], taps, ...)              sum over k of taps[k] source[t - k]
+    recurrence(query, key, value, decay, strength, ...)               S = exp(decay[t]) S + key[t] new[t]^T
+                                                                      answer[t] = query[t] S
+        new[t] = value[t], or strength[t] (value[t] - key[t] exp(decay[t]) S) by the delta rule
+
+A graph of a block keeps them whole. `expand` writes them as products over all tokens of a call at once, whose
+sizes are those of attention, and of one token as its step; so what derives graphs finds no operator that it
+doesn't know. The memory that a call begins with is nothing, or an input; then what it ends with is answered.
+
+All tokens at once is "attention" without a softmax, whose scores decay (Dao and Gu, "Transformers are SSMs",
+arXiv 2405.21060); the delta rule first solves a triangular system for what each token adds (Yang et al.,
+"Parallelizing linear transformers with the delta rule", arXiv 2406.06484).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from server_export.graph.unit_inverse import UNIT_INVERSE
+from server_export.graph.writing import Writer
+
+aten = torch.ops.aten
+
+
+def convolution(
+    source: torch.Tensor,
+    taps: Sequence[torch.Tensor],
+    before: torch.Tensor,
+    entering: Sequence[torch.Tensor],
+    leaving: torch.Tensor,
+    staying: torch.Tensor,
+) -> torch.Tensor:
+    """Each token with those before it, each number for itself.
+
+    Args:
+        source: f32 [rows, width, tokens].
+        taps: f32 [width, 1] of a token itself, the one before it, and so on.
+        before: table `behind` of the one before.
+        entering: tables of the same name of each further one in turn.
+        leaving, staying: tables of the same names.
+    """
+    answer = source * taps[0]
+    for back, tap in enumerate(taps[1:], 1):
+        answer = answer + torch.nn.functional.pad(source, (back, 0))[..., : source.shape[-1]] * tap
+    return answer
+
+
+def recurrence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    strength: torch.Tensor | None,
+    until: torch.Tensor,
+    before: torch.Tensor,
+    halves: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """A matrix [key, value] for each row and head that tokens add to and read.
+
+    Args:
+        query, key, value: f32 [rows x heads, tokens, width].
+        decay: f32 [rows x heads, tokens], the logarithm of a factor of at most 1.
+        strength: f32 [rows x heads, tokens] of the delta rule; None for none.
+        until, before: tables `behind` of all tokens up to each, with and without itself.
+        halves: tables of the same name, of the delta rule.
+    """
+    memory = query.new_zeros(query.shape[0], query.shape[2], value.shape[2])
+    answers = []
+    for token in range(query.shape[1]):
+        memory = memory * decay[:, token, None, None].exp()
+        new = value[:, token]
+        if strength is not None:
+            new = (new - torch.einsum("rk,rkv->rv", key[:, token], memory)) * strength[:, token, None]
+        memory = memory + key[:, token, :, None] * new[:, None]
+        answers.append(torch.einsum("rk,rkv->rv", query[:, token], memory))
+    return torch.stack(answers, 1)
+
+
+_OPERATORS = {
+    function: torch.library.custom_op(f"prge::{function.__name__}", mutates_args=())(function)
+    for function in (convolution, recurrence)
+}
+CONVOLUTION, RECURRENCE = torch.ops.prge.convolution.default, torch.ops.prge.recurrence.default
+
+
+@_OPERATORS[convolution].register_fake
+def _(source: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(source, memory_format=torch.contiguous_format)
+
+
+@_OPERATORS[recurrence].register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+# A writer, the operator's node, and the memory before it -> the answer, and the memory behind it.
+Step = Callable[[Writer, Node, Node | None], tuple[Node, Node | None]]
+
+
+def memories(graph_module: GraphModule, rows: int) -> dict[Node, tuple[int, int, int]]:
+    """The operators of a graph with a memory, and its shape of so many rows."""
+    return {
+        node: (rows, *_memory(node, rows))
+        for node in graph_module.graph.nodes
+        if node.op == "call_function" and node.target in _STEPS
+    }
+
+
+def _memory(node: Node, rows: int) -> tuple[int, int]:
+    if node.target is CONVOLUTION:
+        return int(node.args[0].meta["val"].shape[1]), len(node.args[1]) - 1
+    key, value = (each.meta["val"].shape for each in node.args[1:3])
+    return int(key[0]) // rows * int(key[2]), int(value[2])
+
+
+def expand(
+    graph_module: GraphModule, before: Callable[[Node], Node | None] = lambda node: None
+) -> list[Node]:
+    """Write the operators as others, in place; what nothing reads any longer goes, tables included.
+
+    Args:
+        graph_module: its nodes carry `meta["val"]`.
+        before: an input for each operator's memory before the call, in the shape of `memories`.
+
+    Returns:
+        The memories behind the call, of operators that were given one.
+    """
+    writer, behind = Writer(graph_module), list[Node]()
+
+    def write(writer: Writer, node: Node) -> Node:
+        answer, memory = _STEPS[node.target](writer, node, before(node))
+        if memory is not None:
+            behind.append(memory)
+        return answer
+
+    tables = set[Node]()
+    for node in list(graph_module.graph.nodes):
+        if node.op == "call_function" and node.target in _STEPS:
+            tables |= {source for source in node.all_input_nodes if source.op == "placeholder"}
+            writer.replace(node, write, node)
+    for table in tables:
+        if not table.users:
+            graph_module.graph.erase_node(table)
+    graph_module.recompile()
+    return behind
+
+
+def _convolved(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, Node | None]:
+    source, taps, before, entering, leaving, staying = node.args
+    rows, width, tokens = source.meta["val"].shape
+
+    def at(back: int) -> Node:
+        return writer.times(source, taps[back])
+
+    if tokens == 1 and memory is not None:
+        answer = at(0)
+        for back in range(1, len(taps)):
+            past = writer.call(aten.slice.Tensor, memory, 2, len(taps) - 1 - back, len(taps) - back)
+            answer = writer.plus(answer, writer.times(past, taps[back]))
+        kept = [writer.call(aten.slice.Tensor, memory, 2, 1, len(taps) - 1)] if len(taps) > 2 else []
+        return answer, writer.call(aten.cat.default, [*kept, source], 2)
+    # What is one token further back meets its tap, and all of that moves by one token.
+    turned = writer.call(aten.transpose.int, before, 1, 2)
+    answer = at(len(taps) - 1)
+    for back in reversed(range(len(taps) - 1)):
+        flat = writer.reshape(answer, [1, rows * width, tokens])
+        moved = writer.reshape(writer.call(aten.bmm.default, flat, turned), [rows, width, tokens])
+        answer = writer.plus(at(back), moved)
+    if memory is None:
+        return answer, None
+    for tap, table in zip(taps[1:], entering, strict=True):
+        past = writer.call(aten.bmm.default, memory, writer.call(aten.transpose.int, table, 1, 2))
+        answer = writer.plus(answer, writer.times(past, tap))
+    kept, new = (writer.call(aten.bmm.default, *pair) for pair in ((memory, staying), (source, leaving)))
+    return answer, writer.plus(kept, new)
+
+
+def _recurred(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, Node | None]:
+    query, key, value, decay, strength, until, before, halves = node.args
+    count, tokens, width = key.meta["val"].shape
+    call = writer.call
+    if memory is not None:
+        shape = memory.meta["val"].shape
+        memory = writer.reshape(memory, [count, width, value.meta["val"].shape[-1]])
+    if strength is not None:
+        strength = writer.reshape(strength, [count, tokens, 1])
+    turned = call(aten.transpose.int, key, 1, 2)
+    if tokens == 1 and memory is not None:
+        factor = call(aten.exp.default, writer.reshape(decay, [count, 1, 1]))
+        memory = writer.times(memory, factor)
+        if strength is not None:
+            value = writer.times(writer.minus(value, call(aten.bmm.default, key, memory)), strength)
+        memory = writer.plus(memory, call(aten.bmm.default, turned, value))
+        return call(aten.bmm.default, query, memory), writer.reshape(memory, shape)
+    # Of each token what its answer keeps of each token up to it: sums of decays of those between, and no
+    # differences of sums, which lose digits. Above the diagonal they are 0, and go once exp is taken.
+    line = writer.reshape(decay, [count, 1, tokens])
+    sums = writer.reshape(writer.times(line, until), [1, count * tokens, tokens])
+    between = writer.reshape(call(aten.bmm.default, sums, before), [count, tokens, tokens])
+    kept = writer.times(call(aten.exp.default, between), until)
+    if memory is not None:
+        flat = writer.reshape(decay, [1, count, tokens])
+        since, left = (
+            writer.reshape(call(aten.exp.default, call(aten.bmm.default, flat, table)), [count, tokens, 1])
+            for table in (call(aten.transpose.int, until, 1, 2), before)
+        )
+    if strength is not None:
+        if memory is not None:
+            known = writer.times(call(aten.bmm.default, key, memory), since)
+            value = writer.minus(value, known)
+        strong = writer.times(key, strength)
+        below = writer.times(writer.times(call(aten.bmm.default, strong, turned), kept), before)
+        inverse = call(UNIT_INVERSE, below, writer.minus(until, before), list(halves))
+        value = call(aten.bmm.default, inverse, writer.times(value, strength))
+    scores = writer.times(call(aten.bmm.default, query, turned), kept)
+    answer = call(aten.bmm.default, scores, value)
+    if memory is None:
+        return answer, None
+    answer = writer.plus(answer, writer.times(call(aten.bmm.default, query, memory), since))
+    whole = call(aten.exp.default, call(aten.sum.dim_IntList, line, [-1], True))
+    new = call(aten.bmm.default, turned, writer.times(value, left))
+    return answer, writer.reshape(writer.plus(writer.times(memory, whole), new), shape)
+
+
+_STEPS: dict[Any, Step] = {CONVOLUTION: _convolved, RECURRENCE: _recurred}

@@ -1,0 +1,52 @@
+"""The inverse of triangular matrices with ones on their diagonals, as one operator of a graph.
+
+    unit_inverse(below f32 [batch, n, n], one [1, n, n], halves [[1, n, n], ...]) -> [batch, n, n]
+
+(1 + below)^-1, where `below` is 0 on and above the diagonal. Blocks of twice the size have the inverse
+
+    [ P    ]^-1   [  P^-1              ]
+    [ Q  R ]    = [ -R^-1 Q P^-1  R^-1 ]
+
+so that blocks of 1, 2, 4, ... rows are inverted by products alone; `halves` has the places of Q, for 1, 2, 4,
+... in turn. A sum of powers of `below` would be products too, of numbers that grow far beyond the result. A
+graph keeps the operator whole: its derivatives are two products by the inverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+torch.library.define("prge::unit_inverse", "(Tensor below, Tensor one, Tensor[] halves) -> Tensor")
+
+
+def by_products(below: torch.Tensor, one: torch.Tensor, halves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As it is, on any tensors."""
+    inverse = one - below * halves[0]
+    for half in halves[1:]:
+        inverse = inverse - torch.bmm(torch.bmm(inverse, below * half), inverse)
+    return inverse
+
+
+torch.library.impl("prge::unit_inverse", "CompositeImplicitAutograd")(by_products)
+UNIT_INVERSE = torch.ops.prge.unit_inverse.default
+
+
+class UnitInverse(torch.autograd.Function):
+    """The same with a backward pass of products with the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, below: torch.Tensor, one: torch.Tensor, halves: Sequence[torch.Tensor]) -> Any:
+        """As it is."""
+        inverse = by_products(below, one, halves)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> Any:
+        """Slope [batch, n, n] -> by `below`: d(X) = -X d(below) X."""
+        (inverse,) = ctx.saved_tensors
+        turned = inverse.transpose(1, 2)
+        return -torch.bmm(torch.bmm(turned, slope), turned), None, None

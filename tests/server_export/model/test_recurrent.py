@@ -1,0 +1,64 @@
+"""What of a model's code is replaced while it is traced, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MambaConfig, RecurrentGemmaConfig
+
+from prge.errors import BundleError
+from server_export.model.recurrent import RECURRENCES, REPLACED, _Operators, traced_recurrences
+from server_export.model.tables import ModelTables
+from tests.tiny_models import RECURRENT, make_config
+
+CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULE, STATE_SPACE = RECURRENCES
+# By architecture, the functions of transformers' files that its layers call.
+CALLED = {
+    "lfm2": {CONVOLUTION},
+    "qwen3_5": {CONVOLUTION, DELTA_RULE},
+    **{name: {CONVOLUTION, STATE_SPACE} for name in ("mamba2", "falcon_h1", "granite_hybrid")},
+}
+
+
+def outlined(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("architecture", RECURRENT)
+def test_the_functions_have_the_names_and_parameters_of_transformers_own(architecture: str) -> None:
+    model = outlined(make_config(architecture))
+    file = sys.modules[type(model).__module__]
+    own = {name: getattr(file, name) for name in REPLACED if hasattr(file, name)}
+    assert set(own) == CALLED[architecture]
+    operators = _Operators(ModelTables(8))
+    for name, function in own.items():
+        ours = inspect.signature(getattr(operators, REPLACED[name])).parameters.values()
+        named = {each.name for each in ours if each.kind is not inspect.Parameter.VAR_KEYWORD}
+        assert named - {"z"} <= set(inspect.signature(function).parameters)
+    with traced_recurrences(model, ModelTables(8)):
+        assert all(getattr(file, name) is not function for name, function in own.items())
+    assert all(getattr(file, name) is function for name, function in own.items())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4),
+        RecurrentGemmaConfig(
+            vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, lru_width=16
+        ),
+    ],
+    ids=["mamba", "recurrent gemma"],
+)
+def test_a_recurrence_of_another_kind_is_refused(config: Any) -> None:
+    with (
+        pytest.raises(BundleError, match="has a recurrence of a kind that isn't known here"),
+        traced_recurrences(outlined(config), ModelTables(8)),
+    ):
+        pass
