@@ -30,7 +30,8 @@ DIFFERENTIABLE = frozenset(
     linear.default log.default log1p.default lt.Scalar lt.Tensor masked_fill.Scalar maximum.default mean.dim
     minimum.default mul.Tensor neg.default permute.default pow.Tensor_Scalar reciprocal.default relu.default
     repeat.default reshape.default rsqrt.default sigmoid.default silu.default sin.default slice.Tensor
-    softmax.int sqrt.default sub.Tensor sum.dim_IntList t.default tanh.default transpose.int view.default
+    softmax.int softplus.default sqrt.default sub.Tensor sum.dim_IntList t.default tanh.default topk.default
+    transpose.int view.default
     where.self
     """.split()
 )
