@@ -150,7 +150,8 @@ def _write(
     from server_export.lower.chain import lower_chain
     from server_export.model.files import stored_pooling
 
-    bounds = manifest.Bounds.for_rows(source.longest, context, source.readout == "pooled")
+    is_encoder = source.readout == "pooled"
+    bounds = manifest.Bounds.for_rows(source.longest, context, is_encoder)
     with stage("lowering") as note:
         cache = ProgramCache() if config.cache else None
         lowered = lower_chain(chain, folder, config.roles, bounds, note, cache)
@@ -161,7 +162,7 @@ def _write(
         note(f"engine and graphs differ by {differences} (allowed {verification.tolerance:.2g})")
     described = manifest.Chain(
         readout=source.readout,
-        pooling=config.pooling or stored_pooling(source.files) or "mean",
+        pooling=config.pooling or (stored_pooling(source.files) if is_encoder else None) or "mean",
         width=int(source.loaded.config.hidden_size),
         vocabulary_size=chain.vocabulary_size,
         modules=chain.modules,

@@ -121,6 +121,22 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Encoders whose scores know how far tokens are apart.
+RELATIVE: dict[str, tuple[str, dict[str, Any]]] = {
+    "deberta-v2": (
+        "DebertaV2Config",
+        {
+            **{**_ENCODER, "type_vocab_size": 0},
+            "relative_attention": True,
+            "pos_att_type": ["c2p", "p2c"],
+            "position_buckets": 8,
+            "share_att_key": True,
+            "norm_rel_ebd": "layer_norm",
+            "position_biased_input": False,
+        },
+    ),
+    "mpnet": ("MPNetConfig", _COMMON),
+}
 # Decoders with several values alive between layers, of which the last two use keys and values of the others.
 _SHARING = {
     **_GEMMA,
@@ -170,7 +186,7 @@ def make_config(architecture: str, **changes: Any) -> Any:
     """The transformers configuration of a tiny model."""
     import transformers
 
-    name, settings = {**DECODERS, **SHARING, **ENCODERS, **EXPERTS, **UNUSUAL}[architecture]
+    name, settings = {**DECODERS, **SHARING, **ENCODERS, **RELATIVE, **EXPERTS, **UNUSUAL}[architecture]
     return getattr(transformers, name)(**{**settings, **changes})
 
 
@@ -181,10 +197,18 @@ def make_model(architecture: str, seed: int = 0, *, head: bool = True, **changes
 
     torch.manual_seed(seed)
     config = make_config(architecture, **changes)
-    kind = AutoModelForCausalLM if architecture not in ENCODERS and head else AutoModel
+    kind = AutoModelForCausalLM if architecture not in {**ENCODERS, **RELATIVE} and head else AutoModel
     model = kind.from_config(config, attn_implementation="eager").eval()
     if getattr(model, "pooler", None) is not None:
         model.pooler = None
+    randomize(model)
+    return model.requires_grad_(False)
+
+
+def randomize(model: Any) -> None:
+    """Give every parameter random numbers, in place, norms and biases included."""
+    import torch
+
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -194,7 +218,6 @@ def make_model(architecture: str, seed: int = 0, *, head: bool = True, **changes
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias"):
                 buffer.normal_(std=0.1)
-    return model.requires_grad_(False)
 
 
 def make_tokenizer() -> Any:

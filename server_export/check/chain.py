@@ -12,7 +12,7 @@ import torch
 from torch.export import ExportedProgram
 
 from prge.engine import FloatArray
-from prge.errors import BundleError
+from prge.errors import BundleError, told_as_bundle_error
 from prge.files.chain import TABLE
 from prge.learning.vocabulary import Reading
 from server_export.graph.modules import replace_tensor
@@ -24,6 +24,7 @@ from server_export.model.readout import log_probabilities
 from server_export.quiet import quiet_engine
 from server_export.stage import count_parts
 
+_REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
 # Largest difference, as a part of the largest number. Float blocks of all architectures differ by less than
 # 1e-5. Engine and graph round the same activations to int8, where a last bit of difference flips a code.
 FLOAT_TOLERANCE = 1e-4
@@ -110,13 +111,14 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
         # The blocks need its memory.
         del model, output
         beside = targets if chain.is_decoder else torch.zeros(_ROWS, 1, 1, _TOKENS)
-        found = _answers(chain.in_scheme("fp32"), tokens, beside)
+        with told_as_bundle_error("the blocks of this model can't be run by themselves", _REMEDY):
+            found = _answers(chain.in_scheme("fp32"), tokens, beside)
     difference = float((found.reshape(expected.shape) - expected).abs().max())
     if not difference <= MODEL_TOLERANCE * max(1.0, float(expected.abs().max())):
         raise BundleError(
             f"the blocks don't compute what the model {name} computes: their outputs differ "
             f"by {difference:.3g}",
-            remedy="this architecture isn't supported; take another checkpoint, and please report it",
+            remedy=_REMEDY,
         )
     return difference
 

@@ -167,7 +167,7 @@ def _give_rows(graph_module: GraphModule, rows: int) -> None:
             node.meta["val"] = torch.empty(rows, *value.shape[1:], dtype=value.dtype, device="meta")
             given.add(node)
         elif node.op == "call_function" and given.intersection(node.all_input_nodes):
-            if node.target in _RESHAPES and node.args[1][0] == 1:
+            if node.target in (*_RESHAPES, aten.expand.default) and node.args[1][0] == 1:
                 node.args = (node.args[0], [rows, *node.args[1][1:]])
             before = node.meta.pop("val").shape
             fill_in_values(graph_module)
@@ -210,8 +210,7 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
     graph = graph_module.graph
     scores: Any = masked.args[0]
     product, between = _product(masked)
-    (softmax,) = masked.users
-    (mixed,) = softmax.users
+    softmax, mixed = _weighing(masked)
     query = product.args[0]
     keys, values = _keys_and_values(masked)
     heads, _, width = keys.meta["val"].shape
@@ -274,8 +273,18 @@ def _keys_and_values(masked: Node) -> tuple[Node, Node]:
     transposed = _product(masked)[0].args[1]
     if transposed.target is not aten.transpose.int:
         raise BundleError(f"keys come from {transposed.format_node()}", remedy=_REMEDY)
-    ((mixed,),) = (softmax.users for softmax in masked.users)
-    return transposed.args[0], mixed.args[1]
+    return transposed.args[0], _weighing(masked)[1].args[1]
+
+
+def _weighing(masked: Node) -> tuple[Node, Node]:
+    """The softmax of masked scores, and the product of its answer with the values."""
+    found = [masked]
+    for target in (aten.softmax.int, aten.bmm.default):
+        users = list(found[-1].users)
+        if len(users) != 1 or users[0].target is not target:
+            raise BundleError(f"masked scores go to {users[0].format_node()}", remedy=_REMEDY)
+        found += users
+    return found[1], found[2]
 
 
 def _simplify_shapes(graph_module: GraphModule) -> None:

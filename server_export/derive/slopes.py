@@ -29,6 +29,11 @@ def relu_slope(call: Call, argument: Node) -> Node:
     return call(aten.clamp.default, call(aten.mul.Tensor, argument, 1 / _TINY), 0.0, 1.0)
 
 
+def sign(call: Call, argument: Node) -> Node:
+    """-1 below 0, 1 above, 0 between, without a comparison."""
+    return call(aten.clamp.default, call(aten.mul.Tensor, argument, 1 / _TINY), -1.0, 1.0)
+
+
 def gelu_slope(call: Call, argument: Node, result: Node) -> Node:
     """F(x) + x f(x) with the normal distribution F = y / x, which is 1/2 at 0, and its density f."""
     above = call(aten.add.Tensor, result, _TINY / 2)

@@ -42,7 +42,9 @@ _CASTS = {
     aten.expand.default,
     aten.expand_as.default,
 }
-_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
+_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int}
+# What is taken out, or read by rules for what is made of it.
+KEPT = {*_IDENTITIES, *_CASTS, *_SPLITS}
 
 
 def rewritten_graph(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> GraphModule:
@@ -259,10 +261,69 @@ def _select(writer: Writer, node: Node, source: Node, dim: int, index: int) -> N
 def _part_of_a_split(writer: Writer, node: Node, split: Node, index: int) -> Node | None:
     if split.target not in _SPLITS:
         return None
+    if split.target is aten.unbind.int:
+        return _select(writer, node, split.args[0], split.args[1] if len(split.args) > 1 else 0, index)
     dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
     sizes = [part.shape[dim] for part in split.meta["val"]]
     start = sum(sizes[:index])
     return writer.call(aten.slice.Tensor, split.args[0], dim, start, start + sizes[index])
+
+
+@_rule(aten.add.Scalar, aten.sub.Scalar, aten.mul.Scalar, aten.div.Scalar)
+def _with_number(writer: Writer, node: Node, source: Node, number: float) -> Node:
+    of_tensors = {"add": aten.add, "sub": aten.sub, "mul": aten.mul, "div": aten.div}
+    return writer.call(of_tensors[str(node.target).split(".")[1]].Tensor, source, number)
+
+
+@_rule(aten.expand_as.default)
+def _expand(writer: Writer, node: Node, source: Node, like: Node) -> Node:
+    return writer.call(aten.expand.default, source, [*node.meta["val"].shape])
+
+
+@_rule(aten.hardtanh.default)
+def _hard_tanh(writer: Writer, node: Node, source: Node, least: float = -1.0, most: float = 1.0) -> Node:
+    return writer.call(aten.clamp.default, source, least, most)
+
+
+@_rule(aten.clamp_min.default, aten.clamp_max.default)
+def _clamp(writer: Writer, node: Node, source: Node, bound: float) -> Node:
+    bounds = (bound,) if node.target is aten.clamp_min.default else (None, bound)
+    return writer.call(aten.clamp.default, source, *bounds)
+
+
+@_rule(aten.mm.default)
+def _product(writer: Writer, node: Node, left: Node, right: Node) -> Node:
+    stacked = [writer.reshape(each, [1, *each.meta["val"].shape]) for each in (left, right)]
+    return writer.reshape(writer.call(aten.bmm.default, *stacked), node.meta["val"].shape)
+
+
+@_rule(aten.linalg_vector_norm.default)
+def _length(
+    writer: Writer, node: Node, source: Node, order: float = 2, dims: Any = None, keepdim: bool = False
+) -> Node | None:
+    if order != 2 or not dims:
+        return None
+    total = writer.call(aten.sum.dim_IntList, writer.times(source, source), dims, keepdim)
+    return writer.call(aten.sqrt.default, total)
+
+
+@_rule(aten.var.correction)
+def _variance(
+    writer: Writer,
+    node: Node,
+    source: Node,
+    dims: Any = None,
+    *,
+    correction: float = 1,
+    keepdim: bool = False,
+) -> Node | None:
+    value = source.meta["val"]
+    if not dims or [dim % value.dim() for dim in dims] != [value.dim() - 1]:
+        return None
+    row, width = _mean_row(writer, source), value.shape[-1]
+    centred = writer.minus(source, writer.call(aten.linear.default, source, row))
+    squares = writer.call(aten.linear.default, writer.times(centred, centred), row)
+    return writer.reshape(writer.times(squares, width / (width - correction)), node.meta["val"].shape)
 
 
 @_rule(aten.multiply.Tensor)

@@ -1,6 +1,7 @@
 """Rotary embeddings of a graph, as transformers writes them, in operators that stay in one delegate.
 
 x * cos + cat(-x[half:], x[:half]) * sin        for x [rows, heads, length, width]
+x * cos + stack(-x[1::2], x[::2]) * sin         pairs that lie side by side
 """
 
 from __future__ import annotations
@@ -16,47 +17,66 @@ aten = torch.ops.aten
 
 
 def turn_by_layers(graph_module: GraphModule) -> None:
-    """Make a linear layer of what turns the halves of a head, cat(-x[half:], x[:half]), in place.
+    """Make a linear layer of what turns the pairs of a head, in place.
 
     The cosines and sines stay products with tables. Slices of any number of rows would leave the delegate.
     """
     writer = Writer(graph_module)
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.cat.default):
-        source = _turned(node)
-        if source is not None:
-            writer.replace(node, _turned_halves, source)
+        for find in (_halves, _neighbours):
+            source, turned = find(node)
+            if source is not None:
+                writer.replace(turned, _turned, source, find is _halves)
+                break
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
 
 
-def _turned(node: Node) -> Node | None:
+def _halves(node: Node) -> tuple[Node | None, Node]:
     """x of cat(-x[half:], x[:half]) in its last dimension, [rows, heads, length, width]; None if it isn't."""
     parts: Any = node.args[0]
     if len(parts) != 2 or parts[0].target is not aten.neg.default:
-        return None
+        return None, node
     source: Node = parts[1].args[0] if parts[1].target is aten.slice.Tensor else parts[1]
     shape = source.meta["val"].shape
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     if len(shape) != 4 or dim % 4 != 3 or shape[-1] % 2:
-        return None
+        return None, node
     bounds = [_bounds(part, source, shape[-1]) for part in (parts[0].args[0], parts[1])]
-    return source if bounds == [(shape[-1] // 2, shape[-1]), (0, shape[-1] // 2)] else None
+    half = shape[-1] // 2
+    return (source if bounds == [(half, shape[-1], 1), (0, half, 1)] else None), node
 
 
-def _turned_halves(writer: Writer, source: Node) -> Node:
+def _neighbours(node: Node) -> tuple[Node | None, Node]:
+    """x of stack(-x[1::2], x[::2]) in its last dimension, and the node that lays them side by side."""
+    parts: Any = node.args[0]
+    (user,) = node.users if len(node.users) == 1 else (node,)
+    if len(parts) != 2 or any(part.target is not aten.reshape.default for part in parts):
+        return None, node
+    first, second = (part.args[0] for part in parts)
+    if first.target is not aten.neg.default or second.target is not aten.slice.Tensor:
+        return None, node
+    source, (*lead, width) = second.args[0], second.args[0].meta["val"].shape
+    shapes = [tuple(each.meta["val"].shape) for each in (node, user)]
+    if len(lead) != 3 or shapes != [(*lead, width // 2, 2), (*lead, width)]:
+        return None, node
+    bounds = [_bounds(part, source, width) for part in (first.args[0], second)]
+    return (source if bounds == [(1, width, 2), (0, width, 2)] else None), user
+
+
+def _turned(writer: Writer, source: Node, of_halves: bool) -> Node:
     width = source.meta["val"].shape[-1]
-    unit = torch.eye(width // 2)
-    none = torch.zeros_like(unit)
-    rows = torch.cat([torch.cat([none, -unit], 1), torch.cat([unit, none], 1)])
+    turn, unit = torch.tensor([[0.0, -1.0], [1.0, 0.0]]), torch.eye(width // 2)
+    rows = torch.kron(turn, unit) if of_halves else torch.kron(unit, turn)
     return writer.call(aten.linear.default, source, writer.constant(rows))
 
 
-def _bounds(node: Any, source: Node, width: int) -> tuple[int, int] | None:
+def _bounds(node: Any, source: Node, width: int) -> tuple[int, int, int] | None:
     if not isinstance(node, Node) or node.target is not aten.slice.Tensor or node.args[0] is not source:
         return None
     given: list[Any] = list(node.args[1:])
     defaults: list[Any] = [0, None, None, 1]
     dim, start, end, step = given + defaults[len(given) :]
-    if dim % 4 != 3 or step != 1:
+    if dim % 4 != 3:
         return None
-    return int(start or 0), min(width, width if end is None else int(end))
+    return int(start or 0), min(width, width if end is None else int(end)), int(step)

@@ -15,7 +15,9 @@ from prge.contract import AdaptedModule, Matrix, matrices
 from prge.errors import BundleError
 from prge.learning.vocabulary import pieces_of
 from server_export.graph.cutting import STATE, ModelBlock, cut, kinds
+from server_export.graph.heads import join_heads
 from server_export.graph.modules import give_memory
+from server_export.graph.plain import take_apart
 from server_export.graph.rewriting import rewrite
 from server_export.graph.rotation import turn_by_layers
 from server_export.model.adapted import CallInputs, conv1d_names, convert_conv1d, insert_lora
@@ -23,6 +25,7 @@ from server_export.model.experts import expert_blocks, expert_layers
 from server_export.model.files import ModelFiles
 from server_export.model.frozen import ADAPTER_WEIGHT, Frozen, freeze
 from server_export.model.loading import LoadedModel
+from server_export.model.positional import fold_positions
 from server_export.model.positions import first_position
 from server_export.model.quantization import GROUP_SIZE, QuantizationReport
 from server_export.model.readout import cut_head
@@ -31,6 +34,8 @@ from server_export.model.traced import BATCH, COPIES, TOKENS, WHOLE_PREFIX, trac
 from server_export.model.weights import Weights
 
 _BASE = ".base."
+# What torch.export calls tensors that are made of numbers.
+_MADE_OF_NUMBERS = "lifted_tensor"
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,6 @@ def build_chain(
     Raises:
         BundleError: the files can't be read, or the adapter is outside of the blocks between the embedding
             and the head.
-        Exception: what torch.export raises if it can't trace the model.
     """
     model = outline.model
     transposed = {*transposed, *plain_layers(model)}
@@ -184,9 +188,12 @@ def build_chain(
     make_rotary_tables(model, tables)
     trained = matrices(modules)
     traced = trace(model, inputs, tables, trained, outline.is_decoder, first_position(model), copies)
+    weights.buffers |= fold_positions(traced.graph_module, tables, weights.buffers)
+    parts = cut(traced.graph_module, set(traced.adapter), TABLE)
+    _check_constants(parts, weights)
     layers = [*expert_layers(model).items()]
     blocks = []
-    for block in cut(traced.graph_module, set(traced.adapter), TABLE):
+    for block in parts:
         blocks.append(block)
         if block.experts is not None:
             name, module = layers[block.experts]
@@ -209,6 +216,16 @@ def build_chain(
         int(model.get_input_embeddings().weight.shape[0]),
         scheme,
     )
+
+
+def _check_constants(blocks: Sequence[ModelBlock], weights: Weights) -> None:
+    """A tensor that a model makes of numbers while it runs has none while it is traced."""
+    names = {name.removeprefix(WHOLE_PREFIX) for block in blocks for name in block.weights}
+    if lost := sorted(name for name in names - set(weights.buffers) if _MADE_OF_NUMBERS in name):
+        raise BundleError(
+            f"the model makes a tensor of numbers while it runs, which tracing loses: {lost[0]}",
+            remedy="this architecture isn't supported; take another checkpoint, and please report it",
+        )
 
 
 def _check_adapter(blocks: Sequence[ModelBlock], adapter: Mapping[str, Matrix], end: int) -> None:
@@ -236,7 +253,9 @@ def _kinds(
     for number in sorted(set(kind_of)):
         graph_module, frozen = freeze(blocks[number], scheme, number >= end)
         rewrite(graph_module)
+        take_apart(graph_module, declined=True)
         turn_by_layers(graph_module)
+        join_heads(graph_module)
         give_memory(graph_module)
         made[number] = ModelKind(graph_module, frozen)
     return made

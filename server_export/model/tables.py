@@ -115,11 +115,16 @@ class ModelTables:
         self, key: Hashable, make: Callable[[], ModelTable], shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """A table in the graph that is traced; the same key gives the same one."""
+        number = self.number(key, make)
+        result: torch.Tensor = TABLE(number, list(shape), dtype, torch.get_default_device())
+        return result
+
+    def number(self, key: Hashable, make: Callable[[], ModelTable]) -> int:
+        """The place of a table in `all`; the same key gives the same one."""
         if key not in self._numbers:
             self._numbers[key] = len(self.all)
             self.all.append(make())
-        result: torch.Tensor = TABLE(self._numbers[key], list(shape), dtype, torch.get_default_device())
-        return result
+        return self._numbers[key]
 
 
 class TableRotary(nn.Module):
@@ -128,12 +133,17 @@ class TableRotary(nn.Module):
     Args:
         tables: where they are asked for.
         values: cosines and sines f32 [longest, width] by type of layer.
+        config: of the embedding whose place it takes; some models read it there.
     """
 
     def __init__(
-        self, tables: ModelTables, values: dict[str | None, tuple[torch.Tensor, torch.Tensor]]
+        self,
+        tables: ModelTables,
+        values: dict[str | None, tuple[torch.Tensor, torch.Tensor]],
+        config: Any = None,
     ) -> None:
         super().__init__()
+        self.config = config
         self.tables = tables
         self.values = values
 
@@ -157,16 +167,18 @@ def make_rotary_tables(model: nn.Module, tables: ModelTables) -> int:
     """Make tables of every rotary embedding of a model, which may lack its weights; returns how many."""
     names = rotary_names(model)
     for name in names:
-        replace_module(model, name, TableRotary(tables, _rotary_values(model, name, tables.longest)))
+        config = getattr(model.get_submodule(name), "config", None)
+        replace_module(model, name, TableRotary(tables, _rotary_values(model, name, tables.longest), config))
     return len(names)
 
 
 def _rotary_values(
     model: nn.Module, name: str, longest: int
 ) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
-    config: Any = model.config
+    old: Any = model.get_submodule(name)
+    config = getattr(old, "config", model.config)
     # Made anew: that of a model without weights has no frequencies either.
-    rotary: Any = type(model.get_submodule(name))(config=config)
+    rotary: Any = type(old)(config=config)
     parameters = inspect.signature(rotary.forward).parameters
     named = getattr(config, "layer_types", None) if "layer_type" in parameters else None
     types = sorted(set(named)) if named else [None]

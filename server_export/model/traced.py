@@ -18,9 +18,10 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from prge.contract import Matrix
-from prge.errors import PrgeError
+from prge.errors import PrgeError, told_as_bundle_error
 from server_export.graph.functional import functional_graph
 from server_export.graph.modules import remove_unused_attributes
+from server_export.graph.plain import take_apart
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention, experts
 from server_export.model.adapted import CallInputs
@@ -36,6 +37,7 @@ _LAID_OUT = {
 }
 # What a graph's names of weights have before transformers' own.
 WHOLE_PREFIX = "model."
+_REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def trace(
         copies: 1, or COPIES.
 
     Raises:
-        Exception: what torch.export raises if it can't trace it.
+        BundleError: torch.export can't trace it.
     """
     attention.register()
     model.set_attn_implementation(attention.NAME)
@@ -152,18 +154,20 @@ def trace(
             with _WithKnownNumbers():
                 return torch.export.export(whole, given, strict=False)
 
-        exported = None
-        try:
-            exported = exported_with(False)
-        except PrgeError:
-            raise
-        except Exception:
-            if is_decoder:
+        with told_as_bundle_error("the model can't be traced", _REMEDY):
+            exported = None
+            try:
+                exported = exported_with(False)
+            except PrgeError:
                 raise
-        if exported is None or not (is_decoder or _adds(exported)):
-            # It makes masks of its own, of what is a token and what is padding.
-            exported = exported_with(True)
+            except Exception:
+                if is_decoder:
+                    raise
+            if exported is None or not (is_decoder or _adds(exported)):
+                # It makes masks of its own, of what is a token and what is padding.
+                exported = exported_with(True)
     graph_module = functional_graph(exported)
+    take_apart(graph_module)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))

@@ -24,6 +24,9 @@ class Weights:
         model: without weights, whose parameters are asked for.
         transposed: names of weights that the files have as [in, out], GPT-2's way.
 
+    Attributes:
+        buffers: tensors that no file has, by name.
+
     Raises:
         BundleError: a file can't be read.
     """

@@ -13,6 +13,7 @@ runs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def backpropagate(
         return (*answers, *found) if with_answer else found
 
     with told_as_bundle_error("the program has no backward pass", REMEDY), torch.enable_grad():
-        traced = make_fx(joint)(*tensors, *inputs.values())
+        traced = make_fx(joint, decomposition_table=_plainer())(*tensors, *inputs.values())
     result = _rebuilt(graph_module, traced.graph, constants, list(inputs), layers)
     fill_in_values(result)
     apply_rules(result, RULES)
@@ -102,6 +103,13 @@ def backpropagate(
             result.graph.erase_node(node)
     result.recompile()
     return result
+
+
+@cache
+def _plainer() -> dict[Any, Any]:
+    """How PyTorch takes apart what autograd writes, where no rule does."""
+    table = torch.export.default_decompositions().items()
+    return {target: way for target, way in table if "_backward" in str(target) and str(target) not in RULES}
 
 
 def _inputs(

@@ -123,15 +123,25 @@ def _slice(
     end: int,
     step: int,
 ) -> Node | None:
-    if step != 1:
-        return None
     size, dim = sizes[dim], dim % len(sizes)
+    if step != 1:
+        gradient = _spread(writer, gradient, dim, step)
     begin = start % size if start < 0 else min(start, size)
     behind = size - begin - gradient.meta["val"].shape[dim]
     if not (begin or behind):
         return gradient
     padding = [0, 0] * (len(sizes) - 1 - dim) + [begin, behind]
     return writer.call(aten.constant_pad_nd.default, gradient, padding, 0.0)
+
+
+def _spread(writer: Writer, source: Node, dim: int, step: int) -> Node:
+    """With zeros between the entries of a dimension, none behind the last."""
+    shape = list(source.meta["val"].shape)
+    behind = shape[dim + 1 :]
+    apart = writer.reshape(source, [*shape[: dim + 1], 1, *behind])
+    padded = writer.call(aten.constant_pad_nd.default, apart, [*[0, 0] * len(behind), 0, step - 1], 0.0)
+    whole = writer.reshape(padded, [*shape[:dim], shape[dim] * step, *behind])
+    return writer.call(aten.slice.Tensor, whole, dim, 0, (shape[dim] - 1) * step + 1)
 
 
 @rule(aten.index_add.default)

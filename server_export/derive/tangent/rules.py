@@ -7,6 +7,7 @@ Derivatives are written in operators that XNNPACK takes, so that they stay in it
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from server_export.derive.slopes import gelu_slope, relu_slope, sigmoid_slope
+from server_export.derive.slopes import gelu_slope, relu_slope, sigmoid_slope, sign
 from server_export.derive.tangent.builder import Builder, Number, aten
 from server_export.derive.tangent.dual import Dual, Interleaved
 from server_export.graph.writing import registrar
@@ -133,6 +134,33 @@ def _gathered(builder: Builder, source: Dual, dim: int, index: Node, shape: tupl
         return builder.call(aten.gather.default, part, _behind_queries(dim), places)
 
     return source.each(shape, gather)
+
+
+@rule(aten.cumsum.default)
+def _running_sum(builder: Builder, node: Node, source: Dual, dim: int) -> Dual:
+    at = _behind_queries(dim)
+    return source.each(_shape(node), lambda part, _: builder.call(node.target, part, at))
+
+
+@rule(aten.flip.default)
+def _flip(builder: Builder, node: Node, source: Dual, dims: list[int]) -> Dual:
+    at = [_behind_queries(dim) for dim in dims]
+    return source.each(_shape(node), lambda part, _: builder.call(node.target, part, at))
+
+
+@rule(aten.repeat.default)
+def _repeat(builder: Builder, node: Node, source: Dual, times: list[int]) -> Dual:
+    source = source.aligned(len(times))
+    return source.each(_shape(node), lambda part, _: builder.call(node.target, part, [1, *times]))
+
+
+@rule(aten.constant_pad_nd.default)
+def _pad(builder: Builder, node: Node, source: Dual, widths: list[int], value: Number = 0.0) -> Dual:
+    primal, tangents = (
+        builder.call(node.target, part, widths, number)
+        for part, number in ((source.primal, value), (source.tangents, 0.0))
+    )
+    return Dual(builder, _shape(node), primal, tangents)
 
 
 @rule(aten.mean.dim, aten.sum.dim_IntList)
@@ -407,20 +435,12 @@ def _no_tangents(builder: Builder, value: Node, shape: tuple[int, ...]) -> Node:
 @rule(aten.where.self)
 def _where(builder: Builder, node: Node, condition: Node, left: Value, right: Value) -> Dual:
     shape = _shape(node)
-    sides = [side.aligned(len(shape)) if isinstance(side, Dual) else side for side in (left, right)]
-    primals = [side.primal if isinstance(side, Dual) else side for side in sides]
-    active = [side.shape for side in sides if isinstance(side, Dual)]
+    active = [side.shape for side in (left, right) if isinstance(side, Dual)]
     # A constant side may be what the result has its shape from.
     is_full = torch.broadcast_shapes(_shape(node.args[0]), *active) == shape
     if not is_full:
         condition = builder.call(aten.expand.default, condition, list(shape))
-    tangents = [side.tangents if isinstance(side, Dual) else builder.zeros(1) for side in sides]
-    return Dual(
-        builder,
-        shape,
-        builder.call(node.target, condition, *primals),
-        builder.call(node.target, condition, *tangents),
-    )
+    return _chosen(builder, shape, condition, left, right)
 
 
 @rule(aten.masked_fill.Scalar)
@@ -432,6 +452,36 @@ def _masked_fill(builder: Builder, node: Node, source: Dual, mask: Node, value: 
         shape,
         builder.call(node.target, source.primal, mask, value),
         builder.call(node.target, source.tangents, mask, 0.0),
+    )
+
+
+@rule(aten.gt.Scalar, aten.lt.Scalar, aten.gt.Tensor, aten.lt.Tensor)
+def _compare(builder: Builder, node: Node, left: Value, right: Value) -> Any:
+    """True or false has no tangents."""
+    shape = _shape(node)
+    sides = [side.aligned(len(shape)).primal if isinstance(side, Dual) else side for side in (left, right)]
+    return builder.reshape(builder.call(node.target, *sides), *shape)
+
+
+@rule(aten.minimum.default, aten.maximum.default)
+def _extremum(builder: Builder, node: Node, left: Value, right: Value) -> Dual:
+    compare = aten.lt.Tensor if node.target is aten.minimum.default else aten.gt.Tensor
+    shape = _shape(node)
+    sides = [side.aligned(len(shape)).primal if isinstance(side, Dual) else side for side in (left, right)]
+    condition = builder.call(aten.expand.default, builder.call(compare, *sides), [1, *shape])
+    return _chosen(builder, shape, builder.reshape(condition, *shape), left, right)
+
+
+def _chosen(builder: Builder, shape: tuple[int, ...], condition: Node, left: Value, right: Value) -> Dual:
+    """The left side where a condition [*shape] holds, else the right one."""
+    sides = [side.aligned(len(shape)) if isinstance(side, Dual) else side for side in (left, right)]
+    primals = [side.primal if isinstance(side, Dual) else side for side in sides]
+    tangents = [side.tangents if isinstance(side, Dual) else builder.zeros(1) for side in sides]
+    return Dual(
+        builder,
+        shape,
+        builder.call(aten.where.self, condition, *primals),
+        builder.call(aten.where.self, condition, *tangents),
     )
 
 
@@ -515,7 +565,87 @@ def _power(builder: Builder, argument: Node, result: Node, exponent: Number) -> 
     return builder.product(lower, exponent)
 
 
+@_elementwise(aten.abs.default)
+def _magnitude(builder: Builder, argument: Node, result: Node) -> Node:
+    return sign(builder.call, argument)
+
+
+@_elementwise(aten.erf.default)
+def _error_function(builder: Builder, argument: Node, result: Node) -> Node:
+    square = builder.product(builder.product(argument, argument), -1.0)
+    return builder.product(builder.call(aten.exp.default, square), 2 / math.sqrt(math.pi))
+
+
+@_elementwise(aten.expm1.default)
+def _exponential_minus_one(builder: Builder, argument: Node, result: Node) -> Node:
+    return builder.call(aten.add.Tensor, result, 1.0)
+
+
+@_elementwise(aten.log1p.default)
+def _logarithm_of_more(builder: Builder, argument: Node, result: Node) -> Node:
+    return builder.call(aten.reciprocal.default, builder.call(aten.add.Tensor, argument, 1.0))
+
+
+@_elementwise(aten.sin.default)
+def _sine(builder: Builder, argument: Node, result: Node) -> Node:
+    return builder.call(aten.cos.default, argument)
+
+
+@_elementwise(aten.cos.default)
+def _cosine(builder: Builder, argument: Node, result: Node) -> Node:
+    return builder.product(builder.call(aten.sin.default, argument), -1.0)
+
+
+@_elementwise(aten.clamp.default)
+def _clamp(
+    builder: Builder, argument: Node, result: Node, least: Number | None = None, most: Number | None = None
+) -> Node:
+    slopes = [
+        None if least is None else relu_slope(builder.call, builder.call(aten.sub.Tensor, argument, least))
+    ]
+    if most is not None:
+        below = builder.call(aten.add.Tensor, builder.product(argument, -1.0), most)
+        slopes.append(relu_slope(builder.call, below))
+    return builder.product(slopes[0], slopes[1]) if len(slopes) > 1 else slopes[0]
+
+
+@_elementwise(aten.leaky_relu.default)
+def _leaky_relu(builder: Builder, argument: Node, result: Node, leak: Number = 0.01) -> Node:
+    above = builder.product(relu_slope(builder.call, argument), 1.0 - leak)
+    return builder.call(aten.add.Tensor, above, leak)
+
+
+@_elementwise(aten.elu.default)
+def _elu(
+    builder: Builder,
+    argument: Node,
+    result: Node,
+    alpha: Number = 1,
+    scale: Number = 1,
+    input_scale: Number = 1,
+) -> Node:
+    """Above 0 `scale`, below `input_scale` (result + alpha scale)."""
+    above = relu_slope(builder.call, argument)
+    below = builder.call(aten.add.Tensor, builder.product(above, -1.0), 1.0)
+    inner = builder.call(aten.add.Tensor, result, alpha * scale)
+    return builder.call(
+        aten.add.Tensor,
+        builder.product(above, scale),
+        builder.product(builder.product(below, inner), input_scale),
+    )
+
+
 # Functions of a whole row
+
+
+@rule(aten._log_softmax.default)
+def _log_softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) -> Dual:
+    shape, at = _shape(node), _behind_queries(dim)
+    primal = builder.call(aten._log_softmax.default, source.primal, at, False)
+    builder.know_shape(primal, 1, *shape)
+    weighted = builder.product(builder.call(aten.exp.default, primal), source.tangents)
+    mean = _sum(builder, weighted, shape, dim)
+    return Dual(builder, shape, primal, builder.call(aten.sub.Tensor, source.tangents, mean))
 
 
 @rule(aten.softmax.int)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ from safetensors.numpy import load_file
 from torch.func import functional_call
 
 from device_runner.engines.opening import Engines, open_engines
-from prge.contract import Contract
+from device_runner.engines.speaking import open_speaker
+from prge.contract import Contract, matrices
 from prge.engine import Array, Engine
 from prge.files.bundle import Bundle, open_bundle
+from prge.files.peft import write_peft
 from prge.learning import vocabulary
+from tests.templates import random_adapter
 from tests.tiny_models import save_model
 
 TOKENS = 16
@@ -89,7 +92,7 @@ class Whole:
 
     def answers(self, given: Mapping[str, Array], adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """What some rows are answered with one adapter; it can be differentiated."""
-        parameters = self._merged(adapter)
+        parameters = self.merged(adapter)
         tokens = torch.from_numpy(given["tokens"])
         if "attention_mask" in given:
             mask = torch.from_numpy(given["attention_mask"])
@@ -107,11 +110,22 @@ class Whole:
     def logits(self, tokens: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Logits [rows, tokens, vocabulary] with one adapter."""
         found: torch.Tensor = functional_call(
-            self.model, self._merged(adapter), (), {"input_ids": tokens, "use_cache": False}
+            self.model, self.merged(adapter), (), {"input_ids": tokens, "use_cache": False}
         ).logits
         return found
 
-    def _merged(self, adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def states(self, tokens: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Logits, or an encoder's states, of tokens with one adapter."""
+        return self.answered(functional_call(self.model, self.merged(adapter), (), {"input_ids": tokens}))
+
+    @staticmethod
+    def answered(output: Any) -> torch.Tensor:
+        """Logits or states of what a model answers."""
+        found: torch.Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
+        return found
+
+    def merged(self, adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The model's parameters with one adapter."""
         parameters: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         for name, frozen in self.lora_a.items():
             key, trained = f"{name}.weight", adapter.get(f"lora_a.{name}")
@@ -182,3 +196,99 @@ def counted_loads(engines: Engines) -> Iterator[list[tuple[int, str]]]:
     blocks._load = counted
     yield found
     blocks._load = load
+
+
+def call_of(bundle: Bundle, role: str, rows: int, longest: int = 0, **sizes: int) -> tuple[Contract, Inputs]:
+    """A call of rows of all lengths, up to what the chain takes or `longest`."""
+    contract = bundle.chain.contract(role, rows, **sizes)
+    if longest:
+        contract = replace(contract, sequence_length=longest)
+    return contract, inputs_of(contract)
+
+
+def gradient_error(folder: Path, bundle: Bundle, longest: int = 0, rows: int = 3) -> float:
+    """How far an exact gradient is from autograd's in double precision, as a part of its largest entry."""
+    contract, given = call_of(bundle, "back", rows, longest)
+    adapter = {
+        matrix.name: torch.tensor(given[matrix.name], dtype=torch.float64, requires_grad=True)
+        for matrix in matrices(contract.modules)
+    }
+    loss_of(Whole.of(folder, torch.float64).answers(given, adapter)).backward()
+    found = opened(bundle, contract).step.gradient(given, slope_of)[1]
+    expected = {name: np.asarray(matrix.grad) for name, matrix in adapter.items()}
+    largest = max(float(np.abs(each).max()) for each in expected.values())
+    return max(float(np.abs(found[name] - each).max()) for name, each in expected.items()) / largest
+
+
+def tangent_error(folder: Path, bundle: Bundle, longest: int = 0, rows: int = 2, queries: int = 2) -> float:
+    """How far tangents are from the derivatives of autograd, as a part of the largest."""
+    contract, given = call_of(bundle, "tangent", rows, longest, queries=queries)
+    _, tangents = opened(bundle, contract).step.forward(given).values()
+    whole, error, largest = Whole.of(folder, torch.float64), 0.0, 0.0
+    adapter = {
+        matrix.name: torch.tensor(given[matrix.name], dtype=torch.float64, requires_grad=True)
+        for matrix in matrices(contract.modules)
+    }
+    for row in range(rows):
+        names = ("tokens", "attention_mask", "positions", "targets")
+        one = {name: given[name][row : row + 1] for name in names if name in given}
+        answers = whole.answers(one, adapter)[0]
+        # One sum of all answers, each with a weight of its own.
+        weights = torch.linspace(1, 2, answers.numel(), dtype=torch.float64).reshape(answers.shape)
+        slopes = torch.autograd.grad((weights * answers).sum(), list(adapter.values()))
+        for query in range(queries):
+            expected = sum(
+                float(
+                    torch.from_numpy(given[matrix.u][query, row]).double()
+                    @ slope
+                    @ given[matrix.v][query, row]
+                )
+                for matrix, slope in zip(matrices(contract.modules), slopes, strict=True)
+            )
+            found = float((tangents[query, row] * weights.numpy()).sum())
+            error, largest = max(error, abs(found - expected)), max(largest, abs(expected))
+    return error / largest
+
+
+def spoken_and_expected(
+    folder: Path, bundle: Bundle, whole: Whole, count: int, prompt: int = 5
+) -> tuple[list[int], list[int]]:
+    """So many tokens that follow a prompt with a random adapter, of the engine and of transformers."""
+    adapter = random_adapter(bundle.chain.modules, 1, 0.3)
+    start = np.random.default_rng(0).integers(3, bundle.chain.vocabulary_size, prompt).tolist()
+    speaker = open_speaker(bundle)
+    sequence = speaker.open(adapter)
+    logits, written = speaker.feed(sequence, start), list[int]()
+    for _ in range(count):
+        written.append(int(logits.argmax()))
+        logits = speaker.step({sequence: written[-1]})[sequence]
+    model = Whole.of(folder).model
+    merged = whole.merged({name: torch.from_numpy(array) for name, array in adapter.inputs().items()})
+    for name, parameter in model.named_parameters():
+        parameter.copy_(merged[name])
+    model.generation_config.eos_token_id = None
+    found = model.generate(torch.tensor([start]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return written, found[0, prompt:].tolist()
+
+
+def published_error(folder: Path, bundle: Bundle, whole: Whole) -> float:
+    """How far PEFT's answers with a published adapter are from the model's, as a part of the largest."""
+    from peft import PeftModel
+
+    from server_export.publish import publish
+    from server_export.publishing.settings import PublishConfig
+
+    adapter = random_adapter(bundle.chain.modules, 1, 0.3)
+    write_peft(folder / "trained", adapter, bundle.adapter, {"state.json": b"{}"})
+    published = publish(
+        PublishConfig(
+            folder / "trained", folder / "peft", bundle=folder / "bundle", model=str(folder / "model")
+        )
+    )
+    given = {name: torch.from_numpy(array) for name, array in adapter.inputs().items()}
+    tokens = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        expected = whole.states(tokens, given)
+        base = type(whole.model).from_pretrained(folder / "model", attn_implementation="eager")
+        found = Whole.answered(PeftModel.from_pretrained(base, str(published)).eval()(input_ids=tokens))
+    return float((found - expected).abs().max() / expected.abs().max())

@@ -67,6 +67,7 @@ def flat(matrices: Mapping[str, Any]) -> Array:
         *rest(*((name, "") for name in ("llama lora", *ARCHITECTURES)), ("bert", "mean"), ("bert", "first")),
         *rest(("bert lora", "mean"), ("albert", "mean"), ("albert lora", "mean")),
         *rest(*((name, "") for name in MIXTURES)),
+        *rest(("modernbert", "mean"), ("deberta-v2", "mean"), ("mpnet", "first")),
     ],
 )
 def test_in_float32_it_is_autograds_but_for_rounding(

@@ -255,6 +255,7 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "threshold_backward": F.relu,
     "gelu_backward": F.gelu,
     "slice_backward": lambda x: torch.cat([x[..., 1:3] ** 2, x[..., -2:]], -1) * x[:, 1:2],
+    "slice_backward with steps": lambda x: torch.cat([x[..., 1::2] ** 2, x[..., ::3]], -1),
     "index_add": lambda x: x.reshape(6, 4).index_select(0, torch.tensor([0, 2, 2])) ** 2,
 }
 

@@ -48,6 +48,7 @@ def drawn(*shape: int) -> torch.Tensor:
 X = drawn(2, 3, 4)
 NORM = ["linear", "sub", "mul", "linear", "add", "rsqrt", "mul"]
 WEIGHT, BIAS = drawn(4) + 1, drawn(4)
+PRODUCT = ["t", "reshape", "reshape", "bmm", "reshape"]
 COPIES = drawn(5, 2, 3, 1)
 CASES: dict[str, Case] = {
     # Means are layers with a constant row.
@@ -75,7 +76,26 @@ CASES: dict[str, Case] = {
         lambda x: F.gelu(x, approximate="tanh"), ["mul", "mul", "mul", "add", "mul", "sigmoid", "mul"], X
     ),
     "exact gelu stays": Case(F.gelu, ["gelu"], X),
+    "hard tanh": Case(F.hardtanh, ["clamp"], X),
+    "expansion like another": Case(lambda x: x[:1].expand_as(x) * 2, ["slice", "expand", "mul"], X),
+    "clamp from below": Case(lambda x: x.clamp_min(0.1), ["clamp"], X),
+    "clamp from above": Case(lambda x: x.clamp_max(0.1), ["clamp"], X),
+    "sum with a number": Case(lambda x: aten.add.Scalar(x, 3.0), ["add"], X),
+    "difference with a number": Case(lambda x: aten.sub.Scalar(x, 3.0), ["sub"], X),
+    "product with a number": Case(lambda x: aten.mul.Scalar(x, 3.0), ["mul"], X),
+    "quotient with a number": Case(lambda x: aten.div.Scalar(x, 3.0), ["div"], X),
+    "product of two matrices": Case(
+        lambda x: aten.mm.default(x[0], aten.t.default(x[1])), ["slice", "reshape"] * 2 + PRODUCT, X
+    ),
+    "length": Case(lambda x: torch.linalg.vector_norm(x, dim=-1), ["mul", "sum", "sqrt"], X),
+    "another norm stays": Case(lambda x: torch.linalg.vector_norm(x, 1, dim=-1), ["linalg_vector_norm"], X),
+    "variance": Case(
+        lambda x: aten.var.correction(x, [-1], correction=1),
+        ["linear", "sub", "mul", "linear", "mul", "reshape"],
+        X,
+    ),
     # Shapes
+    "unbind": Case(lambda x: torch.add(*x.unbind()), ["slice", "reshape"] * 2 + ["add"], X),
     "unsqueeze": Case(lambda x: x.unsqueeze(1), ["reshape"], X),
     "squeeze": Case(lambda x: x.squeeze(0), ["reshape"], X[:1]),
     "squeeze of several": Case(lambda x: x.squeeze((0, 1)), ["reshape"], X[:1, :1]),

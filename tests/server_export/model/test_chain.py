@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from server_export.model.adapted import convert_conv1d, default_target_modules, match_target_modules
+from server_export.check.chain import difference_from_model
+from server_export.model.adapted import (
+    convert_conv1d,
+    default_target_modules,
+    match_target_modules,
+    read_by_rows,
+)
 from server_export.model.chain import ModelChain, build_chain
 from server_export.model.files import find_files
 from server_export.model.loading import outline_model
+from tests.tiers import rest
 from tests.tiny_models import save_model
 
 RANK, LONGEST = 4, 64
@@ -57,3 +64,22 @@ def test_quantized_layers_are_codes_and_scales(folder: Path) -> None:
         read = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
         assert set(tensors) == {name for name in read if not name.startswith("constant_")}
     assert max(int(tensor.max()) for name, tensor in head.items() if name.endswith("_codes")) > 100
+
+
+@pytest.mark.parametrize("folder", ["deberta-v2", *rest("mpnet", "modernbert", "albert")], indirect=True)
+def test_encoders_that_know_how_far_tokens_are_apart(folder: Path) -> None:
+    """Rows are longer than windows and buckets; layers that read tables of distances aren't adapted."""
+    names = [
+        name for name, _ in outline_model(str(folder)).model.named_modules() if name.endswith("query_proj")
+    ]
+    assert not read_by_rows(outline_model(str(folder)).model, names)
+    start = start_of(folder, "value_proj") if names else start_of(folder)
+    chain = build_chain(outline_model(str(folder)), find_files(str(folder)), start, longest=LONGEST)
+    assert difference_from_model(chain, str(folder), None) < 1e-5
+
+
+def start_of(folder: Path, targets: str | None = None) -> dict[str, torch.Tensor]:
+    """Random `lora_a` by layer."""
+    twin = outline_model(str(folder)).model
+    names = match_target_modules(twin, [targets] if targets else default_target_modules(twin))
+    return {name: torch.randn(RANK, twin.get_submodule(name).in_features) for name in names}

@@ -102,6 +102,15 @@ case("slice with steps", lambda x: x[:, ::2], X)
 case("index_select", lambda x, i: x.index_select(1, i), X, passive=(INDEX,))
 case("index_select from the end", lambda x, i: x.index_select(-1, i), X, passive=(INDEX,))
 
+GATHERED = torch.tensor([[[2, 0], [1, 1], [3, 0]]] * 2)
+case("gather", lambda x, i: x.gather(-1, i), X, passive=(GATHERED,))
+case("repeat", lambda x: x.repeat(2, 1, 1, 3), X)
+case("flip", lambda x: x.flip(0, -1), X)
+case("pad", lambda x: aten.constant_pad_nd.default(x, [1, 2, 0, 1], 3.0), X)
+case("cumsum", lambda x: x.cumsum(1), X)
+case("cumsum from the end", lambda x: x.cumsum(-1), X)
+case("unbind", lambda x: x.unbind(1)[1], X)
+
 # Sums
 for name in ("sum", "mean"):
     for dims in ([0], [-1], [0, 2], [1, -1]):
@@ -185,10 +194,16 @@ case("masked_fill", lambda x, m: x.masked_fill(m, -3.0), X, passive=(MASK,))
 case("masked_fill that spreads", lambda x, m: x.masked_fill(m, 2.0), ROW, passive=(MASK,))
 
 PLACES = torch.tensor([[[3, 0]], [[1, 2]]]).expand(2, 3, 2)
-case("gather", lambda x, i: x.gather(-1, i), X, passive=(PLACES,))
 case("gather after a factor", lambda x, i: (torch.tanh(x) * 3).gather(2, i), X, passive=(PLACES,))
 case("topk", lambda x: (lambda v, i: v * torch.sigmoid(x).gather(-1, i))(*torch.topk(x, 2)), X)
 case("topk after a factor", lambda x: torch.topk(torch.tanh(x) * 3, 3, dim=-1)[0], X)
+case("minimum", torch.minimum, X, Y)
+case("maximum with a constant", torch.maximum, X, passive=(FLAT,))
+case("minimum of a row and a column", torch.minimum, ROW, COLUMN)
+case("where more than a number", lambda x: torch.where(x > 0.3, x * x, 2 * x), X)
+case("where less than a number", lambda x: torch.where(x < 0.3, x * x, 2 * x), X)
+case("where less than another", lambda x, y: torch.where(x < y, x * x, y), X, Y)
+case("where more than a constant", lambda x, c: torch.where(x > c, x * x, c), X, passive=(Y,))
 
 # Elementwise functions, bare and where factors are put off
 ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -202,12 +217,24 @@ ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "relu": F.relu,
+    "abs": torch.abs,
+    "erf": torch.erf,
+    "expm1": torch.expm1,
+    "log1p": torch.log1p,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "clamp": lambda x: x.clamp(-0.4, 0.9),
+    "clamp below": lambda x: x.clamp(max=0.9),
+    "clamp_min": lambda x: x.clamp_min(0.3),
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+    "elu": lambda x: F.elu(x, 1.3),
+    "celu": lambda x: aten.elu.default(x, 1.5, 2.0, 0.5),
     "square": lambda x: x**2,
     "cube": lambda x: x**3,
     "root": lambda x: x**0.5,
     "negative power": lambda x: x**-1.5,
 }
-NEEDS_POSITIVE = {"log", "sqrt", "rsqrt", "root", "negative power"}
+NEEDS_POSITIVE = {"log", "log1p", "sqrt", "rsqrt", "root", "negative power"}
 for name, function in ELEMENTWISE.items():
     # Values from 0.2 to 1.8 or of both signs
     middle = 1.0 if name in NEEDS_POSITIVE else 0.1
@@ -222,6 +249,8 @@ case("tanh form of gelu", lambda x: F.gelu(x, approximate="tanh"), X)
 # Functions of a row
 for dim in (0, 1, -1):
     case(f"softmax over {dim}", lambda x, dim=dim: torch.softmax(x, dim), X)
+case("log_softmax", lambda x: aten._log_softmax.default(x, -1, False), X)
+case("log_softmax over 1", lambda x: aten._log_softmax.default(x, 1, False), X)
 case("softmax in another type", lambda x: torch.softmax(x, -1, dtype=x.dtype), X)
 case("softmax after a factor", lambda x: torch.softmax(torch.tanh(x) * 3, 1), X)
 ASKED = random(2, 3, 1), torch.tensor([[[3], [0], [1]], [[2], [2], [0]]])

@@ -1,0 +1,254 @@
+"""Every text model type that transformers has: made tiny, exported, trained, spoken with and published.
+
+    python scripts/studies/architectures.py --json sweep.json [--types llama bert] [--quantize 8da4w]
+        [--roles stack back] [--markdown docs/architectures.md]
+
+Types and classes are those of transformers' own tables; tests/tiny_types.py makes the models. A child process
+with a time limit tries each:
+
+    exported        `prge export` wrote a bundle
+    gradient_error  of the engine's exact gradient, from autograd's of the whole model in double precision, as
+                    a part of its largest entry; of whole rows and, of a decoder, rows in pieces
+    tangent_error   the same of tangents
+    spoke           eight tokens are those of transformers' greedy generation
+    published       PEFT computes what was trained, with the published adapter
+    why_not         the sentence that refused it; `traceback: ...` is a defect
+
+With --quantize the errors say how far rounding goes. What the file has already isn't tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = ("exported", "gradient_error", "tangent_error", "spoke", "published", "why_not", "seconds")
+TOLERANCE = 1e-4
+_LENGTH, _PIECE, _WRITTEN = 24, 8, 8
+_LONGEST_SENTENCE = 300
+_PAGE = """\
+What `scripts/studies/architectures.py --markdown` found with transformers {version}: of every text model type
+a tiny model with random weights, in float32. A type works if it is exported with all roles, exact gradients
+and tangents of whole rows and of rows in pieces differ from autograd's by less than 1e-4 of the largest,
+eight tokens are those of transformers' greedy generation, and PEFT computes the same with the published
+adapter.
+"""
+
+
+def main() -> None:
+    """Try all types that the file lacks, or one in a child."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="file of the results; it is gone on with")
+    parser.add_argument("--types", nargs="+", help="model types; all by default")
+    parser.add_argument("--roles", nargs="+", help="roles to export; all by default")
+    parser.add_argument("--quantize", default="fp32", help="scheme of the frozen weights")
+    parser.add_argument("--again", action="store_true", help="try what the file has once more")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for a type")
+    parser.add_argument("--markdown", type=Path, help="write the table there too")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    if arguments.one:
+        (name,) = arguments.types
+        arguments.json.write_text(json.dumps(tried(name, arguments.quantize, arguments.roles)))
+    else:
+        sweep(arguments)
+
+
+def sweep(arguments: argparse.Namespace) -> None:
+    """Try the types one after the other, each in a process, and write the file after each."""
+    from transformers import __version__
+
+    from tests.tiny_types import text_types
+
+    known = json.loads(arguments.json.read_text())["types"] if arguments.json.exists() else {}
+    asked = arguments.types or [*text_types()]
+    todo = [name for name in asked if arguments.again or name not in known]
+    for number, name in enumerate(todo, 1):
+        known[name] = in_child(name, arguments)
+        print(f"{number}/{len(todo)} {name}: {told(known[name])}", file=sys.stderr, flush=True)
+        write(arguments.json, __version__, known)
+    write(arguments.json, __version__, known)
+    print(json.dumps(totals(known), indent=2))
+    if arguments.markdown:
+        arguments.markdown.write_text(markdown(__version__, known), encoding="utf-8")
+
+
+def in_child(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a child process finds out about a type."""
+    begun = time.monotonic()
+    found: dict[str, Any] = {"family": "", **dict.fromkeys(FIGURES)}
+    with TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        words = ["--one", "--types", name, "--json", str(result), "--quantize", arguments.quantize]
+        words += ["--roles", *arguments.roles] if arguments.roles else []
+        environment = {**os.environ, "TMPDIR": folder}
+        try:
+            done = subprocess.run(
+                [sys.executable, __file__, *words],
+                timeout=arguments.limit,
+                capture_output=True,
+                text=True,
+                env=environment,
+            )
+            last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+            found |= json.loads(result.read_text()) if result.exists() else {"why_not": f"traceback: {last}"}
+        except subprocess.TimeoutExpired:
+            found["why_not"] = f"took more than {arguments.limit:.0f} seconds"
+    return {**found, "seconds": round(time.monotonic() - begun, 1)}
+
+
+def tried(name: str, scheme: str, roles: Sequence[str] | None) -> dict[str, Any]:
+    """All that is found out about a type, up to what refuses it."""
+    from prge.errors import PrgeError
+    from tests.tiny_models import make_tokenizer
+    from tests.tiny_types import family, make_tiny
+
+    found: dict[str, Any] = {"exported": False}
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        try:
+            model = make_tiny(name)
+        except ValueError as error:
+            return {"why_not": f"not made tiny: {error}"}
+        found["family"] = family(name, model)
+        model.save_pretrained(folder / "model")
+        make_tokenizer().save_pretrained(folder / "model")
+        try:
+            checked(folder, found, scheme, roles)
+        except PrgeError as error:
+            found["why_not"] = " ".join(str(error).split())[:_LONGEST_SENTENCE]
+        except Exception as error:
+            (*_, last) = traceback.extract_tb(error.__traceback__)
+            text = " ".join(str(error).split())[:_LONGEST_SENTENCE]
+            place = Path(last.filename).name
+            found["why_not"] = f"traceback: {type(error).__name__}: {text} ({place}:{last.lineno})"
+    return found
+
+
+def checked(folder: Path, found: dict[str, Any], scheme: str, roles: Sequence[str] | None) -> None:
+    """Export the model in a folder and hold the bundle against it; fills `found` on the way."""
+    from prge.files import chain
+    from prge.files.bundle import open_bundle
+    from server_export.export import ExportConfig, export
+    from tests.device_runner.engines.chains import (
+        Whole,
+        gradient_error,
+        published_error,
+        spoken_and_expected,
+        tangent_error,
+    )
+
+    # Longer rows go in pieces.
+    with patch.multiple(chain, _MOST_TOKENS=2 * _PIECE, _SHORT=_PIECE, _SHORTEST_PIECE=2):
+        settings: dict[str, Any] = {"rank": 2, "sequence_length": _LENGTH, "context": 2 * _LENGTH}
+        settings |= {"quantize": scheme} | ({"roles": [*roles]} if roles else {})
+        export(ExportConfig(str(folder / "model"), folder / "bundle", **settings))
+        found["exported"] = True
+        bundle, whole = open_bundle(folder / "bundle"), Whole.of(folder)
+        lengths = [_LENGTH] if bundle.chain.is_encoder else [_PIECE, _LENGTH]
+        if "back" in bundle.chain.roles:
+            found["gradient_error"] = max(gradient_error(folder, bundle, length) for length in lengths)
+        if "tangent" in bundle.chain.roles:
+            found["tangent_error"] = max(tangent_error(folder, bundle, length) for length in lengths)
+        if "decode" in bundle.chain.roles:
+            ours, theirs = spoken_and_expected(folder, bundle, whole, _WRITTEN)
+            found["spoke"] = ours == theirs
+        found["published"] = published_error(folder, bundle, whole) < TOLERANCE
+
+
+def told(figures: Mapping[str, Any]) -> str:
+    """A type's figures in a line."""
+    if figures["why_not"]:
+        return str(figures["why_not"])
+    errors = (f"{name} {figures[name]:.1g}" for name in FIGURES[1:3] if figures[name] is not None)
+    said = (name if figures[name] else f"not {name}" for name in FIGURES[3:5] if figures[name] is not None)
+    return ", ".join([*errors, *said, f"{figures['seconds']} s"])
+
+
+def works(figures: Mapping[str, Any]) -> bool:
+    """Whether a type was exported and all that was tried of it is right."""
+    errors = [figures[name] for name in FIGURES[1:3] if figures[name] is not None]
+    said = [figures[name] for name in FIGURES[3:5] if figures[name] is not None]
+    return (
+        bool(figures["exported"])
+        and not figures["why_not"]
+        and all(said)
+        and max(errors, default=0) < TOLERANCE
+    )
+
+
+def outcome(figures: Mapping[str, Any]) -> str:
+    """A word for a type."""
+    reason = figures["why_not"] or ""
+    if works(figures):
+        return "works"
+    if reason.startswith("not made tiny"):
+        return "not made"
+    if reason.startswith("traceback"):
+        return "traceback"
+    return "refused" if reason else "wrong"
+
+
+def totals(known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """How many types of each family have which outcome."""
+    families: dict[str, Counter[str]] = {}
+    for figures in known.values():
+        families.setdefault(figures["family"] or "not made", Counter())[outcome(figures)] += 1
+    return {family: dict(counts) for family, counts in sorted(families.items())}
+
+
+def write(path: Path, version: str, known: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the file of results."""
+    types = dict(sorted(known.items()))
+    text = ",\n".join(f"  {json.dumps(name)}: {json.dumps(figures)}" for name, figures in types.items())
+    head = json.dumps({"transformers": version, "totals": totals(known)})
+    path.write_text(f'{head[:-1]}, "types": {{\n{text}\n}}}}\n', encoding="utf-8")
+
+
+def markdown(version: str, known: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table as a page."""
+    rows = sorted(known.items())
+    counts = totals(known)
+    names = sorted({name for each in counts.values() for name in each})
+    lines = [
+        "# Architectures",
+        "",
+        _PAGE.format(version=version),
+        "",
+        f"| family | {' | '.join(names)} |",
+        f"| --- |{' --- |' * len(names)}",
+        *(
+            f"| {family} | {' | '.join(str(each.get(name, 0)) for name in names)} |"
+            for family, each in counts.items()
+        ),
+        "",
+    ]
+    for family in counts:
+        working = [name for name, each in rows if (each["family"] or "not made") == family and works(each)]
+        if working:
+            lines += [f"**{family}** that work: {', '.join(working)}.", ""]
+    lines += ["| type | family | why not |", "| --- | --- | --- |"]
+    for name, figures in rows:
+        if not works(figures):
+            reason = (figures["why_not"] or told(figures)).replace("|", "\\|")
+            lines.append(f"| {name} | {figures['family'] or 'not made'} | {reason} |")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Attention that a model writes itself, in the form of server_export.model.attention, in place.
+
+    softmax((q [r h t w]) (k^T [r h w t]) + mask [1 1 t t])     with a change of shape around each product
+    softmax((q [rh t w]) (k [rh t w])^T + mask [t t])           with none between the products
+
+Of unknown sizes a change of the scores' shape would leave the delegate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from server_export.graph.cutting import TABLE_PREFIX
+from server_export.graph.writing import Writer
+
+aten = torch.ops.aten
+
+_RESHAPES = (aten.reshape.default, aten.view.default)
+# What is computed of each score by itself, the last ones with another number.
+_ALONE = (aten.tanh.default, aten.softmax.int, aten.clone.default)
+_WITH = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor)
+
+
+def join_heads(graph_module: GraphModule) -> None:
+    """Let rows and heads be one dimension between the two products of an attention, in place."""
+    writer = Writer(graph_module)
+    for product in graph_module.graph.find_nodes(op="call_function", target=aten.bmm.default):
+        scores = [user for user in product.users if _is_apart(user)]
+        chain = _chain(scores[0]) if len(scores) == len(product.users) == 1 else None
+        if chain:
+            _transpose_joined(writer, product)
+            _join(writer, product, chain)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
+
+
+def _shape(node: Node) -> list[int]:
+    return list(node.meta["val"].shape)
+
+
+def _is_apart(node: Node) -> bool:
+    """Whether it gives rows and heads a dimension each."""
+    if node.target not in _RESHAPES:
+        return False
+    before, behind = _shape(node.args[0]), _shape(node)
+    return len(behind) == 4 and [behind[0] * behind[1], *behind[2:]] == before
+
+
+def _chain(scores: Node) -> list[Node] | None:
+    """What is computed of scores until rows and heads are one dimension again; None if it isn't known."""
+    found, node = list[Node](), scores
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.op != "call_function":
+            return None
+        if user.target in _RESHAPES:
+            shape = _shape(scores)
+            joined = [shape[0] * shape[1], *shape[2:]]
+            return [*found, user] if found and _shape(user) == joined else None
+        others = [each for each in user.all_input_nodes if each is not node]
+        if _shape(user) != _shape(scores) or user.target not in (*_ALONE, *_WITH):
+            return None
+        if user.target is aten.softmax.int and user.args[1] not in (-1, 3):
+            return None
+        if any(_joined_shape(_shape(each), _shape(scores)) is None for each in others):
+            return None
+        found.append(user)
+        node = user
+    return None
+
+
+def _joined_shape(shape: Sequence[int], scores: Sequence[int]) -> list[int] | None:
+    """The shape of what meets scores [rows, heads, ...], beside joined ones; None if it can't be."""
+    if len(shape) < 3:
+        return [*shape]
+    rows, heads = ([1] * (4 - len(shape)) + [*shape])[:2]
+    if heads == 1 and rows in (1, scores[0]):
+        return [*shape[-2:]] if rows == 1 else [scores[0] * scores[1], *shape[-2:]]
+    return [rows * heads, *shape[-2:]] if (rows, heads) == tuple(scores[:2]) else None
+
+
+def _transpose_joined(writer: Writer, product: Node) -> None:
+    """Let keys be transposed after rows and heads were joined."""
+    keys: Any = product.args[1]
+    transposed: Any = keys.args[0] if keys.target in _RESHAPES else keys
+    swaps = transposed.target is aten.transpose.int and {dim % 4 for dim in transposed.args[1:]} == {2, 3}
+    swaps |= transposed.target is aten.permute.default and [*transposed.args[1]] == [0, 1, 3, 2]
+    if not swaps or len(_shape(transposed)) != 4:
+        return
+
+    def write(writer: Writer) -> Node:
+        rows, heads, length, width = _shape(transposed.args[0])
+        joined = writer.reshape(transposed.args[0], [rows * heads, length, width])
+        return writer.call(aten.transpose.int, joined, 1, 2)
+
+    writer.replace(keys, write)
+
+
+def _is_causal(value: Any) -> bool:
+    """Whether it is a mask, whose numbers are 0 or hide a score."""
+    while isinstance(value, Node) and value.target in _RESHAPES:
+        value = value.args[0]
+    is_table = isinstance(value, Node) and str(value.target).startswith(TABLE_PREFIX)
+    return is_table and _shape(value)[1] == _shape(value)[2]
+
+
+def _join(writer: Writer, product: Node, chain: Sequence[Node]) -> None:
+    (apart,) = product.users
+    scores, made = _shape(apart), {apart: product}
+
+    def other(writer: Writer, value: Any) -> Any:
+        """A mask or a number, in the shape that meets joined scores."""
+        if not isinstance(value, Node) or value in made:
+            return made.get(value, value)
+        shape = _joined_shape(_shape(value), scores)
+        assert shape is not None
+        if len(_shape(value)) > 3 and len(shape) == 3 and _shape(value)[1] == 1:
+            value = writer.call(aten.expand.default, value, [*scores[:2], *shape[1:]])
+        while value.target in _RESHAPES:
+            value = value.args[0]
+        return value if _shape(value) == shape else writer.reshape(value, shape)
+
+    def write(writer: Writer) -> Node:
+        answer, masks = product, list[Node]()
+        for node in chain[:-1]:
+            first, *rest = (other(writer, value) for value in node.args)
+            if node.target is aten.add.Tensor and rest[0] is answer:
+                first, rest = answer, [first]
+            if node.target is aten.softmax.int:
+                for mask in masks:
+                    answer = writer.plus(answer, mask)
+                first, rest = answer, [-1]
+            elif node.target is aten.add.Tensor and _is_causal(rest[0]):
+                # What is hidden stays hidden when it is scaled: scores are scaled before.
+                masks.append(rest[0])
+                made[node] = answer
+                continue
+            answer = made[node] = writer.call(node.target, first, *rest)
+        return answer
+
+    writer.replace(chain[-1], write)

@@ -1,0 +1,270 @@
+"""What a model computes of positions alone, such as sines of their numbers, becomes a table.
+
+Such operators depend on the length of a row and on nothing else. They are run here, and their numbers tell
+which table holds them: the numbers of positions, a causal mask, or rows of one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from prge.errors import BundleError
+from server_export.graph.modules import attribute
+from server_export.graph.rewriting import KEPT
+from server_export.graph.shapes import resized
+from server_export.graph.softmax_parts import SOFTMAX_PARTS
+from server_export.graph.writing import Writer
+from server_export.model.tables import TABLE, ModelTable, ModelTables
+from server_export.model.traced import BATCH, COPIES, TOKENS, WHOLE_PREFIX
+
+aten = torch.ops.aten
+
+# What only lays numbers out in another way.
+_LAYOUTS = {
+    *KEPT,
+    aten.view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.permute.default,
+    aten.transpose.int,
+}
+_ARITHMETIC = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+_HIDDEN = -1e4
+_REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
+
+
+def fold_positions(
+    graph_module: GraphModule, tables: ModelTables, buffers: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Make tables and constants of what depends on positions alone, in place; returns the constants by name.
+
+    Args:
+        graph_module: as it was traced, with `TABLE` nodes of `tables`.
+        tables: of the model; more are asked for.
+        buffers: values of tensors that no file has, by the model's names.
+
+    Raises:
+        BundleError: numbers that depend on positions are of no kind that a table has.
+    """
+    positions = _Positions(graph_module, tables, buffers)
+    for node in positions.ends():
+        _replace(graph_module, node, positions, tables)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
+    names = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
+    tensors = {name: attribute(graph_module, name) for name in names}
+    return {
+        name.removeprefix(WHOLE_PREFIX): tensor
+        for name, tensor in tensors.items()
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta
+    }
+
+
+class _Positions:
+    """The nodes of a graph that depend on the length of a row alone, and their values."""
+
+    def __init__(
+        self, graph_module: GraphModule, tables: ModelTables, buffers: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._graph_module, self._tables = graph_module, tables
+        self._buffers = {WHOLE_PREFIX + name: buffer for name, buffer in buffers.items()}
+        self._known: dict[tuple[Node, int], Any] = {}
+        # Whether it is made of more than tables.
+        self.is_made: dict[Node, bool] = {}
+        for node in graph_module.graph.nodes:
+            sources = node.all_input_nodes
+            if node.op == "get_attr" and self._constant(str(node.target)) is not None:
+                self.is_made[node] = True
+            elif node.target is TABLE:
+                self.is_made[node] = False
+            elif node.op == "call_function" and self.is_made.keys() >= set(sources) and _is_computed(node):
+                self.is_made[node] = not sources or any(map(self.is_made.__getitem__, sources))
+
+    def ends(self) -> list[Node]:
+        """What was computed and is read by what depends on more."""
+        found: dict[Node, None] = {}
+        for node, is_made in self.is_made.items():
+            if is_made and any(user not in self.is_made for user in node.users):
+                while node.target in _LAYOUTS and node.all_input_nodes:
+                    (node, *_) = node.all_input_nodes
+                if node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor):
+                    found[node] = None
+        return list(found)
+
+    def of(self, node: Node, length: int) -> Any:
+        """A node's value in a row of so many tokens."""
+        if (node, length) not in self._known:
+            self._known[node, length] = self._computed(node, length)
+        return self._known[node, length]
+
+    def _computed(self, node: Node, length: int) -> Any:
+        if node.op == "get_attr":
+            return self._constant(str(node.target))
+        if node.target is TABLE:
+            return self._tables.all[node.args[0]].of(length)
+        of_arange = str(node.target).startswith("aten.arange")
+
+        def sized(value: Any) -> Any:
+            if of_arange and type(value) is int and TOKENS < value < 2 * TOKENS:
+                return value - TOKENS + length
+            for marker, size in ((COPIES, 1), (BATCH, 1), (TOKENS, length)):
+                value = resized(value, marker, size)
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        given = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: self.of(source, length))
+        arguments, named = map_aggregate(given, sized)
+        with torch.no_grad():
+            return node.target(*arguments, **named)
+
+    def _constant(self, name: str) -> torch.Tensor | None:
+        tensor = attribute(self._graph_module, name)
+        if name in self._buffers:
+            return self._buffers[name]
+        is_known = isinstance(tensor, torch.Tensor) and not tensor.is_meta
+        return tensor if is_known and not isinstance(tensor, torch.nn.Parameter) else None
+
+
+def _is_computed(node: Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return "getitem" in str(node.target)
+    return node.target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def _replace(graph_module: GraphModule, node: Node, positions: _Positions, tables: ModelTables) -> None:
+    shape = _of_one_row(node)
+    long = [dim for dim, size in enumerate(shape) if size % TOKENS == 0]
+    value = positions.of(node, tables.longest)
+    writer = Writer(graph_module)
+    if not long:
+        _write_constant(graph_module, node, value)
+    elif bool((value == value.reshape(-1)[0]).all()):
+        ones = value.reshape(-1)[:1].reshape([1] * len(shape))
+        writer.replace(node, lambda writer: _spread(writer, node, writer.constant(ones)))
+    elif value.dtype == torch.long and value.numel() == tables.longest and _counts(value):
+        writer.replace(node, lambda writer: _numbers(writer, node, tables, int(value.reshape(-1)[0])))
+    elif len(long) == 1 and value.dtype == torch.float32:
+        writer.replace(node, lambda writer: _rows(writer, node, tables, long[0], value))
+    elif len(long) == 2 and (window := _causal_window(value)) is not None:
+        writer.replace(node, lambda writer: _mask(writer, node, tables, window))
+    elif len(long) == 2 and not _is_decoder(graph_module) and (values := _by_distance(value)) is not None:
+        writer.replace(node, lambda writer: _relative(writer, node, tables, values))
+    else:
+        raise BundleError(
+            f"the model computes {node.target} of positions, {list(value.shape)} {value.dtype} of a row of "
+            f"{tables.longest} tokens; masks, positions and tables with a row for each token are known",
+            remedy=_REMEDY,
+        )
+
+
+def _counts(value: torch.Tensor) -> bool:
+    flat = value.reshape(-1)
+    return bool((flat == torch.arange(len(flat)) + flat[0]).all()) and int(flat[0]) >= 0
+
+
+def _write_constant(graph_module: GraphModule, node: Node, value: torch.Tensor) -> None:
+    name = f"of_positions_{node.name}"
+    graph_module.register_buffer(name, value.clone())
+    with graph_module.graph.inserting_before(node):
+        new = graph_module.graph.get_attr(name)
+    new.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(new)
+
+
+def _asked(
+    before: Node, tables: ModelTables, key: Any, table: ModelTable, shape: list[int], dtype: Any
+) -> Node:
+    number = tables.number(key, lambda: table)
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(TABLE, (number, shape, dtype, torch.device("meta")))
+    node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+    return node
+
+
+def _numbers(writer: Writer, node: Node, tables: ModelTables, first: int) -> Node:
+    key = "positions" if first == 0 else ("positions", first)
+    found = _asked(node, tables, key, ModelTable("positions", first=first), [1, TOKENS], torch.long)
+    return _spread(writer, node, writer.reshape(found, _of_one_row(node)))
+
+
+def _of_one_row(node: Node) -> list[int]:
+    """The shape of a value, were there one row."""
+    return [resized(resized(size, COPIES, 1), BATCH, 1) for size in node.meta["val"].shape]
+
+
+def _spread(writer: Writer, node: Node, found: Node) -> Node:
+    """What takes a node's place, as often as there are rows where more than arithmetic reads it."""
+    shape = list(node.meta["val"].shape)
+    if shape == list(found.meta["val"].shape) or all(user.target in _ARITHMETIC for user in node.users):
+        return found
+    return writer.call(aten.expand.default, found, shape)
+
+
+def _rows(writer: Writer, node: Node, tables: ModelTables, dim: int, value: torch.Tensor) -> Node:
+    """A tensor whose dimension `dim` is the tokens, as rows of a table."""
+    shape = _of_one_row(node)
+    rest = [size for place, size in enumerate(shape) if place != dim]
+    rows = value.movedim(dim, 0).reshape(tables.longest, math.prod(rest)).contiguous()
+    table = ModelTable("rotary", values=rows)
+    key = ("rows", rows.shape, rows.numpy().tobytes())
+    found = _asked(node, tables, key, table, [1, TOKENS, rows.shape[1]], torch.float32)
+    if not any(size > 1 for size in rest[:dim]):
+        return _spread(writer, node, writer.reshape(found, shape))
+    apart = writer.reshape(found, [TOKENS, *rest])
+    order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
+    return _spread(writer, node, writer.call(aten.permute.default, apart, order))
+
+
+def _causal_window(value: torch.Tensor) -> int | None:
+    """The window of a causal mask, all of which a token sees behind it if it is as long as the row."""
+    if not value.dtype.is_floating_point or value.numel() != value.shape[-1] ** 2:
+        return None
+    hidden = value.reshape(value.shape[-2:]) <= _HIDDEN
+    seen = value.reshape(value.shape[-2:])[~hidden]
+    length = len(hidden)
+    window = int((~hidden[-1]).sum())
+    places = torch.arange(length)
+    expected = (places[:, None] < places) | (places[:, None] - places >= window)
+    return window if torch.equal(hidden, expected) and not bool(seen.any()) else None
+
+
+def _is_decoder(graph_module: GraphModule) -> bool:
+    """Whether rows may go in pieces, for which there are no tables by distance."""
+    return any(node.target is SOFTMAX_PARTS for node in graph_module.graph.nodes)
+
+
+def _by_distance(value: torch.Tensor) -> torch.Tensor | None:
+    """The numbers [2 length - 1] of a square by the distance of two tokens, if it depends on that alone."""
+    length = value.shape[-1]
+    if value.numel() != length**2 or value.dtype not in (torch.float32, torch.long, torch.bool):
+        return None
+    square = value.reshape(length, length)
+    values = torch.cat([square[0, 1:].flip(0), square[:, 0]])
+    is_it = torch.equal(ModelTable("relative", values=values).of(length)[0], square)
+    return values if is_it else None
+
+
+def _relative(writer: Writer, node: Node, tables: ModelTables, values: torch.Tensor) -> Node:
+    """A square of numbers by distance; what holds or doesn't is 1 or 0 in its table."""
+    dtype = torch.float32 if values.dtype is torch.bool else values.dtype
+    values = values.to(dtype)
+    key = ("relative", dtype, values.numpy().tobytes())
+    found = _asked(node, tables, key, ModelTable("relative", values=values), [1, TOKENS, TOKENS], dtype)
+    found = writer.reshape(found, _of_one_row(node))
+    if node.meta["val"].dtype is torch.bool:
+        found = writer.call(aten.ne.Scalar, found, 0)
+    return _spread(writer, node, found)
+
+
+def _mask(writer: Writer, node: Node, tables: ModelTables, window: int) -> Node:
+    window_or_none = None if window >= tables.longest else window
+    table = ModelTable("causal", window_or_none)
+    key = ("causal", window_or_none, 1)
+    found = _asked(node, tables, key, table, [1, TOKENS, TOKENS], torch.float32)
+    return _spread(writer, node, writer.reshape(found, _of_one_row(node)))

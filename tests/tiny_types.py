@@ -1,0 +1,197 @@
+"""A tiny model of any text type that transformers has: its own configuration, shrunk by rules about names.
+
+Nothing is written for one type. A number of a configuration is a size, and has at most what its name says; a
+list with an entry for each layer keeps a layer of every kind.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tests.tiny_models import VOCABULARY, WIDTH, WINDOW, randomize
+
+LAYERS, POSITIONS = 2, 64
+# The first that a name matches as a whole says how large the number may be.
+_LARGEST = (
+    (r"chunk_size_feed_forward|.*_(offset|size_divisible_by)", 1),
+    (r"(num_(hidden_|encoder_|decoder_)?|n_|(en|de)coder_)?layers?|num_blocks|num_layers_per_stack", LAYERS),
+    (r"qk_head_dim|attention_head_dim", 32),
+    (r".*(head_dim|d_head|dim_head|head_size|kv_channels|d_kv|headdim)|qk_nope_head_dim|v_head_dim", 16),
+    (r"(n_)?mamba_(n_|num_)?heads", 8),
+    (r".*(kv_heads|key_value_heads|num_key_heads|query_groups)", 2),
+    (r".*heads?", 4),
+    (r".*(first_k_dense_replace|num_dense_layers|_groups?|group_size|topk_group|interleave.*)", 1),
+    (r".*(experts_per_tok(en)?|top_?k|moe_k|period|layer_interval|every_n_layers|sparse_step)", 2),
+    (r".*(experts|expert_num)", 4),
+    (r".*type_vocab_size(s)?|.*shared_experts", 2),
+    (r".*vocab(_size)?(_per_layer_input|_base)?", VOCABULARY),
+    (r".*(window(_size|_len)?|local_attention)", WINDOW),
+    (r".*(positions?|position_embeddings|n_ctx|max_seq_len|context_length|model_max_length)", POSITIONS),
+    (
+        r".*(rank|lowrank|dt_rank|state_size|d_state|rotary_dim|topk_blocks|block_size|chunk_length|chunk_size)",
+        8,
+    ),
+    (r".*(intermediate|ffn|ff|feed_forward|d_inner|n_inner|hidden_dim).*|dff", 96),
+    (r".*embedding_size", WIDTH // 2),
+)
+_LAYER_COUNTS = _LARGEST[1][0]
+_MOST_LAYERS = 6
+# What a number is instead, of configurations whose numbers belong together; "sizes": so are those that are
+# None.
+_VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"head_dim": 16},
+    {"head_dim": 32},
+    {"num_key_value_heads": 2},
+    {"num_key_value_heads": 4},
+    {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 3},
+    *({"layer_types": [first, "full_attention"]} for first in ("conv", "mamba", "linear_attention")),
+    {"attn_layer_indices": [1]},
+    {"sizes": True},
+    {"attention_window": 4, "languages": ["en_XX"], "default_language": "en_XX"},
+)
+_SPECIAL = ("pad", "bos", "eos")
+
+
+def text_types() -> dict[str, bool]:
+    """Every text model type of transformers' own tables, and whether it is a decoder."""
+    from transformers.models.auto import modeling_auto as tables
+
+    masked = {**tables.MODEL_FOR_MASKED_LM_MAPPING_NAMES, **tables.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES}
+    causal = tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return {**dict.fromkeys(masked, False), **{name: name not in masked for name in causal}}
+
+
+def make_tiny(model_type: str, seed: int = 0) -> Any:
+    """A tiny model of a type, in float32, every parameter random.
+
+    Raises:
+        ValueError: no configuration that the rules make is one of a model that answers.
+    """
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    reason = ""
+    kind = AutoModelForCausalLM if text_types()[model_type] else AutoModel
+    for config in tiny_configs(model_type):
+        try:
+            torch.manual_seed(seed)
+            model = kind.from_config(config(), attn_implementation="eager").eval()
+            randomize(model)
+            tokens = torch.arange(3, 12)[None]
+            more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+            with torch.no_grad():
+                model(input_ids=tokens, **more)
+        except Exception as error:  # a class may raise whatever its parts raise
+            reason = reason or f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+            continue
+        if getattr(model, "pooler", None) is not None:
+            model.pooler = None
+        return model.requires_grad_(False)
+    raise ValueError(reason)
+
+
+def family(model_type: str, model: Any) -> str:
+    """What a type has beside attention and layers for all tokens; without such decoder or encoder."""
+    config = model.config
+    if config.is_encoder_decoder:
+        return "encoder-decoder"
+    kinds = {type(module).__name__ for module in model.modules()}
+    if any("Conv1d" in kind for kind in kinds) or not any("ttention" in kind for kind in kinds):
+        return "recurrent"
+    if any("expert" in name for name, _ in model.named_modules()):
+        return "experts"
+    if config.get_text_config(decoder=True) is not config:
+        return "multimodal"
+    return "decoder" if text_types()[model_type] else "encoder"
+
+
+def tiny_configs(model_type: str) -> Iterator[Any]:
+    """Functions that make a configuration, the likeliest first."""
+    from transformers import CONFIG_MAPPING
+
+    made = CONFIG_MAPPING[model_type]
+    for with_lists in (True, False):
+        for changes in _VARIANTS:
+            yield lambda lists=with_lists, more=changes: made(**_shrunk(made(), lists, more))
+
+
+def _shrunk(config: Any, with_lists: bool, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a tiny configuration of the same class."""
+    from transformers import PretrainedConfig
+
+    found: dict[str, Any] = {}
+    given = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    layers = _chosen_layers(given)
+    for name, value in given.items():
+        if name in changes:
+            found[name] = changes[name]
+        elif isinstance(value, PretrainedConfig):
+            found[name] = {**_shrunk(value, with_lists, changes), "model_type": value.model_type}
+        elif isinstance(value, int) and not isinstance(value, bool):
+            found[name] = _size(name, value, given)
+        elif name.endswith("token_id") and isinstance(value, list):
+            found[name] = _size(name, value[0], given)
+        elif value is None and "sizes" in changes and _largest(name) is not None:
+            found[name] = _largest(name)
+        elif _is_by_layer(value, given) and with_lists:
+            found[name] = [_entry(name, value[place], given) for place in layers]
+        elif name == "attention_types":
+            found[name] = [[pattern, 1] for pattern, _ in value]
+    count, shared = _layer_count(given), given.get("num_kv_shared_layers") or 0
+    found |= {name: len(layers) for name, value in given.items() if value == count and _is_layers(name)}
+    return found | ({"num_kv_shared_layers": len(layers) // 2} if shared else {})
+
+
+def _size(name: str, value: int, given: Mapping[str, Any]) -> int:
+    if name.endswith(("token_id", "token_index")):
+        special = next((place for place, word in enumerate(_SPECIAL) if name.startswith(word)), 3)
+        return value if value < VOCABULARY else special
+    if value <= 1 or name in ("attention_chunk_size", "num_buckets"):
+        return value
+    largest = _largest(name)
+    if largest == WIDTH // 2 and value == given.get("hidden_size"):
+        largest = WIDTH
+    return min(value, WIDTH if largest is None else largest)
+
+
+def _largest(name: str) -> int | None:
+    return next((size for pattern, size in _LARGEST if re.fullmatch(pattern, name)), None)
+
+
+def _is_layers(name: str) -> bool:
+    return re.fullmatch(_LAYER_COUNTS, name) is not None
+
+
+def _layer_count(given: Mapping[str, Any]) -> int:
+    counts = [value for name, value in given.items() if isinstance(value, int) and _is_layers(name)]
+    return max(counts, default=0)
+
+
+def _is_by_layer(value: Any, given: Mapping[str, Any]) -> bool:
+    """Whether it is a list with an entry for each layer; one of places has them all apart."""
+    if not isinstance(value, list) or len(value) < 2 or len(value) != _layer_count(given):
+        return False
+    return value != sorted(set(value)) if all(isinstance(each, int) for each in value) else True
+
+
+def _entry(name: str, value: Any, given: Mapping[str, Any]) -> Any:
+    is_size = isinstance(value, int) and not isinstance(value, bool)
+    return _size(name, value, given) if is_size else copy.deepcopy(value)
+
+
+def _chosen_layers(given: Mapping[str, Any]) -> list[int]:
+    """Places of a layer of every kind, in order; two at least. Where layers share keys, they come twice."""
+    lists = [value for value in given.values() if _is_by_layer(value, given)]
+    patterns = [
+        len(given.get("block_types") or ()),
+        *(len(each[0]) for each in given.get("attention_types", ())),
+    ]
+    kinds = list(zip(*(map(str, each) for each in lists), strict=True))
+    first = sorted({kind: place for place, kind in reversed([*enumerate(kinds)])}.values())[:_MOST_LAYERS]
+    more = [place for place in range(max(LAYERS, *patterns)) if place not in first]
+    chosen = sorted([*first, *more[: max(0, LAYERS - len(first), max(patterns) - len(first))]])
+    return chosen * 2 if given.get("num_kv_shared_layers") else chosen
