@@ -189,14 +189,15 @@ def build_chain(
     trained = matrices(modules)
     traced = trace(model, inputs, tables, trained, outline.is_decoder, first_position(model), copies)
     weights.buffers |= fold_positions(traced.graph_module, tables, weights.buffers)
+    parts = cut(traced.graph_module, set(traced.adapter), TABLE)
+    _check_constants(parts, weights)
     layers = [*expert_layers(model).items()]
     blocks = []
-    for block in cut(traced.graph_module, set(traced.adapter), TABLE):
+    for block in parts:
         blocks.append(block)
         if block.experts is not None:
             name, module = layers[block.experts]
             blocks += expert_blocks(WHOLE_PREFIX + name, module, copies * BATCH, TOKENS)
-    _check_constants(blocks, weights)
     blocks += blocks[-1:] * (len(head_rows) - 1)
     kind_of = kinds(blocks)
     end = len(blocks) - len(head_rows)
