@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from prge.contract import Contract
@@ -12,20 +13,27 @@ from prge.files.adapter import adapter_size
 from prge.host.progress import duration
 from prge.learning.costs import RUNTIME_BYTES, bytes_text, memory_table, memory_text, run_memory
 from prge.learning.estimators.table import EstimatorName
-from server_export.check.estimation import Estimate, estimate
+from server_export.check.estimation import Estimate, estimate_of
 from server_export.settings import EstimateConfig
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `prge estimate`; returns the exit code."""
     from prge.verbs.settings import parse_settings
+    from server_export.lower.chain import check_operators
+    from server_export.model.files import ConfigurationAlone
+    from server_export.model.source import open_source
 
     config = parse_settings(
         EstimateConfig,
         argv,
         "prge estimate",
     )
-    report = report_of(config, estimate(config))
+    source = open_source(config)
+    report = report_of(config, estimate_of(config, source))
+    # In seconds, and not after minutes of an export.
+    graphs = replace(source, files=ConfigurationAlone(**vars(source.files)))
+    check_operators(graphs.chain("fp32", source.longest), config.roles)
     print(json.dumps(report, indent=2) if config.json else "\n".join(_text(config, report)))
     return 0
 

@@ -51,6 +51,7 @@ def export(config: ExportConfig) -> Path:
         PrgeError: something can't be used, or a program doesn't compute what the model does; no bundle is
             written then.
     """
+    from server_export.lower.chain import check_operators
     from server_export.model.positions import longest_context
     from server_export.model.source import open_source
 
@@ -70,6 +71,7 @@ def export(config: ExportConfig) -> Path:
                 source = _from_rows(config, source, tokenizer, context, note)
         with stage("tracing") as note:
             chain = source.chain(config.quantize, context)
+            check_operators(chain, config.roles)
             note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
         _hint_about_bos(config, source, tokenizer)
         _tell_targets(config, source)

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from prge.files import chain as manifest
 from prge.files.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.files.chain import Bounds
-from prge.files.signatures import DECODE, IN_PIECES, OF_STEPS, PREFILL, STACK
-from server_export.graph.cutting import ModelBlock, moves
+from prge.files.signatures import DECODE, IN_PIECES, OF_STEPS, PREFILL, STACK, TANGENT
+from server_export.derive.tangent.transform import check_rules
+from server_export.graph.cutting import STATE, ModelBlock, moves
 from server_export.lower.cache import ProgramCache
 from server_export.lower.roles import LoweredRoles, lower_roles, sharing_of
 from server_export.memory import give_back_freed
@@ -98,6 +99,19 @@ def lower_chain(
         manifest.Table(table.kind, table.window, table.first, table.members) for table in chain.tables.all
     )
     return LoweredChain(tuple(kinds), tuple(blocks), tables, tuple(lowered), tuple(chain.shared))
+
+
+def check_operators(chain: ModelChain, roles: Collection[str]) -> None:
+    """Refuse in seconds what would be refused when a block is lowered.
+
+    Raises:
+        BundleError: an operator has no forward-mode derivative, and roles have `tangent`.
+    """
+    if TANGENT not in roles:
+        return
+    for first in chain.kinds:
+        if first > 0:
+            check_rules(chain.kinds[first].graph_module, {STATE, *chain.blocks[first].adapter})
 
 
 def _lowered_kind(

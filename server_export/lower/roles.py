@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from prge.contract import Matrix
+from prge.errors import told_as_bundle_error
 from prge.files.chain import (
     PAST_KEYS,
     PAST_ONES,
@@ -59,6 +60,7 @@ from server_export.model.traced import BATCH, COPIES, TOKENS
 
 # Large primes, as those that the graph was traced with.
 QUERIES, PAST = 4007, 3001
+_REMEDY = "leave the role out of --roles, and please report it with the name of the model"
 # What names of shared values begin with, in graphs.
 _SHARED = ("taken", "d_taken", "slope_given")
 
@@ -113,7 +115,8 @@ def lower_roles(
         BundleError: an operator has no derivative, or ExecuTorch refuses a method.
     """
     sharing = sharing or Sharing()
-    graphs = role_graphs(graph_module, adapter, roles, is_head, sharing)
+    with told_as_bundle_error("what a role computes can't be written", _REMEDY):
+        graphs = role_graphs(graph_module, adapter, roles, is_head, sharing)
     methods = {role: _interface(graph, role, adapter, is_head, sharing) for role, graph in graphs.items()}
     shared = {*stored, *(name for weight in stored for name in transposed_names(weight))}
     constants: dict[str, torch.Tensor] = {}

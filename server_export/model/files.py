@@ -88,6 +88,15 @@ class ModelFiles:
         return hashlib.sha256(repr(sorted(hashes)).encode()).hexdigest()
 
 
+class ConfigurationAlone(ModelFiles):
+    """The files of a model whose weights aren't asked for."""
+
+    @property
+    def weights(self) -> list[Path]:
+        """None."""
+        return []
+
+
 def find_files(name: str, revision: str | None = None) -> ModelFiles:
     """The files of a model: of a folder, or of a hub id, from which they are brought if need be.
 

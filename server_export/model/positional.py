@@ -85,14 +85,15 @@ class _Positions:
             elif node.target is TABLE:
                 self.is_made[node] = False
             elif node.op == "call_function" and self.is_made.keys() >= set(sources) and _is_computed(node):
-                self.is_made[node] = not sources or any(map(self.is_made.__getitem__, sources))
+                made = not sources or any(map(self.is_made.__getitem__, sources))
+                self.is_made[node] = made or _repeats(node)
 
     def ends(self) -> list[Node]:
         """What was computed and is read by what depends on more."""
         found: dict[Node, None] = {}
         for node, is_made in self.is_made.items():
             if is_made and any(user not in self.is_made for user in node.users):
-                while node.target in _LAYOUTS and node.all_input_nodes:
+                while node.target in _LAYOUTS and any(map(self.is_made.get, node.all_input_nodes)):
                     (node, *_) = node.all_input_nodes
                 if node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor):
                     found[node] = None
@@ -129,6 +130,14 @@ class _Positions:
             return self._buffers[name]
         is_known = isinstance(tensor, torch.Tensor) and not tensor.is_meta
         return tensor if is_known and not isinstance(tensor, torch.nn.Parameter) else None
+
+
+def _repeats(node: Node) -> bool:
+    """Whether it repeats numbers of each position, as rotations of neighbours do with a table's."""
+    if node.target is not aten.expand.default:
+        return False
+    before, behind = node.args[0].meta["val"].shape, node.meta["val"].shape
+    return len(before) == len(behind) and before[1:] != behind[1:]
 
 
 def _is_computed(node: Node) -> bool:

@@ -20,6 +20,8 @@ from server_export.settings import ExportConfig
 
 _REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
 
+_REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
+
 
 @dataclass(frozen=True)
 class Source:
@@ -60,8 +62,16 @@ class Source:
         return replace(self, start=start, costs=outline_of(start, self.longest))
 
     def chain(self, scheme: str, context: int) -> ModelChain:
-        """The model's blocks, for texts of up to `context` tokens; they can be made once."""
+        """The model's blocks, for texts of up to `context` tokens; they can be made once.
+
+        Raises:
+            BundleError: the model can't be traced, or its graph can't be written in blocks.
+        """
         start = self.start
+        with told_as_bundle_error("the model's graph can't be written in blocks", _REMEDY):
+            return self._chain(start, scheme, context)
+
+    def _chain(self, start: StartAdapter, scheme: str, context: int) -> ModelChain:
         return build_chain(
             self.loaded,
             self.files,

@@ -12,6 +12,7 @@ import pytest
 from prge.contract import ROWS_OF_A_WAY_BACK
 from prge.errors import BundleError, ConfigError
 from server_export.check.estimation import announce, estimate
+from server_export.derive.tangent.rules import RULES
 from server_export.estimate import main
 from server_export.settings import EstimateConfig
 from tests.tiny_models import save_model
@@ -139,3 +140,15 @@ def test_an_epoch_of_rows_is_told_and_the_memory_of_its_longest_step(
     assert short["step"]["tokens"] < long["step"]["tokens"]
     # The step that is told is the longest.
     assert both["step"] == long["step"] and both["run_memory"] == long["run_memory"]
+
+
+def test_an_operator_without_a_derivative_is_told_before_an_export(
+    outline_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(RULES, "aten.silu.default")
+    words = ["--model", str(outline_folder), "--tokens", "8"]
+    with pytest.raises(
+        BundleError, match=r"aten.silu.default in .*mlp.act_fn has no forward-mode derivative"
+    ):
+        main(words)
+    assert main([*words, "--roles", "stack", "back"]) == 0

@@ -7,7 +7,7 @@ derivatives", 2008, chapter 3), done once, at export: what runs on the device is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from prge.errors import BundleError
 from server_export.derive.tangent.builder import Builder
 from server_export.derive.tangent.dual import Dual
 from server_export.derive.tangent.rules import OF_MATRICES, RULES, Factors, Value
+from server_export.graph.cutting import reached
 from server_export.graph.modules import as_module
 
 
@@ -133,7 +134,24 @@ def _apply_rule(builder: Builder, node: Node, values: Mapping[Node, Value]) -> V
             return rule(builder, node, *arguments, **named)
     except NotImplementedError:
         pass
-    raise BundleError(
+    raise _no_rule(node)
+
+
+def check_rules(graph_module: GraphModule, differentiated: Collection[str]) -> None:
+    """Refuse a graph before it is differentiated by inputs of these names.
+
+    Raises:
+        BundleError: an operator of PyTorch's has no rule.
+    """
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    depending = reached(node for node in placeholders if str(node.target) in differentiated)
+    for node in graph_module.graph.nodes:
+        if node in depending and str(node.target).startswith("aten.") and str(node.target) not in RULES:
+            raise _no_rule(node)
+
+
+def _no_rule(node: Node) -> BundleError:
+    return BundleError(
         f"the operator {node.target} in {_origin(node)} has no forward-mode derivative here",
         remedy="leave tangent out of --roles, and please report it with the name of the model",
     )

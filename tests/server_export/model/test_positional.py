@@ -1,0 +1,81 @@
+"""What a model computes of positions alone becomes a table or a constant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from prge.errors import BundleError
+from server_export.graph.rewriting import remove_identities
+from server_export.model.positional import fold_positions
+from server_export.model.tables import ModelTables
+from server_export.model.traced import BATCH, TOKENS
+from tests.server_export.derive.tangent.graphs import Function
+
+torch.set_num_threads(1)
+
+LONGEST, WIDTH = 9, 4
+
+
+def folded(function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[GraphModule, ModelTables]:
+    with torch.device("meta"):
+        state = torch.empty(BATCH, TOKENS, WIDTH)
+        graph_module = torch.export.export(Function(function), (state,), strict=False).module(
+            check_guards=False
+        )
+    tables = ModelTables(LONGEST)
+    fold_positions(graph_module, tables, {})
+    return graph_module, tables
+
+
+def names(graph_module: GraphModule) -> list[str]:
+    remove_identities(graph_module.graph)
+    graph_module.graph.eliminate_dead_code()
+    return [str(node.target).split(".")[1] for node in graph_module.graph.nodes if node.op == "call_function"]
+
+
+def sines(state: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(state.shape[1], device=state.device).float()
+    return state + torch.sin(places[:, None] * torch.arange(WIDTH, device=state.device))
+
+
+def test_sines_of_positions_are_rows_of_a_table() -> None:
+    graph_module, tables = folded(sines)
+    (table,) = tables.all
+    assert (table.kind, names(graph_module)) == ("rotary", ["table", "reshape", "add"])
+    assert torch.equal(table.of(5)[0], sines(torch.zeros(1, 5, WIDTH))[0])
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_numbers_of_positions_are_counted_from_the_first(first: int) -> None:
+    def looked_up(state: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(first, first + state.shape[1], device=state.device)
+        return torch.gather(state, 1, places[None, :, None].expand(state.shape))
+
+    _, tables = folded(looked_up)
+    assert [(table.kind, table.first) for table in tables.all] == [("positions", first)]
+
+
+@pytest.mark.parametrize(("window", "known"), [(LONGEST, None), (3, 3)])
+def test_a_triangle_is_a_causal_mask(window: int, known: int | None) -> None:
+    def masked(state: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(state.shape[1], device=state.device)
+        distance = places[:, None] - places
+        hidden = (distance < 0) | (distance >= window)
+        mask = torch.zeros(distance.shape, device=state.device).masked_fill(hidden, -1e9)
+        return torch.softmax(state @ state.mT + mask, -1)
+
+    _, tables = folded(masked)
+    assert [(table.kind, table.window) for table in tables.all] == [("causal", known)]
+
+
+def test_numbers_of_pairs_of_positions_are_refused() -> None:
+    def with_noise(state: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(state.shape[1], device=state.device).float()
+        return torch.softmax(state @ state.mT + torch.sin(places[:, None] * places), -1)
+
+    with pytest.raises(BundleError, match=r"of positions, \[9, 9\] torch.float32 of a row of 9 tokens"):
+        folded(with_noise)
