@@ -1,4 +1,4 @@
-"""Blocks whose methods are graphs in PyTorch, of which programs would be lowered: a driver without an engine."""
+"""Blocks whose methods are graphs in PyTorch, as programs are lowered from: a driver without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where several blocks read a value, the driver answers as the whole model does, by the graphs of its blocks."""
+"""Where several blocks read a value, the driver answers as the whole model does, by graphs of its blocks."""
 
 from __future__ import annotations
 
