@@ -1,194 +1,231 @@
-"""Blocks that run the graphs of their roles in PyTorch: what an engine computes, with nothing lowered."""
+"""Blocks whose methods are graphs in PyTorch, as programs are lowered from: a driver without an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 
 from device_runner.engines.interfaces import AttentionHeads
-from device_runner.engines.tables import Tables
 from prge.engine import Array
 from prge.files import chain as manifest
-from prge.files.signatures import (
-    BACK,
-    DECODE,
-    PREFILL,
-    PREFILL_BACK,
-    PREFILL_TANGENT,
-    STACK,
-    TANGENT,
-    Sharing,
-)
+from prge.files.chain import PAST_KEYS, PAST_VALUES, Bounds, Interface
+from prge.files.relations import RELATIONS
+from prge.files.signatures import ALL_ROLES, DECODE, PREFILL, STACK
 from server_export.derive.backprop.layers import with_transposed
+from server_export.graph.cutting import moves
 from server_export.graph.modules import attribute
 from server_export.graph.shapes import with_size
-from server_export.lower.roles import PAST, QUERIES, _interface, role_graphs
-from server_export.model.chain import ModelChain
+from server_export.lower import roles
+from server_export.model.chain import build_chain
+from server_export.model.files import find_files
+from server_export.model.loading import outline_model
 from server_export.model.traced import BATCH, COPIES, TOKENS
-from tests.server_export.derive.test_blocks import chain_of
 
-ROLES = {STACK, TANGENT, BACK, PREFILL, DECODE, PREFILL_TANGENT, PREFILL_BACK}
+_MARKERS = (COPIES, BATCH, TOKENS, roles.QUERIES, roles.PAST)
 
 
 class GraphBlocks:
-    """Has what chain engine and speaker ask of device_runner.engines.blocks.Blocks.
+    """What `device_runner.engines.blocks.Blocks` is to the driver.
 
     Args:
-        architecture: of a tiny model, which is written to `folder`.
-        bounds: of a call.
+        model: folder of a tiny decoder.
+        lora_a: f32 [rank, in] by adapted layer.
+        bounds: of calls.
     """
 
-    sha256, beside_weights = "", 0
+    def __init__(self, model: Path, lora_a: Mapping[str, torch.Tensor], bounds: Bounds) -> None:
+        outline, files = outline_model(str(model)), find_files(str(model))
+        self._model = build_chain(outline, files, dict(lora_a), longest=bounds.context)
+        self.lora_a = {name: matrix.numpy() for name, matrix in lora_a.items()}
+        self.sha256 = "no bundle"
+        self._graphs: dict[int, dict[str, GraphModule]] = {}
+        self._methods: dict[int, dict[str, Interface]] = {}
+        self._sharing = {number: self._derive(number) for number in self._model.kinds}
+        self.chain = self._described(bounds)
+        self.tables = SimpleNamespace(of=self._table, tensor=self._table_tensor)
+        self._sized = lru_cache(None)(self._graph_of_sizes)
+        self._tensors = lru_cache(None)(self._tensors_of)
 
-    def __init__(self, architecture: str, folder: Path, bounds: manifest.Bounds) -> None:
-        self.model = chain_of(architecture, folder, "fp32", 2)
-        made = {first: _graphs(self.model, first) for first in self.model.kinds}
-        self.chain = _described(self.model, bounds, [kind for _, kind in made.values()])
-        self.tables = _ModelTables(self.chain, self.model)
-        self.lora_a = {name: matrix.numpy() for name, matrix in self.model.lora_a.items()}
-        self._graphs = {first: graphs for first, (graphs, _) in made.items()}
-        self._sized: dict[Any, GraphModule] = {}
+    def _derive(self, number: int) -> Any:
+        model, block = self._model, self._model.blocks[number]
+        graph, is_head = model.kinds[number].graph_module, number >= model.end
+        changes = moves(model.blocks)
+        sharing = roles.sharing_of(graph, [changes[v] for v in block.takes], len(block.gives), ALL_ROLES)
+        wanted = ALL_ROLES if number else (STACK, PREFILL, DECODE)
+        layers = list(dict.fromkeys(model.adapter[name].of for name in block.adapter))
+        place = {layer: str(index) for index, layer in enumerate(layers)}
+        adapter = {
+            name: replace(model.adapter[name], of=place[model.adapter[name].of]) for name in block.adapter
+        }
+        graphs = roles.role_graphs(graph, adapter, wanted, is_head, sharing)
+        self._graphs[number] = graphs
+        self._methods[number] = {
+            role: roles._interface(each, role, adapter, is_head, sharing) for role, each in graphs.items()
+        }
+        return sharing
+
+    def _described(self, bounds: Bounds) -> manifest.Chain:
+        model = self._model
+        kinds = list(model.kinds)
+        number_of = {module.name: number for number, module in enumerate(model.modules)}
+        blocks = [
+            manifest.Block(
+                kinds.index(kind),
+                f"{number}.ptd",
+                block.tables,
+                tuple(
+                    number_of[name]
+                    for name in dict.fromkeys(model.adapter[each].of for each in block.adapter)
+                ),
+                block.takes,
+                self._sharing[kind].past,
+            )
+            for number, (block, kind) in enumerate(zip(model.blocks, model.kind_of, strict=True))
+        ]
+        tables = [manifest.Table(t.kind, t.window, t.first, t.members) for t in model.tables.all]
+        return manifest.Chain(
+            "logprobs", "mean", self._width(model.end - 1), model.vocabulary_size, model.modules, bounds,
+            tuple(tables), tuple(manifest.Kind(f"{kind}.pte", self._methods[kind]) for kind in kinds),
+            tuple(blocks), tuple(model.shared),
+        )  # fmt: skip
+
+    def _width(self, number: int) -> int:
+        """Width of what a block answers."""
+        graph = self._graphs[self._model.kind_of[number]][STACK]
+        return int(graph.graph.output_node().args[0][0].meta["val"].shape[-1])
+
+    def width(self, number: int) -> int:
+        return self._width(min(number, self._model.end) - 1) if number else 0
+
+    def shared_width(self, value: int) -> int:
+        maker = self._model.shared[value]
+        answers = self._graphs[self._model.kind_of[maker]][STACK].graph.output_node().args[0]
+        return int(answers[1 + self.chain.gives(maker).index(value)].meta["val"].shape[-1])
+
+    def saved_widths(self, number: int) -> dict[str, int]:
+        names, graph = self.chain.saved(number), self._graphs[self._model.kind_of[number]].get("save")
+        answers = graph.graph.output_node().args[0][1:] if graph else ()
+        return {name: int(answer.meta["val"].shape[-1]) for name, answer in zip(names, answers, strict=False)}
 
     def heads(self, number: int) -> AttentionHeads:
-        known = self._shapes(number)
-        keys, values = known.get("past_keys", (0, 0, 0)), known.get("past_values", (0, 0, 0))
-        return AttentionHeads(keys[0], keys[2], values[2])
+        found = self._before(number)
+        if PAST_KEYS not in found:
+            return AttentionHeads(0, 0, 0)
+        return AttentionHeads(found[PAST_KEYS][0], found[PAST_KEYS][2], found[PAST_VALUES][2])
 
     def carried(self, number: int) -> dict[str, tuple[int, ...]]:
-        known = self._shapes(number).items()
-        return {name.replace("_", "."): shape[1:] for name, shape in known if name.startswith("carried_")}
+        shapes = self._before(number).items()
+        return {name.replace("_", "."): shape[1:] for name, shape in shapes if name.startswith("carried_")}
 
-    def _shapes(self, number: int) -> dict[str, tuple[int, ...]]:
-        graph = self._graphs[self.model.kind_of[number]].get(PREFILL)
+    def _before(self, number: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what a piece of a row is given."""
+        graph = self._graphs[self._model.kind_of[number]].get(PREFILL)
         nodes = graph.graph.find_nodes(op="placeholder") if graph else []
         return {str(node.target): tuple(node.meta["val"].shape) for node in nodes}
 
-    def interface(self, number: int, role: str) -> manifest.Interface:
-        return self.chain.kinds[self.chain.blocks[number].kind].methods[role]
-
-    def width(self, number: int) -> int:
-        return self.chain.width
-
-    def shared_width(self, value: int) -> int:
-        raise NotImplementedError("these models share nothing")
+    def interface(self, number: int, role: str) -> Interface:
+        return self._methods[self._model.kind_of[number]][role]
 
     def release(self, array: Array) -> None:
-        """Nothing is used again."""
+        pass
 
-    def run(self, number: int, role: str, inputs: Mapping[str, Array], into: Any = None) -> dict[str, Array]:
-        interface = self.interface(number, role)
-        given = [torch.from_numpy(inputs[name]) for name in interface.inputs]
-        assert all(each.is_contiguous() for each in given)
-        graph = self._graph(number, role, dict(zip(interface.inputs, given, strict=True)))
-        tensors = self.model.tensors(number)
-        names = {str(node.target) for node in graph.graph.find_nodes(op="get_attr")}
-        for name, tensor in with_transposed(tensors, names).items():
-            if name in names:
-                attribute(graph, name).copy_(tensor)
-        shapes = [node.meta["val"].shape for node in graph.graph.find_nodes(op="placeholder")]
-        with torch.no_grad():
-            found = graph(*(each.reshape(shape) for each, shape in zip(given, shapes, strict=True)))
-        return {
-            name: each.clone(memory_format=torch.contiguous_format).numpy()
-            for name, each in zip(interface.outputs, found, strict=True)
-        }
+    def run(
+        self,
+        number: int,
+        role: str,
+        inputs: Mapping[str, Array],
+        into: Mapping[str, Array] = MappingProxyType({}),
+    ) -> dict[str, Array]:
+        interface, kind = self.interface(number, role), self._model.kind_of[number]
+        given = [torch.from_numpy(np.ascontiguousarray(inputs[name])) for name in interface.inputs]
+        placeholders = self._graphs[kind][role].graph.find_nodes(op="placeholder")
+        sizes = {}
+        for node, array in zip(placeholders, given, strict=True):
+            marked = [n for n in node.meta["val"].shape]
+            if len(marked) != array.dim():
+                # Products of sizes are dimensions of their own in a program.
+                marked = [factor for n in marked for factor in _factors(n)]
+            for size, length in zip(marked, array.shape, strict=True):
+                for marker in _MARKERS:
+                    if size % marker == 0:
+                        assert length % (size // marker) == 0, (number, role, node.target, array.shape)
+                        assert sizes.setdefault(marker, length // (size // marker)) == length // (
+                            size // marker
+                        )
+        graph = self._sized(kind, role, tuple(sorted(sizes.items())))
+        shaped = [
+            array.reshape(node.meta["val"].shape)
+            for array, node in zip(given, graph.graph.find_nodes(op="placeholder"), strict=True)
+        ]
+        answers = _Run(graph, self._tensors(number)).run(*shaped)
+        found = dict(zip(interface.outputs, (answer.contiguous().numpy() for answer in answers), strict=True))
+        for name, memory in into.items():
+            memory[: found[name].size] = found[name].ravel()
+        return found
 
-    def in_a_row(self, role: str, calls: Mapping[int, Any], before: Any = None) -> Callable[[], None]:
+    def in_a_row(
+        self,
+        role: str,
+        calls: Mapping[int, tuple[Sequence[Array], Sequence[Array]]],
+        before: Callable[[int], None] | None = None,
+    ) -> Callable[[], None]:
         def compute() -> None:
             for number, (given, answers) in calls.items():
+                if before is not None:
+                    before(number)
                 interface = self.interface(number, role)
                 found = self.run(number, role, dict(zip(interface.inputs, given, strict=True)))
-                for name, answer in zip(interface.outputs, answers, strict=True):
-                    answer[...] = found[name].reshape(answer.shape)
+                for name, array in zip(interface.outputs, answers, strict=True):
+                    array[...] = found[name].reshape(array.shape)
 
         return compute
 
-    def _graph(self, number: int, role: str, given: Mapping[str, torch.Tensor]) -> GraphModule:
-        lead = [*given["tokens" if "tokens" in given else "state"].shape]
-        lead = lead[: len(lead) - ("state" in given)]
-        sizes = dict.fromkeys((COPIES, BATCH, TOKENS, PAST, QUERIES), 1) | {TOKENS: lead[-1]}
-        if role == DECODE:
-            sizes[COPIES] = lead[0]
-        elif role in ROLES - {PREFILL, PREFILL_BACK, PREFILL_TANGENT} and not self.chain.is_head(number):
-            sizes[BATCH] = lead[-2]
-            sizes[COPIES] = lead[0] if role == STACK else 1
-        if "d_state" in given:
-            sizes[QUERIES] = len(given["d_state"])
-        if "past_keys" in given:
-            sizes[PAST] = given["past_keys"].shape[1]
-        kind = self.model.kind_of[number]
-        key = kind, role, *sizes.values()
-        if key not in self._sized:
-            graph = self._graphs[kind][role]
-            for marker, size in sizes.items():
-                graph = with_size(graph, marker, size)
-            self._sized[key] = graph
-        return self._sized[key]
+    def _graph_of_sizes(self, kind: int, role: str, sizes: tuple[tuple[int, int], ...]) -> GraphModule:
+        graph = self._graphs[kind][role]
+        for marker, size in sizes:
+            graph = with_size(graph, marker, size)
+        return graph
+
+    def _tensors_of(self, number: int) -> dict[str, torch.Tensor]:
+        graphs = self._graphs[self._model.kind_of[number]].values()
+        names = {str(node.target) for graph in graphs for node in graph.graph.find_nodes(op="get_attr")}
+        return with_transposed(self._model.tensors(number), names)
+
+    def _table(self, number: int, length: int, start: int = 0) -> Array:
+        table = self._model.tables.all[number]
+        if table.kind == "causal" or table.kind in RELATIONS:
+            return table.of(length).numpy()
+        return table.of(start + length)[:, start:].contiguous().numpy()
+
+    def _table_tensor(self, number: int, length: int) -> tuple[str, tuple[int, ...]]:
+        array = self._table(number, length)
+        return array.dtype.name, array.shape
 
 
-class _ModelTables(Tables):
-    """Tables with the rotations of a model that was not written."""
+class _Run(Interpreter):
+    """A graph with the tensors of a block."""
 
-    def __init__(self, chain: manifest.Chain, model: ModelChain) -> None:
-        self._tables = chain.tables
-        self._stored = {
-            number: _Rows(table.values.numpy())
-            for number, table in enumerate(model.tables.all)
-            if table.values is not None
-        }
-        self.of = self._of  # type: ignore[assignment]
+    def __init__(self, graph: GraphModule, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(graph)
+        self._tensors = tensors
 
-
-class _Rows:
-    def __init__(self, values: Array) -> None:
-        self._values = values
-
-    def get_shape(self) -> Sequence[int]:
-        return self._values.shape
-
-    def __getitem__(self, rows: slice) -> Array:
-        return self._values[rows]
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        tensor = self._tensors.get(str(target))
+        return attribute(self.module, str(target)) if tensor is None else tensor
 
 
-def _graphs(model: ModelChain, first: int) -> tuple[dict[str, GraphModule], manifest.Kind]:
-    block = model.blocks[first]
-    layers = list(dict.fromkeys(model.adapter[name].of for name in block.adapter))
-    adapter = {
-        name: replace(model.adapter[name], of=str(layers.index(model.adapter[name].of)))
-        for name in block.adapter
-    }
-    roles = ROLES if first else {STACK, PREFILL, DECODE}
-    is_head = first >= model.end
-    graphs = role_graphs(model.kinds[first].graph_module, adapter, roles, is_head)
-    graphs = {role: graph for role, graph in graphs.items() if role in ROLES}
-    methods = {role: _interface(graph, role, adapter, is_head, Sharing()) for role, graph in graphs.items()}
-    return graphs, manifest.Kind("", methods)
-
-
-def _described(model: ModelChain, bounds: manifest.Bounds, kinds: Sequence[manifest.Kind]) -> manifest.Chain:
-    firsts, numbers = [*model.kinds], {module.name: n for n, module in enumerate(model.modules)}
-    blocks = [
-        manifest.Block(
-            firsts.index(model.kind_of[number]),
-            str(number),
-            block.tables,
-            tuple(dict.fromkeys(numbers[model.adapter[name].of] for name in block.adapter)),
-        )
-        for number, block in enumerate(model.blocks)
-    ]
-    return manifest.Chain(
-        readout="logprobs",
-        pooling="mean",
-        width=64,
-        vocabulary_size=model.vocabulary_size,
-        modules=model.modules,
-        bounds=bounds,
-        tables=tuple(manifest.Table(t.kind, t.window, t.first, t.members) for t in model.tables.all),
-        kinds=tuple(kinds),
-        blocks=tuple(blocks),
-    )
+def _factors(number: int) -> list[int]:
+    found = []
+    for marker in _MARKERS:
+        while number % marker == 0:
+            found.append(marker)
+            number //= marker
+    return found if number == 1 and found else [*found, number]

@@ -15,11 +15,14 @@ from device_runner.engines.speaking import ChainSpeaker
 from prge.contract import Contract, matrices
 from prge.files import chain as manifest
 from prge.files.chain import Chain
+from server_export.model.adapted import match_target_modules
 from tests.device_runner.engines.chains import Inputs, Whole, inputs_of, loss_of, slope_of
 from tests.device_runner.engines.graph_blocks import GraphBlocks
+from tests.server_export.derive.tangent.graphs import random
+from tests.server_export.derive.test_blocks import IN_BLOCKS
 from tests.templates import random_adapter
 from tests.tiers import rest
-from tests.tiny_models import RECURRENT
+from tests.tiny_models import RECURRENT, save_model
 
 torch.set_num_threads(1)
 
@@ -29,10 +32,14 @@ TOKENS, PIECE = 20, 8
 @pytest.fixture(scope="module", params=["lfm2", *rest(*(name for name in RECURRENT if name != "lfm2"))])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Whole]:
     """Blocks of a model, and the model."""
-    folder = tmp_path_factory.mktemp("model")
-    blocks = GraphBlocks(request.param, folder, manifest.Bounds(tokens=TOKENS, context=48, piece=PIECE))
-    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
-    return blocks, Whole(model.eval().requires_grad_(False), dict(blocks.model.lora_a), 1.0, "mean")
+    folder = save_model(tmp_path_factory.mktemp("recurrent") / "model", request.param)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    lora_a = {
+        name: random(2, model.get_submodule(name).in_features, dtype=torch.float32) * 0.1
+        for name in match_target_modules(model, IN_BLOCKS)
+    }
+    blocks = GraphBlocks(folder, lora_a, manifest.Bounds(tokens=TOKENS, context=48, piece=PIECE))
+    return blocks, Whole(model.eval().requires_grad_(False), lora_a, 1.0, "mean")
 
 
 def call_of(chain: Chain, role: str, rows: int, **sizes: int) -> tuple[Contract, Inputs]:
