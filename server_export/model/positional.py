@@ -94,6 +94,8 @@ class _Positions:
         for node, is_made in self.is_made.items():
             if is_made and any(user not in self.is_made for user in node.users):
                 while node.target in _LAYOUTS and any(map(self.is_made.get, node.all_input_nodes)):
+                    if _repeats(node):
+                        break
                     (node, *_) = node.all_input_nodes
                 if node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor):
                     found[node] = None
@@ -134,7 +136,7 @@ class _Positions:
 
 def _repeats(node: Node) -> bool:
     """Whether it repeats numbers of each position, as rotations of neighbours do with a table's."""
-    if node.target is not aten.expand.default:
+    if node.target is not aten.expand.default or not node.meta["val"].dtype.is_floating_point:
         return False
     before, behind = node.args[0].meta["val"].shape, node.meta["val"].shape
     return len(before) == len(behind) and before[1:] != behind[1:]
