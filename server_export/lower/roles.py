@@ -199,8 +199,8 @@ def sharing_of(
 def _tangents_of_a_piece(
     one_row: GraphModule, adapter: Collection[str], changing: Collection[str]
 ) -> GraphModule:
-    piece = continued(one_row, [], 1, TOKENS, PAST)
-    seeds: dict[str, Any] = dict.fromkeys([STATE, *changing, *_changing_past(piece, changing)], Dense())
+    piece, past = _piece(one_row, changing)
+    seeds: dict[str, Any] = dict.fromkeys([STATE, *changing, *past], Dense())
     seeds |= dict.fromkeys(adapter, RankOne(1))
     return differentiate(copied(piece), seeds, QUERIES, {ONES: TOKENS, PAST_ONES: PAST})
 
@@ -208,18 +208,19 @@ def _tangents_of_a_piece(
 def _back_of_a_piece(
     one_row: GraphModule, adapter: list[str], changing: Sequence[str], slopes: Sequence[str]
 ) -> GraphModule:
-    piece = continued(one_row, [], 1, TOKENS, PAST)
+    piece, past = _piece(one_row, changing)
     if len(piece.graph.output_node().args[0]) > len(slopes):
         slopes = [*slopes, SLOPE_KEYS, SLOPE_VALUES]
-    wanted = [STATE, *changing, *_changing_past(piece, changing), *adapter]
-    return backpropagate(piece, wanted, adapter, TOKENS, slopes)
+    return backpropagate(piece, [STATE, *changing, *past, *adapter], adapter, TOKENS, slopes)
 
 
-def _changing_past(piece: GraphModule, changing: Collection[str]) -> list[str]:
-    """Keys and values of earlier tokens, if an adapter changes them."""
+def _piece(one_row: GraphModule, changing: Collection[str]) -> tuple[GraphModule, list[str]]:
+    """The graph of a piece of a row, and its inputs of keys and values before, if an adapter changes them."""
+    piece = continued(one_row, [], 1, TOKENS, PAST)
     known = {str(node.target) for node in piece.graph.find_nodes(op="placeholder")}
-    taken = {f"{TAKEN_PREFIX}{number}" for number in taken_past(piece)}
-    return [name for name in (PAST_KEYS, PAST_VALUES) if name in known and taken <= {*changing}]
+    taken = {f"{TAKEN_PREFIX}{number}" for number in taken_past(one_row)}
+    past = [name for name in (PAST_KEYS, PAST_VALUES) if name in known and taken <= {*changing}]
+    return piece, past
 
 
 def sizes_of(role: str, bounds: Bounds, is_head: bool) -> dict[str, Size]:
