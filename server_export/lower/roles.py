@@ -212,8 +212,7 @@ def sharing_of(
 def _tangents_of_a_piece(
     one_row: GraphModule, adapter: Collection[str], changing: Collection[str]
 ) -> GraphModule:
-    piece = continued(one_row, [], 1, TOKENS, PAST)
-    before = [*_carried(piece), *_changing_past(piece, changing)]
+    piece, before = _piece(one_row, changing)
     seeds: dict[str, Any] = dict.fromkeys([STATE, *changing, *before], Dense())
     seeds |= dict.fromkeys(adapter, RankOne(1))
     return differentiate(copied(piece), seeds, QUERIES, {ONES: TOKENS, PAST_ONES: PAST})
@@ -222,26 +221,21 @@ def _tangents_of_a_piece(
 def _back_of_a_piece(
     one_row: GraphModule, adapter: list[str], changing: Sequence[str], slopes: Sequence[str]
 ) -> GraphModule:
-    piece = continued(one_row, [], 1, TOKENS, PAST)
-    carried = _carried(piece)
-    slopes = [*slopes, *(f"slope_{name}" for name in carried)]
+    piece, before = _piece(one_row, changing)
+    slopes = [*slopes, *(f"slope_{name}" for name in before if name.startswith(CARRIED_PREFIX))]
     if len(piece.graph.output_node().args[0]) > len(slopes):
         slopes = [*slopes, SLOPE_KEYS, SLOPE_VALUES]
-    wanted = [STATE, *changing, *carried, *_changing_past(piece, changing), *adapter]
-    return backpropagate(piece, wanted, adapter, TOKENS, slopes)
+    return backpropagate(piece, [STATE, *changing, *before, *adapter], adapter, TOKENS, slopes)
 
 
-def _changing_past(piece: GraphModule, changing: Collection[str]) -> list[str]:
-    """Keys and values of earlier tokens, if an adapter changes them."""
-    known = {str(node.target) for node in piece.graph.find_nodes(op="placeholder")}
-    taken = {f"{TAKEN_PREFIX}{number}" for number in taken_past(piece)}
-    return [name for name in (PAST_KEYS, PAST_VALUES) if name in known and taken <= {*changing}]
-
-
-def _carried(piece: GraphModule) -> list[str]:
-    """What a piece is given of recurrences, in the order of its answers."""
-    names = (str(node.target) for node in piece.graph.find_nodes(op="placeholder"))
-    return [name for name in names if name.startswith(CARRIED_PREFIX)]
+def _piece(one_row: GraphModule, changing: Collection[str]) -> tuple[GraphModule, list[str]]:
+    """The graph of a piece of a row, and its inputs of what came before: what recurrences carry, in the order
+    of its answers, and keys and values if an adapter changes them."""
+    piece = continued(one_row, [], 1, TOKENS, PAST)
+    names = [str(node.target) for node in piece.graph.find_nodes(op="placeholder")]
+    taken = {f"{TAKEN_PREFIX}{number}" for number in taken_past(one_row)}
+    past = [name for name in (PAST_KEYS, PAST_VALUES) if name in names and taken <= {*changing}]
+    return piece, [*(name for name in names if name.startswith(CARRIED_PREFIX)), *past]
 
 
 def sizes_of(role: str, bounds: Bounds, is_head: bool) -> dict[str, Size]:

@@ -59,7 +59,8 @@ class GraphBlocks:
         graph, is_head = model.kinds[number].graph_module, number >= model.end
         changes = moves(model.blocks)
         sharing = roles.sharing_of(graph, [changes[v] for v in block.takes], len(block.gives), ALL_ROLES)
-        wanted = ALL_ROLES if number else (STACK, PREFILL, DECODE)
+        lowest = next(place for place, each in enumerate(model.blocks) if each.adapter)
+        wanted = ALL_ROLES if number in model.kind_of[lowest:] else (STACK, PREFILL, DECODE)
         layers = list(dict.fromkeys(model.adapter[name].of for name in block.adapter))
         place = {layer: str(index) for index, layer in enumerate(layers)}
         adapter = {
