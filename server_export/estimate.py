@@ -20,15 +20,16 @@ from server_export.settings import EstimateConfig
 def main(argv: Sequence[str]) -> int:
     """Run `prge estimate`; returns the exit code."""
     from prge.verbs.settings import parse_settings
-    from server_export.lower.chain import check_operators
-    from server_export.model.files import ConfigurationAlone
-    from server_export.model.source import open_source
 
     config = parse_settings(
         EstimateConfig,
         argv,
         "prge estimate",
     )
+    from server_export.lower.chain import check_operators
+    from server_export.model.files import ConfigurationAlone
+    from server_export.model.source import open_source
+
     source = open_source(config)
     report = report_of(config, estimate_of(config, source))
     # In seconds, and not after minutes of an export.

@@ -290,7 +290,9 @@ def test_with_little_memory_the_next_block_is_read_while_one_computes(
     given = inputs_of(contract)
     computed(engine, given)
     advised: list[int] = []
-    order = [(file.stat().st_dev, file.stat().st_ino) for file in (each.packed for each in blocks._files)]
+    order = [
+        (file.stat().st_dev, file.stat().st_ino) for file in (each.packed for each in blocks._files.values())
+    ]
 
     def advise(descriptor: int, *_: int) -> None:
         facts = os.fstat(descriptor)

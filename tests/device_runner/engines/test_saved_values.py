@@ -170,9 +170,9 @@ def test_one_question_takes_the_room_of_two(bundle: Bundle) -> None:
     assert gradient(engines, given, ENOUGH)[0] == gradient(engines, given, 0)[0]
 
 
-def test_values_are_saved_from_the_last_block_down_without_a_gap(bundle: Bundle) -> None:
+def test_blocks_that_save_nothing_as_experts_do_are_passed_over(bundle: Bundle) -> None:
     contract, _ = call_of(bundle, 2)
     saved = SavedValues(opened(bundle, contract).blocks, ENOUGH)
     numbers = [*saved.fitting(2 * TOKENS, 10)]
     saved._widths[numbers[1]] = {}
-    assert [*saved.fitting(2 * TOKENS, 10)] == numbers[:1]
+    assert [*saved.fitting(2 * TOKENS, 10)] == [numbers[0], *numbers[2:]]

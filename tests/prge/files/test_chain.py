@@ -175,7 +175,7 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
     ("change", "told"),
     [
         (lambda b: b["blocks"].__delitem__(slice(1, None)), "it has 1 blocks, must be 2 to 16384"),
-        (lambda b: b["blocks"].extend(b["blocks"] * 500), "it has 2004 blocks"),
+        (lambda b: b["blocks"].extend(b["blocks"] * 5000), "it has 20004 blocks"),
         (lambda b: b.update(pooling="last"), "pooling is 'last', must be one of mean, first"),
         (lambda b: b.update(readout="logits"), "readout is 'logits'"),
         (lambda b: b.update(width=0), "width is 0"),
