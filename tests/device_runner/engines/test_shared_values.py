@@ -111,7 +111,7 @@ def test_the_gradient_is_autograds_whatever_is_saved(case: Case) -> None:
         assert np.abs(found[name] - each.grad.numpy()).max() < 1e-4 * largest
         # PyTorch's products have other last bits where their operands lie otherwise; test_saved_values.py has
         # the engine's, which don't.
-        assert np.abs(found[name] - from_saved[name]).max() < 1e-6 * largest
+        assert np.abs(found[name] - from_saved[name]).max() < 1e-5 * largest
 
 
 def test_tangents_are_the_models_derivatives(case: Case) -> None:
