@@ -183,6 +183,10 @@ def test_from_what_was_saved_the_way_back_is_the_same_without_a_frozen_layer_of_
         ):
             assert torch.equal(ours, theirs)
         forward = {name for name in linear_layers(kind.graphs[STACK]) if not name.startswith("constant")}
+        if not forward:
+            # Behind the layers of some encoders is a norm alone.
+            assert not saved
+            continue
         assert forward & {*linear_layers(kind.graphs[BACK])}
         back = {name for name in linear_layers(kind.graphs[BACK_SAVED]) if not name.startswith("constant")}
         assert back and all(name.startswith(TRANSPOSED) for name in back)
