@@ -67,7 +67,7 @@ def pieces_bundle(workshop: Path, made_once: Made) -> Path:
 
     def make(folder: Path) -> object:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chain, "_MOST_TOKENS", 5)
+            patch.setattr(chain, "MOST_WHOLE_TOKENS", 5)
             patch.setattr(chain, "_SHORT", 5)
             return export(workshop / "model", folder / "pieces")
 

@@ -58,7 +58,7 @@ _SHOWN = 8
 # torch.export takes a size of 1 for another program.
 FEWEST_TOKENS = 2
 # Of a batch in one call, and of a row with as many queries as short ones have, or of a piece of a long one.
-_MOST_TOKENS, _SHORT = 512, 256
+MOST_WHOLE_TOKENS, _SHORT = 512, 256
 # Of a call of blocks with a recurrence: its products take time by the square of tokens, or by the cube.
 RECURRENT_PIECE = 128
 # Scores of all heads of a piece of a row, 8 MB, of which a way back holds several; a layer of fewer tokens
@@ -99,11 +99,11 @@ class Bounds:
         Memory is planned for a call of all bounds at once. An encoder's rows are whole: their tokens look at
         those behind. Blocks with a recurrence take shorter pieces.
         """
-        piece = tokens if is_encoder or tokens <= _MOST_TOKENS else _SHORT
+        piece = tokens if is_encoder or tokens <= MOST_WHOLE_TOKENS else _SHORT
         piece = min(piece, RECURRENT_PIECE) if recurs else piece
         return cls(
             # Programs are traced, and verified, with 2 rows.
-            batch=max(2, min(cls.batch, _MOST_TOKENS // piece)),
+            batch=max(2, min(cls.batch, MOST_WHOLE_TOKENS // piece)),
             queries=cls.queries if piece <= _SHORT else cls.queries // 2,
             tokens=tokens,
             context=max(tokens, context),
