@@ -154,7 +154,7 @@ def checked(folder: Path, found: dict[str, Any], scheme: str, roles: Sequence[st
     )
 
     # Longer rows go in pieces.
-    with patch.multiple(chain, _MOST_TOKENS=2 * _PIECE, _SHORT=_PIECE, _SHORTEST_PIECE=2):
+    with patch.multiple(chain, MOST_WHOLE_TOKENS=2 * _PIECE, _SHORT=_PIECE, _SHORTEST_PIECE=2):
         settings: dict[str, Any] = {"rank": 2, "sequence_length": _LENGTH, "context": 2 * _LENGTH}
         settings |= {"quantize": scheme} | ({"roles": [*roles]} if roles else {})
         export(ExportConfig(str(folder / "model"), folder / "bundle", **settings))

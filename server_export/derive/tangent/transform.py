@@ -18,7 +18,6 @@ from prge.errors import BundleError
 from server_export.derive.tangent.builder import Builder
 from server_export.derive.tangent.dual import Dual
 from server_export.derive.tangent.rules import OF_MATRICES, RULES, Factors, Value
-from server_export.graph.cutting import reached
 from server_export.graph.modules import as_module
 
 
@@ -143,11 +142,18 @@ def check_rules(graph_module: GraphModule, differentiated: Collection[str]) -> N
     Raises:
         BundleError: an operator of PyTorch's has no rule.
     """
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
-    depending = reached(node for node in placeholders if str(node.target) in differentiated)
+    depending = set[Node]()
     for node in graph_module.graph.nodes:
-        if node in depending and str(node.target).startswith("aten.") and str(node.target) not in RULES:
+        if node.op == "placeholder" and str(node.target) in differentiated:
+            depending.add(node)
+        if not depending.intersection(node.all_input_nodes):
+            continue
+        if str(node.target).startswith("aten.") and str(node.target) not in RULES:
             raise _no_rule(node)
+        # What is chosen, or compared, has no tangent.
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.is_floating_point():
+            depending.add(node)
 
 
 def _no_rule(node: Node) -> BundleError:

@@ -35,9 +35,7 @@ TANGENTS = [(2, 3), (9, 6)]
 ROWS = [3, 9]
 
 
-@pytest.fixture(
-    scope="module", params=["llama", *rest("llama lora", "bert", "bert lora", "gemma3n", "gemma4", "olmoe")]
-)
+@pytest.fixture(scope="module", params=["llama", *rest("llama lora", "bert", "bert lora", "gemma3n")])
 def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path]) -> Path:
     return make_chain(request.param)
 

@@ -40,7 +40,6 @@ TOLERANCE = 4e-6
 LAYERS = 30
 # What is different in the engine; tests/server_export/derive/test_blocks.py has the graphs of all.
 ARCHITECTURES = ("gpt2", "gemma3", "opt", "qwen3", "roberta", "gemma3n", "gemma4")
-MIXTURES = ("olmoe", "qwen3_moe", "granitemoe", "mixtral", "lfm2_moe")
 
 
 def call_of(bundle: Bundle, rows: int, seed: int = 0) -> tuple[Contract, Inputs]:
@@ -66,8 +65,8 @@ def flat(matrices: Mapping[str, Any]) -> Array:
         ("llama", ""),
         *rest(*((name, "") for name in ("llama lora", *ARCHITECTURES)), ("bert", "mean"), ("bert", "first")),
         *rest(("bert lora", "mean"), ("albert", "mean"), ("albert lora", "mean")),
-        *rest(("modernbert", "mean"), ("deberta-v2", "mean"), ("mpnet", "first")),
-        *rest(*((name, "") for name in MIXTURES)),
+        *rest(("deberta-v2", "mean")),
+        *rest(("olmoe", "")),
     ],
 )
 def test_in_float32_it_is_autograds_but_for_rounding(
