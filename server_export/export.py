@@ -69,12 +69,13 @@ def export(config: ExportConfig) -> Path:
         if config.init == "eva":
             with stage("directions") as note:
                 source = _from_rows(config, source, tokenizer, context, note)
+        # An adapted layer has another name once the model is traced.
+        _tell_targets(config, source)
         with stage("tracing") as note:
             chain = source.chain(config.quantize, context)
             check_operators(chain, config.roles)
             note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
         _hint_about_bos(config, source, tokenizer)
-        _tell_targets(config, source)
         if source.start.parameters <= MOST_COMPARED:
             _compare(config, chain)
         manifest = _write(config, folder, source, tokenizer, context, chain)

@@ -76,6 +76,19 @@ def test_without_flags_it_has_all_roles() -> None:
     assert ExportConfig(model="m", out=Path("b")).roles == list(ROLES)
 
 
+def test_layers_that_are_chosen_where_peft_has_no_choice_are_not_told_as_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def enough(*_: object) -> None:
+        raise BundleError("enough", remedy="")
+
+    monkeypatch.setattr("server_export.lower.chain.lower_chain", enough)
+    model = save_model(tmp_path / "model", "qwen3_5")
+    with pytest.raises(BundleError, match="enough"):
+        export(config(model, tmp_path / "bundle", target_modules=None))
+    assert "usual target modules" not in capsys.readouterr().out
+
+
 def test_an_existing_folder_is_kept_unless_overwriting_is_asked_for(
     llama_bundle: Path, llama_folder: Path
 ) -> None:
