@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from prge.contract import STEP_ROLES
-from prge.errors import BundleError
 from prge.files import chain as manifest
 from prge.files.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.files.chain import Bounds
@@ -60,13 +59,11 @@ def lower_chain(
         cache: of programs; None: lower in any case.
 
     Raises:
-        BundleError: a block can't be lowered, or the files lack a weight; or rows of a mixture of experts are
-            longer than a call.
+        BundleError: a block can't be lowered, or the files lack a weight.
     """
     if not chain.generates:
         roles = {*roles} - {PREFILL, DECODE}
     if bounds.has_pieces:
-        _check_pieces(chain, bounds)
         roles = {*roles, *(IN_PIECES[role] for role in {STACK, *roles} & {*IN_PIECES})}
     (folder / PROGRAMS).mkdir()
     (folder / WEIGHTS).mkdir()
@@ -116,15 +113,6 @@ def check_operators(chain: ModelChain, roles: Collection[str]) -> None:
     for first in chain.kinds:
         if first > 0:
             check_rules(chain.kinds[first].graph_module, {STATE, *chain.blocks[first].adapter})
-
-
-def _check_pieces(chain: ModelChain, bounds: Bounds) -> None:
-    if any(block.is_expert for block in chain.blocks):
-        raise BundleError(
-            f"rows of {bounds.tokens} tokens go in pieces of {bounds.piece}: layers with experts can't",
-            remedy="give a --sequence-length of at most "
-            f"{bounds.piece if chain.tables.recurs else manifest.MOST_WHOLE_TOKENS}",
-        )
 
 
 def _lowered_kind(

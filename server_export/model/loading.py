@@ -217,14 +217,19 @@ def _outline(files: ModelFiles, opened: _Opened) -> Any:
                 f"{files.name} describes no model: {name} would be {list(parameter.shape)}",
                 remedy="correct its config.json",
             )
-    counts = (getattr(opened.config, name, None) or 0 for name in ("num_local_experts", "num_experts"))
-    if max(counts) > 1 and not expert_layers(model):
+    if not expert_layers(model) and _has_experts(model, opened.config):
         raise BundleError(
             f"{files.name} ({opened.config.model_type}) is a mixture of experts that transformers calls in a "
             "way of its own",
             remedy="take a checkpoint of another type, such as qwen3_moe, olmoe, granitemoe or mixtral",
         )
     return model
+
+
+def _has_experts(model: nn.Module, config: Any) -> bool:
+    """Whether layers of a model have several experts; its configuration may count some that none has."""
+    counts = (getattr(config, name, None) or 0 for name in ("num_local_experts", "num_experts"))
+    return max(counts) > 1 and any(hasattr(module, "experts") for module in model.modules())
 
 
 def check_size(files: ModelFiles, outline: nn.Module, part_of: str | None = None) -> None:

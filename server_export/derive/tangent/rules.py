@@ -463,6 +463,12 @@ def _compare(builder: Builder, node: Node, left: Value, right: Value) -> Any:
     return builder.reshape(builder.call(node.target, *sides), *shape)
 
 
+@rule(aten.full_like.default)
+def _constant(builder: Builder, node: Node, source: Dual, value: Number, **named: Any) -> Node:
+    """It has its source's shape alone, and no tangents."""
+    return builder.call(node.target, builder.reshape(source.primal, *source.shape), value, **named)
+
+
 @rule(aten.minimum.default, aten.maximum.default)
 def _extremum(builder: Builder, node: Node, left: Value, right: Value) -> Dual:
     compare = aten.lt.Tensor if node.target is aten.minimum.default else aten.gt.Tensor

@@ -150,9 +150,10 @@ def check_rules(graph_module: GraphModule, differentiated: Collection[str]) -> N
             continue
         if str(node.target).startswith("aten.") and str(node.target) not in RULES:
             raise _no_rule(node)
-        # What is chosen, or compared, has no tangent.
+        # What is chosen, or compared, or of a shape alone has no tangent.
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.is_floating_point():
+        is_number = not isinstance(value, torch.Tensor) or value.is_floating_point()
+        if is_number and node.target is not torch.ops.aten.full_like.default:
             depending.add(node)
 
 

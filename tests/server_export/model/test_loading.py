@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prge.errors import BundleError
+from server_export.model import loading
 from server_export.model.loading import load_model, outline_model, read_use_cache
 from tests.tiny_models import ARCHITECTURES, DECODERS, make_config, save_model
 
@@ -79,6 +80,20 @@ def test_a_weight_that_is_missing_is_named_and_never_made_up(architecture: str, 
     text = str(caught.value)
     assert "it lacks" in text and removed and removed.split(".", 1)[1] in text
     assert "it has no place for" in text and "spare" in text
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_experts_that_transformers_has_no_function_for_are_refused(
+    has_experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration may count experts that no layer has."""
+    monkeypatch.setattr(loading, "expert_layers", lambda model: {})
+    sparse = {} if has_experts else {"mlp_only_layers": [0]}
+    config = make_config("qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **sparse)
+    config.save_pretrained(tmp_path)
+    refused = pytest.raises(BundleError, match="a mixture of experts that transformers calls in a way of its")
+    with refused if has_experts else contextlib.nullcontext():
+        outline_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("architecture", sorted(DECODERS))

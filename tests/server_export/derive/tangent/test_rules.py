@@ -202,6 +202,12 @@ case("where more than a number", lambda x: torch.where(x > 0.3, x * x, 2 * x), X
 case("where less than a number", lambda x: torch.where(x < 0.3, x * x, 2 * x), X)
 case("where less than another", lambda x, y: torch.where(x < y, x * x, y), X, Y)
 case("where more than a constant", lambda x, c: torch.where(x > c, x * x, c), X, passive=(Y,))
+case(
+    "scatter of places into a constant",
+    lambda x, i: x * torch.full_like(x, 0.5).scatter(2, i, 2),
+    X,
+    passive=(torch.tensor([[[3, 0]], [[1, 2]]]),),
+)
 PLACES = torch.tensor([[[3, 0]], [[1, 2]]]).expand(2, 3, 2)
 case("gather after a factor", lambda x, i: (torch.tanh(x) * 3).gather(2, i), X, passive=(PLACES,))
 case("topk", lambda x: (lambda v, i: v * torch.sigmoid(x).gather(-1, i))(*torch.topk(x, 2)), X)
