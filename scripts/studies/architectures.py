@@ -131,7 +131,8 @@ def tried(name: str, scheme: str, roles: Sequence[str] | None) -> dict[str, Any]
         try:
             checked(folder, found, scheme, roles)
         except PrgeError as error:
-            found["why_not"] = " ".join(str(error).split())[:_LONGEST_SENTENCE]
+            sentence = " ".join(str(error).split()).replace(f"{folder}/", "")
+            found["why_not"] = sentence[:_LONGEST_SENTENCE]
         except Exception as error:
             (*_, last) = traceback.extract_tb(error.__traceback__)
             text = " ".join(str(error).split())[:_LONGEST_SENTENCE]
@@ -245,7 +246,7 @@ def markdown(version: str, known: Mapping[str, Mapping[str, Any]]) -> str:
     lines += ["| type | family | why not |", "| --- | --- | --- |"]
     for name, figures in rows:
         if not works(figures):
-            reason = (figures["why_not"] or told(figures)).replace("|", "\\|")
+            reason = (figures["why_not"] or told(figures)).replace("|", "\\|").replace("](", "] (")
             lines.append(f"| {name} | {figures['family'] or 'not made'} | {reason} |")
     return "\n".join([*lines, ""])
 
