@@ -35,9 +35,10 @@ from tests.workshop import Made
 
 pytestmark = needs_compiler
 
-# Of the largest entry; or so many times what autograd in float32 is away from itself in double precision: the
-# engine adds in another order. Most models are within one.
-TOLERANCE, ROUNDED = 4e-6, 4
+# Of the largest entry; more where autograd in float32 is further from itself in double precision.
+TOLERANCE = 4e-6
+# So many times as far, where long sums of large numbers cancel: the engine adds them in another order.
+CANCELLING = {"gemma3n": 4, "gemma4": 4, "mpnet": 4}
 LAYERS = 30
 # What is different in the engine; tests/server_export/derive/test_blocks.py has the graphs of all.
 ARCHITECTURES = ("gpt2", "gemma3", "opt", "qwen3", "roberta", "gemma3n", "gemma4")
@@ -94,8 +95,10 @@ def test_in_float32_it_is_autograds_but_for_rounding(
             loss_of(want).backward()
             by_autograd.append(flat({name: matrix.grad for name, matrix in adapter.items()}))
         expected, rounded = by_autograd
-        own = np.abs(rounded - expected).max()
-        assert np.abs(found - expected).max() <= max(TOLERANCE * np.abs(expected).max(), ROUNDED * own)
+        # Gradients of lora_a are sums over a layer's outputs too.
+        own = np.abs(rounded - expected).max() * (2 if bundle.chain.trains_a else 1)
+        own *= CANCELLING.get(architecture, 1)
+        assert np.abs(found - expected).max() <= max(TOLERANCE * np.abs(expected).max(), own)
 
 
 @pytest.fixture(scope="module")

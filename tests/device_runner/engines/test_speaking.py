@@ -22,9 +22,10 @@ from tests.tiers import rest
 
 # What is different in the engine; tests/server_export/derive/test_continuing.py has the graphs of all.
 ARCHITECTURES = ("gemma2", "gemma3", "opt", "gpt2", "gemma3n", "gemma4")
-# As a part of the largest logit, which goes up to 10; or so many times what the model in float32 is away from
-# itself in double precision.
-TOLERANCE, ROUNDED = 2e-5, 4
+# In the model's own float32 attention, as a part of the largest logit; logits of these models go up to 10.
+TOLERANCE = 2e-5
+# So many times what the model in float32 is away from itself in double precision, where that is more.
+CANCELLING = {"gemma4_text": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +76,11 @@ def test_logits_are_the_models_token_by_token(folder: Path) -> None:
     """Grouped keys, sliding windows, rotations, learnt positions, soft caps, up to the last position."""
     bundle = open_bundle(folder / "bundle")
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, POSITIONS)
-    rounded, expected = (
+    expected, exact = (
         logits_of(Whole.of(folder, dtype), adapter, tokens) for dtype in (torch.float32, torch.float64)
     )
-    tolerance = max(TOLERANCE, ROUNDED * difference(rounded, expected))
+    times = CANCELLING.get(bundle.manifest["model"]["model_type"], 0)
+    tolerance = max(TOLERANCE, times * difference(expected, exact))
     speaker = open_speaker(bundle)
     assert (speaker.context, speaker.vocabulary_size) == (POSITIONS, bundle.chain.vocabulary_size)
     read, written = speaker.open(adapter), tokens[21:]
