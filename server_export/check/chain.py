@@ -25,7 +25,6 @@ from server_export.model.readout import log_probabilities
 from server_export.quiet import quiet_engine
 from server_export.stage import count_parts
 
-_REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
 # Largest difference, as a part of the largest number. Float blocks of all architectures differ by less than
 # 1e-5. Engine and graph round the same activations to int8, where a last bit of difference flips a code.
 FLOAT_TOLERANCE = 1e-4

@@ -20,8 +20,6 @@ from server_export.settings import ExportConfig
 
 _REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
 
-_REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
-
 
 @dataclass(frozen=True)
 class Source:
