@@ -79,7 +79,10 @@ def make_tiny(model_type: str, seed: int = 0) -> Any:
     for config in tiny_configs(model_type):
         try:
             torch.manual_seed(seed)
-            model = kind.from_config(config(), attn_implementation="eager").eval()
+            chosen = config()
+            if kind is AutoModelForCausalLM and getattr(chosen, "is_decoder", None) is False:
+                chosen.is_decoder = True
+            model = kind.from_config(chosen, attn_implementation="eager").eval()
             randomize(model)
             tokens = torch.arange(3, 12)[None]
             more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}

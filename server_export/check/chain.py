@@ -17,6 +17,7 @@ from prge.files.chain import TABLE
 from prge.learning.vocabulary import Reading
 from server_export.graph.modules import replace_tensor
 from server_export.lower.chain import LoweredChain
+from server_export.model.attention import padding_mask
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock, through_experts
 from server_export.model.loading import load_model
@@ -33,7 +34,7 @@ QUANTIZED_TOLERANCE = 5e-2
 MODEL_TOLERANCE = 1e-3
 # Where activations are rounded, tokens between two experts may get the other: so many numbers are compared.
 _ALIKE = 0.9
-_ROWS, _TOKENS = 2, 7
+_ROWS, _TOKENS, _ALIKE_TOKENS = 2, 7, 5
 _REMEDY = "export it with --quantize fp32, and please report it with the name of the model"
 
 
@@ -86,10 +87,12 @@ def verify_chain(chain: ModelChain, lowered: LoweredChain, folder: Path, scheme:
 def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | None) -> float:
     """Largest difference between the blocks in float32, in PyTorch, and transformers' own model.
 
-    Of log-probabilities or states, of two rows without adapter. The model is in memory as a whole.
+    Of log-probabilities or states, of two rows without adapter, a decoder's with the same beginning, one of
+    an encoder's with padding. The model is in memory as a whole.
 
     Raises:
-        BundleError: they differ by more than `MODEL_TOLERANCE`, so that the model was cut or traced wrongly.
+        BundleError: they differ by more than `MODEL_TOLERANCE`, so that the model was cut or traced wrongly;
+            or what a decoder answers depends on tokens that come later.
     """
     model: Any = load_model(name_or_path, pooled=not chain.is_decoder, revision=revision).model
     generator = torch.Generator().manual_seed(0)
@@ -100,20 +103,26 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
     padding = getattr(model.config, "pad_token_id", None)
     # RoBERTa numbers its positions by what isn't the padding token.
     tokens[tokens == padding] = 0 if padding else 1
+    mask = torch.ones_like(tokens)
+    if chain.is_decoder:
+        tokens[1, :_ALIKE_TOKENS], targets[1] = tokens[0, :_ALIKE_TOKENS], targets[0]
+    else:
+        mask[1, _ALIKE_TOKENS:] = 0
+    name = type(model).__name__
     with torch.no_grad():
-        output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        output = model(input_ids=tokens, attention_mask=mask)
         if chain.is_decoder:
             words = [word for rows in chain.head_rows for word in rows]
             expected = log_probabilities(output.logits[..., words], targets)
+            _check_causal(name, expected[:, :_ALIKE_TOKENS])
         else:
             expected = output.last_hidden_state
-        name = type(model).__name__
         # The blocks need its memory.
         del model, output
-        beside = targets if chain.is_decoder else torch.zeros(_ROWS, 1, 1, _TOKENS)
+        beside = targets if chain.is_decoder else padding_mask(mask.float())
         with told_as_bundle_error("the blocks of this model can't be run by themselves", _REMEDY):
             found = _answers(chain.in_scheme("fp32"), tokens, beside)
-    difference = float((found.reshape(expected.shape) - expected).abs().max())
+    difference = float((found.reshape(expected.shape) - expected)[mask.bool()].abs().max())
     if not difference <= MODEL_TOLERANCE * max(1.0, float(expected.abs().max())):
         raise BundleError(
             f"the blocks don't compute what the model {name} computes: their outputs differ "
@@ -121,6 +130,16 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
             remedy=_REMEDY,
         )
     return difference
+
+
+def _check_causal(name: str, beginnings: torch.Tensor) -> None:
+    """That two rows with the same beginning are answered the same there."""
+    first, second = beginnings
+    if not float((first - second).abs().max()) <= MODEL_TOLERANCE * max(1.0, float(first.abs().max())):
+        raise BundleError(
+            f"{name} sees tokens that come later, so it isn't a causal language model",
+            remedy="set is_decoder to true in its config.json if it was trained as one; else take another",
+        )
 
 
 def _answers(chain: ModelChain, tokens: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,9 @@ def functional_graph(program: ExportedProgram) -> GraphModule:
             # No operator has to be taken apart: only those that change what is there are written otherwise.
             program = program.run_decompositions({})
     graph_module: GraphModule = program.module(check_guards=False)
+    for node in graph_module.graph.find_nodes(op="call_function", target=aten.to.device):
+        # It was traced on one that has no memory; a cast is left.
+        node.target, node.args = aten.to.dtype, (node.args[0], *node.args[2:])
     _fold_numbers(graph_module)
     if changes_values:
         remove_identities(graph_module.graph)

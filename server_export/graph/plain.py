@@ -37,13 +37,6 @@ DIFFERENTIABLE = frozenset(
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
-# What PyTorch changes that it has just made.
-_IN_PLACE = {
-    aten.add_.Scalar: aten.add.Scalar,
-    aten.add_.Tensor: aten.add.Tensor,
-    aten.mul_.Tensor: aten.mul.Tensor,
-}
-
 
 def take_apart(graph_module: GraphModule, declined: bool = False) -> None:
     """Write what no rule knows in plainer operators, in place; nodes carry `meta["val"]`.
@@ -109,8 +102,9 @@ def _take_apart(graph: Graph, node: Node) -> None:
         return node.target(*arguments, **named)
 
     values = [without_memory(source.meta["val"]) for source in sources]
-    plainer = functionalize(call, remove="mutations")
-    traced = make_fx(plainer, decomposition_table=torch.export.default_decompositions())(*values).graph
+    plainer = make_fx(call, decomposition_table=torch.export.default_decompositions())(*values)
+    # What is plainer may change in place what it has just made.
+    traced = make_fx(functionalize(plainer, remove="mutations"))(*values).graph
     nodes = [each for each in traced.nodes if each.op not in ("placeholder", "output")]
     is_whole = len(nodes) == 1 and nodes[0].target is node.target
     if is_whole or any(each.op == "get_attr" for each in nodes):
@@ -122,8 +116,6 @@ def _take_apart(graph: Graph, node: Node) -> None:
             copies[each].meta = {**node.meta, "val": each.meta["val"]}
             # It was traced on the device that has no memory.
             copies[each].kwargs = {name: value for name, value in each.kwargs.items() if name != "device"}
-            if each.target in _IN_PLACE:
-                copies[each].target = _IN_PLACE[each.target]
     answers = torch.fx.node.map_arg(traced.output_node().args[0], copies.__getitem__)
     if isinstance(answers, Node):
         node.replace_all_uses_with(answers)

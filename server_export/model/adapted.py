@@ -30,7 +30,7 @@ ALL_LINEAR = "all-linear"
 # No number of anything else.
 _SOME_ROWS = 10_007
 _EXPRESSION_SIGNS = set("*+?|()[]^$\\")
-_USUAL_TARGETS = (("q_proj", "v_proj"), ("qkv_proj",), ("query", "value"), ("q_lin", "v_lin"))
+_USUAL_TARGETS = (("q_proj", "v_proj"), ("qkv_proj",), ("query", "value"), ("q_lin", "v_lin"), ("in_proj",))
 
 
 class CallInputs:
@@ -181,14 +181,16 @@ def match_target_modules(model: nn.Module, target_modules: str | Sequence[str]) 
 
 
 def read_by_rows(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Those of some layers that a model without weights gives nothing but states of rows.
+    """Those of some layers that a model without weights gives states of rows, and nothing else.
 
-    Some encoders give layers of queries and keys their tables of distances too.
+    Some encoders give layers of queries and keys their tables of distances too; a decoder that may read from
+    an encoder has layers for that which it never asks.
     """
-    others: set[str] = set()
+    others, asked = set[str](), set[str]()
 
     def watching(name: str) -> Any:
         def watch(module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+            asked.add(name)
             if given[0].shape[0] % _SOME_ROWS:
                 others.add(name)
 
@@ -198,6 +200,7 @@ def read_by_rows(model: nn.Module, names: Sequence[str]) -> list[str]:
     tokens = torch.zeros(_SOME_ROWS, 2, dtype=torch.long, device="meta")
     with suppress(Exception), torch.no_grad():  # what can't run without numbers is found out later
         model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        others |= set(names) - asked
     for hook in hooks:
         hook.remove()
     return [name for name in names if name not in others]

@@ -15,17 +15,21 @@ from torch import nn
 
 from prge.files.chain import MASKED
 
-NAME, CACHED = "prge", "prge_cached"
+NAME, PADDED, CACHED = "prge", "prge_padded", "prge_cached"
 
 
 def register() -> None:
-    """Make the attentions known to transformers: `prge`, and over a cache `prge_cached`."""
+    """Make the attentions known to transformers: `prge`; of an encoder that reads its padding elsewhere too,
+    `prge_padded`, whose masks transformers makes; and over a cache `prge_cached`.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, grouped_attention)
+    AttentionInterface.register(PADDED, grouped_attention)
     AttentionInterface.register(CACHED, cached_attention)
     AttentionMaskInterface.register(CACHED, cached_mask)
+    AttentionMaskInterface.register(PADDED, _mask_of_padding)
 
 
 def causal_mask(length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -45,6 +49,11 @@ def window_mask(length: int, window: int, dtype: torch.dtype) -> torch.Tensor:
 def padding_mask(mask: torch.Tensor) -> torch.Tensor:
     """Mask float [rows, length], 1 for a token and 0 for padding -> additive mask [rows, 1, 1, length]."""
     return ((1 - mask) * MASKED).reshape(mask.shape[0], 1, 1, mask.shape[1])
+
+
+def _mask_of_padding(*, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
+    """`padding_mask` of what transformers makes of a mask of tokens; windows are the attention's."""
+    return padding_mask(attention_mask.float())
 
 
 def grouped_attention(

@@ -124,7 +124,9 @@ class _Positions:
         given = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: self.of(source, length))
         arguments, named = map_aggregate(given, sized)
         with torch.no_grad():
-            return node.target(*arguments, **named)
+            value = node.target(*arguments, **named)
+            # What is made without numbers is written over before it is read.
+            return value.zero_() if "empty" in str(node.target) else value
 
     def _constant(self, name: str) -> torch.Tensor | None:
         tensor = attribute(self._graph_module, name)

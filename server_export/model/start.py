@@ -104,7 +104,7 @@ def _adapted_layers(
         return start.rank, start.alpha, start.target_modules, match_start_adapter(model, start)
     targets = normal_targets(config.target_modules or default_target_modules(model))
     names = match_target_modules(model, targets)
-    if not config.target_modules and not outline.is_decoder:
+    if not config.target_modules:
         read = read_by_rows(model, names)
         if read and read != names:
             targets = names = read

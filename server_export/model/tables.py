@@ -165,6 +165,8 @@ class TableRotary(nn.Module):
         self.config = config
         self.tables = tables
         self.values = values
+        # By the name that transformers has for them: some models ask for each.
+        self.layer_types = [kind for kind in values if kind is not None]
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
@@ -200,7 +202,10 @@ def _rotary_values(
     rotary: Any = type(old)(config=config)
     parameters = inspect.signature(rotary.forward).parameters
     named = getattr(config, "layer_types", None) if "layer_type" in parameters else None
-    types = sorted(set(named)) if named else [None]
+    given = getattr(config, "rope_parameters", None) or {}
+    by_type = {kind: given[kind] for kind in named or () if kind in given}
+    # Layers of a type without rotation have no entry, or an empty one.
+    types = sorted({kind for kind in named if by_type.get(kind, not by_type)}) if named else [None]
     positions, marker = torch.arange(longest).reshape(1, longest), torch.zeros(1)
     with torch.no_grad():
         found = {kind: rotary(marker, positions, *([] if kind is None else [kind])) for kind in types}

@@ -105,8 +105,17 @@ class _WithKnownNumbers(TorchFunctionMode):
     """Numbers that a model makes tensors of are known, and not without memory as all else."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            args = (args[0], tuple(_as_slice(place) for place in args[1]))
         known = function is torch.tensor and isinstance(args[0], bool | int | float)
         return function(*args, **{**(kwargs or {}), **({"device": "cpu"} if known else {})})
+
+
+def _as_slice(place: Any) -> Any:
+    """A list of one number as a slice, of which no tensor is made."""
+    if isinstance(place, list) and len(place) == 1 and type(place[0]) is int:
+        return slice(place[0], place[0] + 1 or None)
+    return place
 
 
 def trace(
@@ -166,6 +175,7 @@ def trace(
                     raise
             if exported is None or not (is_decoder or _adds(exported)):
                 # It makes masks of its own, of what is a token and what is padding.
+                model.set_attn_implementation(attention.PADDED)
                 exported = exported_with(True)
     graph_module = functional_graph(exported)
     take_apart(graph_module)

@@ -68,15 +68,10 @@ class Whole:
     @classmethod
     def of(cls, folder: Path, dtype: torch.dtype = torch.float32) -> Whole:
         """From what `export_chain` wrote."""
-        from transformers import AutoModel, AutoModelForCausalLM
-
         from server_export.model.adapted import convert_conv1d
 
         bundle = open_bundle(folder / "bundle")
-        kind = AutoModel if bundle.chain.is_encoder else AutoModelForCausalLM
-        model = kind.from_pretrained(
-            folder / "model", attn_implementation="eager", experts_implementation="eager"
-        ).eval()
+        model = text_model(folder, bundle)
         # GPT-2's layers keep their weights transposed.
         convert_conv1d(model)
         tensors = load_file(bundle.adapter / "adapter_model.safetensors")
@@ -95,13 +90,14 @@ class Whole:
         parameters = self.merged(adapter)
         tokens = torch.from_numpy(given["tokens"])
         if "attention_mask" in given:
-            mask = torch.from_numpy(given["attention_mask"])
-            found = functional_call(
-                self.model, parameters, (), {"input_ids": tokens, "attention_mask": mask}
-            ).last_hidden_state
-            if self.pooling == "first":
-                return found[:, 0]
-            return (found * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+            # Row by row: some models answer no number where there is padding.
+            lengths = given["attention_mask"].sum(1).tolist()
+            found = [
+                functional_call(self.model, parameters, (), {"input_ids": row[None, :length]})
+                for row, length in zip(tokens, lengths, strict=True)
+            ]
+            states = [each.last_hidden_state[0] for each in found]
+            return torch.stack([row[0] if self.pooling == "first" else row.mean(0) for row in states])
         logits = self.logits(tokens, adapter)
         rows = torch.arange(len(tokens))[:, None]
         at = torch.log_softmax(logits, -1)[rows, torch.from_numpy(given["positions"])]
@@ -132,6 +128,15 @@ class Whole:
             lora_a = frozen if trained is None else trained * self.scale
             parameters[key] = parameters[key] + adapter[f"lora_b.{name}"].T @ lora_a
         return parameters
+
+
+def text_model(folder: Path, bundle: Bundle) -> Any:
+    """The model of a chain as transformers has it, or the text part of one."""
+    from server_export.model.loading import load_model
+
+    model: Any = load_model(str(folder / "model"), pooled=bundle.chain.is_encoder).model
+    model.set_experts_implementation("eager")
+    return model
 
 
 def loss_of(answers: torch.Tensor) -> torch.Tensor:
@@ -289,6 +294,6 @@ def published_error(folder: Path, bundle: Bundle, whole: Whole) -> float:
     tokens = torch.arange(3, 12)[None]
     with torch.no_grad():
         expected = whole.states(tokens, given)
-        base = type(whole.model).from_pretrained(folder / "model", attn_implementation="eager")
+        base = text_model(folder, bundle)
         found = Whole.answered(PeftModel.from_pretrained(base, str(published)).eval()(input_ids=tokens))
     return float((found - expected).abs().max() / expected.abs().max())

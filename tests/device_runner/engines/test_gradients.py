@@ -35,8 +35,8 @@ from tests.workshop import Made
 
 pytestmark = needs_compiler
 
-# Of the largest entry; or so many times what autograd in float32 is away from itself in double precision: other
-# sums in another order. Most models are within one.
+# Of the largest entry; or so many times what autograd in float32 is away from itself in double precision: the
+# engine adds in another order. Most models are within one.
 TOLERANCE, ROUNDED = 4e-6, 4
 LAYERS = 30
 # What is different in the engine; tests/server_export/derive/test_blocks.py has the graphs of all.
@@ -66,7 +66,7 @@ def flat(matrices: Mapping[str, Any]) -> Array:
         ("llama", ""),
         *rest(*((name, "") for name in ("llama lora", *ARCHITECTURES)), ("bert", "mean"), ("bert", "first")),
         *rest(("bert lora", "mean"), ("albert", "mean"), ("albert lora", "mean")),
-        *rest(("deberta-v2", "mean"), ("modernbert", "mean"), ("mpnet", "mean")),
+        *rest(("deberta-v2", "mean"), ("mpnet", "mean")),
         *rest(("olmoe", "")),
     ],
 )
@@ -95,7 +95,6 @@ def test_in_float32_it_is_autograds_but_for_rounding(
             by_autograd.append(flat({name: matrix.grad for name, matrix in adapter.items()}))
         expected, rounded = by_autograd
         own = np.abs(rounded - expected).max()
-        print(architecture, rows, np.abs(found - expected).max(), np.abs(expected).max(), own)
         assert np.abs(found - expected).max() <= max(TOLERANCE * np.abs(expected).max(), ROUNDED * own)
 
 

@@ -22,7 +22,6 @@ WITHOUT_DERIVATIVE = {
     "aten.acos.default",
     "aten.conv1d.default",
     "aten.index.Tensor",
-    "aten.full_like.default",
 }
 # Of each sort one: the study tries all types.
 SORTS = (
@@ -51,7 +50,7 @@ def test_a_model_is_made_tiny_by_the_names_of_its_configuration(model_type: str)
 
 @needs_compiler
 @pytest.mark.whole
-@pytest.mark.parametrize("model_type", ["arcee", "glm4", "electra"])
+@pytest.mark.parametrize("model_type", ["arcee", "glm4", "electra", "esm", "youtu"])
 def test_a_slice_of_the_sweep_works(model_type: str) -> None:
     found = architectures.tried(model_type, "fp32", None)
     assert architectures.works({**dict.fromkeys(architectures.FIGURES), **found}), found

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from prge.errors import BundleError
 from server_export.check.chain import difference_from_model
 from server_export.model.adapted import (
     convert_conv1d,
@@ -19,7 +20,8 @@ from server_export.model.chain import ModelChain, build_chain
 from server_export.model.files import find_files
 from server_export.model.loading import outline_model
 from tests.tiers import rest
-from tests.tiny_models import save_model
+from tests.tiny_models import make_tokenizer, save_model
+from tests.tiny_types import make_tiny
 
 RANK, LONGEST = 4, 64
 
@@ -76,6 +78,27 @@ def test_encoders_that_know_how_far_tokens_are_apart(folder: Path) -> None:
     start = start_of(folder, "value_proj") if names else start_of(folder)
     chain = build_chain(outline_model(str(folder)), find_files(str(folder)), start, longest=LONGEST)
     assert difference_from_model(chain, str(folder), None) < 1e-5
+
+
+def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    model = make_tiny("bert-generation")
+    model.config.is_decoder = False
+    model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    chain = build_chain(
+        outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
+    )
+    with pytest.raises(BundleError, match="sees tokens that come later"):
+        difference_from_model(chain, str(tmp_path), None)
+
+
+def test_layers_that_are_never_asked_are_not_adapted(tmp_path: Path) -> None:
+    """Those that read an encoder, of a decoder without one."""
+    make_tiny("blenderbot").save_pretrained(tmp_path)
+    model = outline_model(str(tmp_path)).model
+    names = match_target_modules(model, ["q_proj"])
+    assert [name for name in names if "encoder_attn" in name]
+    assert read_by_rows(model, names) == [name for name in names if "self_attn" in name]
 
 
 def start_of(folder: Path, targets: str | None = None) -> dict[str, torch.Tensor]:
