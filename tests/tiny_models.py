@@ -126,6 +126,18 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts": 8,
         },
     ),
+    # Attention with sinks, in windows and without.
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **_EXPERTS,
+            "num_local_experts": 8,
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "lfm2_moe": (
         "Lfm2MoeConfig",
         {

@@ -6,6 +6,8 @@ A token that comes alone takes the first place of the past, which holds zeros, a
 
     p = softmax(q k_past + q k own + seen), own = [1, 0, 0, ...];     p v_past + p_0 v
 
+Where attention has sinks, the logarithm of a softmax's sum is that of both parts as well.
+
 A block answers the keys and values of its tokens beside the state, unless it takes them from another; whoever
 asks keeps them. So it does with what its recurrences and convolutions carry, which takes the place of what
 they carried before.
@@ -39,6 +41,8 @@ FROZEN_PREFIX = "a_"
 CARRIED_PREFIX = "carried_"
 _RESHAPES = (aten.reshape.default, aten.view.default)
 _TRANSPOSITIONS = (aten.transpose.int, aten.permute.default)
+# What sinks of an attention are weighed against.
+_TOTAL = aten.logsumexp.default
 _REMEDY = (
     "leave prefill and decode out of --roles, with rows of at most 512 tokens, and please report it with the "
     "name of the model"
@@ -234,6 +238,7 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
     scores: Any = masked.args[0]
     product, between = _product(masked)
     softmax, mixed = _weighing(masked)
+    totals = [user for user in masked.users if user.target is _TOTAL]
     query = product.args[0]
     keys, values = _keys_and_values(masked)
     heads, _, width = keys.meta["val"].shape
@@ -261,9 +266,12 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
         mixture = writer.call(aten.bmm.default, softmax, past_values)
         return writer.plus(mixture, writer.times(weight, values))
 
+    parts: list[Node] = []
+
     def mixed_of_both(writer: Writer) -> Node:
         within = writer.plus(scores, causal)
-        return writer.call(MIXED_PARTS, scores_of_past(writer), within, past_values, values)
+        parts.extend((scores_of_past(writer), within))
+        return writer.call(MIXED_PARTS, *parts, past_values, values)
 
     writer = Writer(graph_module)
     if causal is None:
@@ -273,9 +281,17 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
         writer.replace(mixed, mixed_with_one)
     else:
         writer.replace(mixed, mixed_of_both)
+        for total in totals:
+            writer.replace(total, _total_of_both, *parts)
     if not str(_origin(keys)[0].target).startswith(TAKEN_PREFIX):
         output = graph.output_node()
         output.args = ((*output.args[0], keys, values),)
+
+
+def _total_of_both(writer: Writer, before: Node, within: Node) -> Node:
+    """log(exp(a) + exp(b)), where what came before may be nothing but masked."""
+    past, own = (writer.call(_TOTAL, part, [-1], True) for part in (before, within))
+    return writer.plus(own, writer.call(aten.softplus.default, writer.minus(past, own)))
 
 
 def _product(masked: Node) -> tuple[Any, list[Node]]:
@@ -303,7 +319,7 @@ def _weighing(masked: Node) -> tuple[Node, Node]:
     """The softmax of masked scores, and the product of its answer with the values."""
     found = [masked]
     for target in (aten.softmax.int, aten.bmm.default):
-        users = list(found[-1].users)
+        users = [user for user in found[-1].users if user.target is not _TOTAL]
         if len(users) != 1 or users[0].target is not target:
             raise BundleError(f"masked scores go to {users[0].format_node()}", remedy=_REMEDY)
         found += users

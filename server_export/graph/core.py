@@ -89,6 +89,15 @@ def _softmax_parts(writer: Writer, node: Node, logits: Node, shift: Node, index:
     return writer.call(aten.cat.default, [chosen, total], -1)
 
 
+@_rule(aten.logsumexp.default)
+def _log_total(writer: Writer, node: Node, source: Node, dims: list[int], keeps: bool = False) -> Node:
+    largest = writer.call(aten.amax.default, source, dims, True)
+    exponentials = writer.call(aten.exp.default, writer.minus(source, largest))
+    total = writer.call(aten.sum.dim_IntList, exponentials, dims, True)
+    found = writer.plus(writer.call(aten.log.default, total), largest)
+    return found if keeps else writer.reshape(found, node.meta["val"].shape)
+
+
 @_rule(MIXED_PARTS)
 def _mixed_parts(
     writer: Writer, node: Node, before: Node, within: Node, past_values: Node, values: Node

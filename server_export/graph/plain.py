@@ -27,11 +27,11 @@ DIFFERENTIABLE = frozenset(
     _log_softmax.default abs.default add.Tensor bmm.default cat.default clamp.default constant_pad_nd.default
     cos.default cumsum.default div.Tensor elu.default erf.default exp.default expand.default expm1.default
     flip.default full_like.default gather.default gelu.default gt.Scalar gt.Tensor index_select.default
-    leaky_relu.default linear.default log.default log1p.default lt.Scalar lt.Tensor masked_fill.Scalar
-    maximum.default mean.dim minimum.default mul.Tensor neg.default permute.default pow.Tensor_Scalar
-    reciprocal.default relu.default repeat.default reshape.default rsqrt.default sigmoid.default silu.default
-    sin.default slice.Tensor softmax.int softplus.default sqrt.default sub.Tensor sum.dim_IntList t.default
-    tanh.default topk.default transpose.int view.default where.self
+    leaky_relu.default linear.default log.default log1p.default logsumexp.default lt.Scalar lt.Tensor
+    masked_fill.Scalar maximum.default mean.dim minimum.default mul.Tensor neg.default permute.default
+    pow.Tensor_Scalar reciprocal.default relu.default repeat.default reshape.default rsqrt.default
+    sigmoid.default silu.default sin.default slice.Tensor softmax.int softplus.default sqrt.default sub.Tensor
+    sum.dim_IntList t.default tanh.default topk.default transpose.int view.default where.self
     """.split()
 )
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from prge.errors import BundleError
 from prge.files.chain import MASKED
 
 NAME, PADDED, CACHED = "prge", "prge_padded", "prge_cached"
@@ -71,16 +70,12 @@ def grouped_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of queries [rows, heads, length, width] over keys and values [rows, groups, length, width].
 
+    Args:
+        s_aux: sinks [heads], if there are any; see `_share`.
+
     Returns:
         [rows, length, heads, width], and None in the place of the attention weights.
-
-    Raises:
-        BundleError: the attention has sinks, scores of `s_aux` that belong to no token.
     """
-    if s_aux is not None:
-        raise BundleError(
-            "attention has sinks, which no role has", remedy="take a checkpoint of another architecture"
-        )
     rows, heads, length, width = query.shape
     groups, value_width = key.shape[1], value.shape[-1]
     members = heads // groups
@@ -109,7 +104,11 @@ def grouped_attention(
             scores = scores + padding.reshape(rows * groups, 1, length)
     weights = torch.softmax(scores, dim=-1)
     mixed = torch.bmm(weights, value.reshape(rows * groups, length, value_width))
-    return mixed.reshape(rows, heads, length, value_width).transpose(1, 2), None
+    mixed = mixed.reshape(rows, heads, length, value_width)
+    if s_aux is not None:
+        mixed = mixed * _share(scores, s_aux, (rows, heads, length))
+    # Laid out as transformers' own attention has it: some models view it otherwise.
+    return mixed.transpose(1, 2).contiguous(), None
 
 
 def cached_mask(*, config: Any, **given: Any) -> torch.Tensor:
@@ -133,6 +132,7 @@ def cached_attention(
     attention_mask: torch.Tensor,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """As `grouped_attention`, of one row, over all that a cache of fixed size has room for.
@@ -144,11 +144,29 @@ def cached_attention(
     heads, length, width = query.shape[1:]
     groups, cached = key.shape[1:3]
     query = _scaled(query, scaling).reshape(groups, heads // groups * length, width)
-    scores = _scores(query, key.reshape(groups, cached, width), softcap)
-    mixed = torch.bmm(
-        torch.softmax(scores + attention_mask, dim=-1), value.reshape(groups, cached, value.shape[-1])
-    )
-    return mixed.reshape(1, heads, length, value.shape[-1]).transpose(1, 2), None
+    scores = _scores(query, key.reshape(groups, cached, width), softcap) + attention_mask
+    mixed = torch.bmm(torch.softmax(scores, dim=-1), value.reshape(groups, cached, value.shape[-1]))
+    mixed = mixed.reshape(1, heads, length, value.shape[-1])
+    if s_aux is not None:
+        mixed = mixed * _share(scores, s_aux, (1, heads, length))
+    return mixed.transpose(1, 2), None
+
+
+def _share(scores: torch.Tensor, sinks: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
+    """What a sink of each head, one more score that has no value, leaves to the tokens of these scores.
+
+    With exp(sink) in the sum of a softmax: sum / (sum + exp(sink)) = sigmoid(log(sum) - sink).
+
+    Args:
+        scores: [rows x groups, members x length, tokens].
+        sinks: [heads].
+        shape: rows, heads, length.
+
+    Returns:
+        [rows, heads, length, 1].
+    """
+    total = torch.logsumexp(scores, -1, keepdim=True).reshape(*shape, 1)
+    return torch.sigmoid(total - sinks.reshape(1, -1, 1, 1))
 
 
 def _scaled(query: torch.Tensor, scaling: float | None) -> torch.Tensor:

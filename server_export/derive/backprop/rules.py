@@ -117,6 +117,12 @@ def _gelu(
     return writer.times(gradient, gelu_slope(writer.call, argument, result))
 
 
+@rule(aten.logical_and_.default)
+def _both(writer: Writer, node: Node, left: Node, right: Node) -> Node:
+    # Of a clamp with two bounds; no program changes a value that is there.
+    return writer.call(aten.logical_and.default, left, right)
+
+
 @rule(aten.slice_backward.default)
 def _slice(
     writer: Writer,

@@ -677,6 +677,16 @@ def _softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) -> D
     return Dual(builder, shape, primal, tangents)
 
 
+@rule(aten.logsumexp.default)
+def _log_total(builder: Builder, node: Node, source: Dual, dims: list[int], keeps: bool = False) -> Dual:
+    if dims not in ([-1], [len(source.shape) - 1]):
+        raise NotImplementedError
+    primal = builder.call(aten.logsumexp.default, source.primal, [-1], keeps)
+    weights = builder.call(aten.softmax.int, source.primal, -1)
+    tangents = _sum(builder, builder.product(weights, source.tangents), source.shape, -1)
+    return Dual(builder, _shape(node), primal, builder.reshape(tangents, builder.queries, *_shape(node)))
+
+
 @rule("prge.mixed_parts.default")
 def _mixed_parts(builder: Builder, node: Node, before: Dual, within: Dual, *mixed_in: Dual) -> Dual:
     """With p = softmax(s): d(p v) = (p ds) v + p dv - (sum of p ds) p v."""

@@ -81,7 +81,9 @@ class Block:
         return table.of(end)[:, start:].reshape(-1, end)
 
 
-@pytest.mark.parametrize("architecture", ["llama", *rest(*(name for name in DECODERS if name != "llama"))])
+@pytest.mark.parametrize(
+    "architecture", ["llama", *rest(*(name for name in DECODERS if name != "llama"), "gpt_oss")]
+)
 def test_tokens_that_come_later_are_answered_as_in_the_whole(architecture: str, tmp_path: Path) -> None:
     block = Block(architecture, tmp_path)
     states = random(2, LENGTH, block.width).float()

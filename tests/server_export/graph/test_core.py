@@ -27,6 +27,10 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]] = {
     "softmax": (lambda x: torch.softmax(x, 1), {"_softmax"}),
     "silu": (nn.functional.silu, {"sigmoid", "mul"}),
     "softplus": (lambda x: nn.functional.softplus(30 * x), {"mul", "abs", "exp", "add", "log", "relu"}),
+    "logsumexp": (
+        lambda x: (40 * x).logsumexp(-1),
+        {"mul", "amax", "sub", "exp", "sum", "log", "add", "reshape"},
+    ),
     "expand": (lambda x: x[:, :1].expand(2, 5, 4), {"slice_copy", "expand_copy"}),
     "reversed difference": (lambda x: 1.5 - x, {"mul", "add"}),
     "parts of a softmax": (

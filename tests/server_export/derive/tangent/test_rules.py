@@ -272,6 +272,8 @@ case(
     passive=(*ASKED, random(5, 4), random(5)),
 )
 PARTS = random(2, 3, 5), random(2, 3, 4, seed=1), random(2, 5, 6, seed=2), random(2, 4, 6, seed=3)
+case("logsumexp", lambda x: x.logsumexp(-1), X)
+case("logsumexp after a factor", lambda x: torch.tanh(x).logsumexp(-1, keepdim=True) * x, X)
 case("mixture of two parts", MIXED_PARTS, *PARTS)
 TABLES = [relation("behind", 5, 1, None), relation("behind", 5, 0, 1)]
 TABLES += [relation("halves", 5, size, None) for size in (1, 2, 4)]
