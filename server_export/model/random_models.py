@@ -125,6 +125,38 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     },
+    "qwen3.5-0.8b": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
+    "lfm2-8b-a1b": {
+        "model_type": "lfm2_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 7168,
+        "moe_intermediate_size": 1792,
+        "num_hidden_layers": 24,
+        "num_dense_layers": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+        "vocab_size": 65536,
+        "max_position_embeddings": 128000,
+        "tie_word_embeddings": True,
+    },
     "llama-3.1-8b": {
         "model_type": "llama",
         "hidden_size": 4096,
@@ -209,4 +241,6 @@ def configuration(name: str, layers: int | None) -> Any:
     settings = dict(CONFIGURATIONS[name])
     if layers:
         settings["num_hidden_layers"] = layers
+        if "layer_types" in settings:
+            settings["layer_types"] = settings["layer_types"][:layers]
     return AutoConfig.for_model(**settings)
