@@ -250,6 +250,18 @@ def _reshape(writer: Writer, node: Node, source: Node, *_: Any, **__: Any) -> No
     return writer.reshape(source, node.meta["val"].shape)
 
 
+@_rule(aten.max.dim)
+def _largest(writer: Writer, node: Node, source: Node, dim: int, keepdim: bool = False) -> Node | None:
+    """The first of one that is chosen; both have a derivative where it stands."""
+    parts = {user.args[1]: user for user in node.users}
+    found = writer.call(aten.topk.default, source, 1, dim)
+    for index, part in parts.items():
+        if not keepdim:
+            chosen = writer.reshape(writer.call(operator.getitem, found, index), part.meta["val"].shape)
+            part.replace_all_uses_with(chosen)
+    return found
+
+
 @_rule(aten.select.int)
 def _select(writer: Writer, node: Node, source: Node, dim: int, index: int) -> Node:
     start = index % source.meta["val"].shape[dim]
@@ -289,6 +301,14 @@ def _hard_tanh(writer: Writer, node: Node, source: Node, least: float = -1.0, mo
 def _clamp(writer: Writer, node: Node, source: Node, bound: float) -> Node:
     bounds = (bound,) if node.target is aten.clamp_min.default else (None, bound)
     return writer.call(aten.clamp.default, source, *bounds)
+
+
+@_rule(aten.clamp.Tensor)
+def _clamp_by_tensors(
+    writer: Writer, node: Node, source: Node, least: Node | None = None, most: Node | None = None
+) -> Node:
+    bounded = source if least is None else writer.call(aten.maximum.default, source, least)
+    return bounded if most is None else writer.call(aten.minimum.default, bounded, most)
 
 
 @_rule(aten.mm.default)

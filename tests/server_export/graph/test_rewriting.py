@@ -114,6 +114,12 @@ CASES: dict[str, Case] = {
     "part that is put at the end": Case(
         lambda x: x.slice_scatter(x[:, :2] * 2, 1, 1), ["slice", "mul", "slice", "cat"], X
     ),
+    "largest with its place": Case(
+        lambda x: x.max(-1, keepdim=True)[0] + x.max(1)[0].sum(),
+        ["topk", "getitem", "topk", "getitem", "reshape", "sum", "add"],
+        X,
+    ),
+    "bounds that are tensors": Case(lambda x: torch.clamp(x, min=x[:1]), ["slice", "maximum"], X),
     "product of as many matrices": Case(
         lambda x: torch.matmul(x[None], x[None].transpose(2, 3)),
         ["reshape", "reshape", "transpose", "reshape", "reshape", "bmm", "reshape"],
