@@ -48,6 +48,7 @@ def drawn(*shape: int) -> torch.Tensor:
 X = drawn(2, 3, 4)
 NORM = ["linear", "sub", "mul", "linear", "add", "rsqrt", "mul"]
 WEIGHT, BIAS = drawn(4) + 1, drawn(4)
+TABLE = drawn(5, 3)
 PRODUCT = ["t", "reshape", "reshape", "bmm", "reshape"]
 COPIES = drawn(5, 2, 3, 1)
 CASES: dict[str, Case] = {
@@ -124,6 +125,9 @@ CASES: dict[str, Case] = {
         lambda x: torch.matmul(x[None], x[None].transpose(2, 3)),
         ["reshape", "reshape", "transpose", "reshape", "reshape", "bmm", "reshape"],
         X,
+    ),
+    "product of a weight is a layer's": Case(
+        lambda x: torch.matmul(TABLE, x), ["transpose", "linear", "transpose"], X
     ),
     "product with one matrix stays": Case(lambda x: torch.matmul(x, BIAS[:, None]), ["matmul"], X),
     "repetition in front of a factor": Case(lambda x: x.repeat(5, 1, 1, 1) * COPIES, ["reshape", "mul"], X),
