@@ -31,8 +31,10 @@ def traced_recurrences(model: nn.Module, tables: ModelTables) -> Iterator[None]:
         BundleError: it has one of another kind.
     """
     operators, replaced = _Operators(tables), functions_of(model)
-    # A class of models that keep a state of their own says so.
-    if getattr(model, "_is_stateful", False) and not any(name in RECURRENCES for _, name, _ in replaced):
+    # A class of models that keep a state of their own says so, or the types of its layers do.
+    types = getattr(getattr(model, "config", None), "layer_types", None) or ()
+    recurs = getattr(model, "_is_stateful", False) or "linear_attention" in types
+    if recurs and not any(name in RECURRENCES for _, name, _ in replaced):
         raise BundleError(
             f"{type(model).__name__} has a recurrence of a kind that isn't known here; "
             f"known are those that transformers calls {', '.join(RECURRENCES)}",

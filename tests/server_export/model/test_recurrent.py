@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, RecurrentGemmaConfig
+from transformers import AutoModelForCausalLM, MiniMaxConfig, RecurrentGemmaConfig
 
 from prge.errors import BundleError
 from server_export.model.recurrent import RECURRENCES, REPLACED, _Operators, traced_recurrences
@@ -47,10 +47,26 @@ def test_the_functions_have_the_names_and_parameters_of_transformers_own(archite
     assert all(getattr(file, name) is function for name, function in own.items())
 
 
-def test_a_recurrence_of_another_kind_is_refused() -> None:
-    config = RecurrentGemmaConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, lru_width=16
-    )
+@pytest.mark.parametrize(
+    "config",
+    [
+        RecurrentGemmaConfig(
+            vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, lru_width=16
+        ),
+        MiniMaxConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=2,
+            layer_types=["linear_attention"],
+        ),
+    ],
+    ids=["recurrent gemma", "minimax"],
+)
+def test_a_recurrence_of_another_kind_is_refused(config: Any) -> None:
     with (
         pytest.raises(BundleError, match="has a recurrence of a kind that isn't known here"),
         traced_recurrences(outlined(config), ModelTables(8)),
