@@ -221,6 +221,14 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             **{key: _COMMON[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")},
         },
     ),
+    "mamba": (
+        "MambaConfig",
+        {
+            **{key: _COMMON[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
+            "state_size": 6,
+            **{key: _COMMON[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")},
+        },
+    ),
     "falcon_h1": ("FalconH1Config", {**_GROUPED, "head_dim": 16, "mamba_d_ssm": 128, **_MAMBA}),
     "granite_hybrid": (
         "GraniteMoeHybridConfig",

@@ -14,6 +14,8 @@ from server_export.graph.modules import attribute
 
 aten = torch.ops.aten
 
+# How names of constants begin that are no weights.
+_MADE = "constant_"
 _ENLARGING = {
     aten.expand.default,
     aten.expand_as.default,
@@ -35,7 +37,7 @@ class Constants:
         digest = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
         key = (tensor.dtype, tensor.shape, digest)
         if key not in self.names:
-            numbers = (f"constant_{number}" for number in count(len(self.names)))
+            numbers = (f"{_MADE}{number}" for number in count(len(self.names)))
             name = next(name for name in numbers if not hasattr(self.graph_module, name))
             self.graph_module.register_buffer(name, tensor, persistent=True)
             self.names[key] = name
@@ -44,14 +46,19 @@ class Constants:
         node.meta["val"] = tensor.to("meta")
         return node
 
-    def fold(self) -> None:
-        """Compute every node that has constant inputs only, and isn't larger than these by repetition."""
+    def fold(self, has_weights: bool = True) -> None:
+        """Compute every node that has constant inputs only, and isn't larger than these by repetition.
+
+        Args:
+            has_weights: whether weights have their numbers; without them nothing is computed of any.
+        """
         values: dict[Node, Any] = {}
         for node in self.graph_module.graph.nodes:
             if node.op == "get_attr":
                 tensor = attribute(self.graph_module, str(node.target))
                 # A quantized weight is a subclass with its own meaning of every operator.
-                if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+                is_known = has_weights or str(node.target).startswith(_MADE)
+                if is_known and type(tensor) in (torch.Tensor, torch.nn.Parameter):
                     values[node] = tensor
             elif is_foldable(node, values):
                 arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)

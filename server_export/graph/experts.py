@@ -57,15 +57,16 @@ def parted_at_experts(
             "the model's layers share values, and have experts", remedy="take a checkpoint of another type"
         )
     place = {node: index for index, node in enumerate(nodes)}
-    starts = stretches[0].starts
+    starts, end = stretches[0].starts, -1
     for stretch in stretches:
-        end = max(place[node] for node in stretch.ends)
+        begin, end = end, max(place[node] for node in stretch.ends)
         while experts and place[experts[0]] <= end:
             states, shares, index, number, _ = experts[0].args
             rest = _beside(nodes, flow, experts)
             yield Stretch(starts, (states, shares, index, *rest), experts=number)
             starts = (experts.pop(0), *rest)
-        if starts[0].target is not EXPERTS or stretch is stretches[-1]:
+        # What a layer's experts say joins the next layer.
+        if starts[0].target is not EXPERTS or place[starts[0]] <= begin or stretch is stretches[-1]:
             yield Stretch(starts, stretch.ends)
             starts = stretch.ends
 

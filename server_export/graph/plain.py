@@ -30,8 +30,9 @@ DIFFERENTIABLE = frozenset(
     leaky_relu.default linear.default log.default log1p.default logsumexp.default lt.Scalar lt.Tensor
     masked_fill.Scalar maximum.default mean.dim minimum.default mul.Tensor neg.default permute.default
     pow.Tensor_Scalar reciprocal.default relu.default repeat.default reshape.default rsqrt.default
-    sigmoid.default silu.default sin.default slice.Tensor softmax.int softplus.default sqrt.default sub.Tensor
-    sum.dim_IntList t.default tanh.default topk.default transpose.int view.default where.self
+    scatter.value sigmoid.default silu.default sin.default slice.Tensor softmax.int softplus.default
+    sqrt.default sub.Tensor sum.dim_IntList t.default tanh.default topk.default transpose.int view.default
+    where.self
     """.split()
 )
 

@@ -4,6 +4,7 @@
     recurrence(query, key, value, decay, strength, ...)               S = exp(decay[t]) S + key[t] new[t]^T
                                                                       answer[t] = query[t] S
         new[t] = value[t], or strength[t] (value[t] - key[t] exp(decay[t]) S) by the delta rule
+    scan(factor, source [rows, width, tokens], ...)       answer[t] = factor[t] answer[t - 1] + source[t]
 
 A graph of a block keeps them whole. `expand` writes them as products over all tokens of a call at once, whose
 sizes are those of attention, and of one token as its step; so what derives graphs finds no operator that it
@@ -11,7 +12,8 @@ doesn't know. The memory that a call begins with is nothing, or an input; then w
 
 All tokens at once is "attention" without a softmax, whose scores decay (Dao and Gu, "Transformers are SSMs",
 arXiv 2405.21060); the delta rule first solves a triangular system for what each token adds (Yang et al.,
-"Parallelizing linear transformers with the delta rule", arXiv 2406.06484).
+"Parallelizing linear transformers with the delta rule", arXiv 2406.06484). A scan, whose numbers decay each
+for itself, adds what is 1, 2, 4, ... tokens before (Hillis and Steele, "Data parallel algorithms", 1986).
 """
 
 from __future__ import annotations
@@ -82,15 +84,41 @@ def recurrence(
     return torch.stack(answers, 1)
 
 
+def scan(
+    factor: torch.Tensor,
+    source: torch.Tensor,
+    before: Sequence[torch.Tensor],
+    entering: torch.Tensor,
+    leaving: torch.Tensor,
+) -> torch.Tensor:
+    """Numbers that decay each for itself, and that tokens add to.
+
+    Args:
+        factor, source: f32 [rows, width, tokens].
+        before: tables `behind` of the one that is 1, 2, 4, ... before.
+        entering, leaving: tables of the same names, of one token.
+    """
+    answers = [source[..., 0]]
+    for token in range(1, source.shape[-1]):
+        answers.append(factor[..., token] * answers[-1] + source[..., token])
+    return torch.stack(answers, -1)
+
+
 _OPERATORS = {
     function: torch.library.custom_op(f"prge::{function.__name__}", mutates_args=())(function)
-    for function in (convolution, recurrence)
+    for function in (convolution, recurrence, scan)
 }
 CONVOLUTION, RECURRENCE = torch.ops.prge.convolution.default, torch.ops.prge.recurrence.default
+SCAN = torch.ops.prge.scan.default
 
 
 @_OPERATORS[convolution].register_fake
 def _(source: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(source, memory_format=torch.contiguous_format)
+
+
+@_OPERATORS[scan].register_fake
+def _(factor: torch.Tensor, source: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(source, memory_format=torch.contiguous_format)
 
 
@@ -115,6 +143,8 @@ def memories(graph_module: GraphModule, rows: int) -> dict[Node, tuple[int, int,
 def _memory(node: Node, rows: int) -> tuple[int, int]:
     if node.target is CONVOLUTION:
         return int(node.args[0].meta["val"].shape[1]), len(node.args[1]) - 1
+    if node.target is SCAN:
+        return int(node.args[0].meta["val"].shape[1]), 1
     key, value = (each.meta["val"].shape for each in node.args[1:3])
     return int(key[0]) // rows * int(key[2]), int(value[2])
 
@@ -153,7 +183,7 @@ def expand(
 
 def _convolved(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, Node | None]:
     source, taps, before, entering, leaving, staying = node.args
-    rows, width, tokens = source.meta["val"].shape
+    tokens = source.meta["val"].shape[-1]
 
     def at(back: int) -> Node:
         return writer.times(source, taps[back])
@@ -169,9 +199,7 @@ def _convolved(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, N
     turned = writer.call(aten.transpose.int, before, 1, 2)
     answer = at(len(taps) - 1)
     for back in reversed(range(len(taps) - 1)):
-        flat = writer.reshape(answer, [1, rows * width, tokens])
-        moved = writer.reshape(writer.call(aten.bmm.default, flat, turned), [rows, width, tokens])
-        answer = writer.plus(at(back), moved)
+        answer = writer.plus(at(back), _moved(writer, answer, turned))
     if memory is None:
         return answer, None
     for tap, table in zip(taps[1:], entering, strict=True):
@@ -179,6 +207,29 @@ def _convolved(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, N
         answer = writer.plus(answer, writer.times(past, tap))
     kept, new = (writer.call(aten.bmm.default, *pair) for pair in ((memory, staying), (source, leaving)))
     return answer, writer.plus(kept, new)
+
+
+def _moved(writer: Writer, source: Node, turned: Node) -> Node:
+    """What is some tokens before each, f32 [rows, width, tokens]; `turned` has those in columns."""
+    rows, width, tokens = source.meta["val"].shape
+    flat = writer.reshape(source, [1, rows * width, tokens])
+    return writer.reshape(writer.call(aten.bmm.default, flat, turned), [rows, width, tokens])
+
+
+def _scanned(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, Node | None]:
+    factor, answer, tables, entering, leaving = node.args
+    if memory is not None:
+        known = writer.times(factor, memory)
+        if answer.meta["val"].shape[-1] == 1:
+            answer = writer.plus(known, answer)
+            return answer, answer
+        answer = writer.plus(answer, writer.times(known, writer.call(aten.transpose.int, entering, 1, 2)))
+    for number, before in enumerate(tables, 1):
+        turned = writer.call(aten.transpose.int, before, 1, 2)
+        answer = writer.plus(answer, writer.times(factor, _moved(writer, answer, turned)))
+        if number < len(tables):
+            factor = writer.times(factor, _moved(writer, factor, turned))
+    return answer, None if memory is None else writer.call(aten.bmm.default, answer, leaving)
 
 
 def _recurred(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, Node | None]:
@@ -228,4 +279,4 @@ def _recurred(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, No
     return answer, writer.reshape(writer.plus(writer.times(memory, whole), new), shape)
 
 
-_STEPS: dict[Any, Step] = {CONVOLUTION: _convolved, RECURRENCE: _recurred}
+_STEPS: dict[Any, Step] = {CONVOLUTION: _convolved, RECURRENCE: _recurred, SCAN: _scanned}

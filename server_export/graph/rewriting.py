@@ -65,16 +65,20 @@ def rewritten_graph(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Grap
     return graph_module
 
 
-def rewrite(graph_module: GraphModule) -> None:
+def rewrite(graph_module: GraphModule, has_weights: bool = True) -> None:
     """Write a traced graph in operators that XNNPACK takes, in place; all its nodes carry `meta["val"]`.
 
     graph_module = torch.export.export(module, inputs).module(check_guards=False)
     rewrite(graph_module)
+
+    Args:
+        graph_module: of a model or of a part.
+        has_weights: whether its weights have their numbers, of which constants are computed.
     """
     _unwrap_quantized_weights(graph_module)
     constants = Constants(graph_module)
     remove_identities(graph_module.graph)
-    constants.fold()
+    constants.fold(has_weights)
     _share_quantizations(graph_module.graph)
     apply_rules(graph_module, RULES, constants)
     graph_module.delete_all_unused_submodules()
@@ -250,6 +254,18 @@ def _reshape(writer: Writer, node: Node, source: Node, *_: Any, **__: Any) -> No
     return writer.reshape(source, node.meta["val"].shape)
 
 
+@_rule(aten.max.dim)
+def _largest(writer: Writer, node: Node, source: Node, dim: int, keepdim: bool = False) -> Node | None:
+    """The first of one that is chosen; both have a derivative where it stands."""
+    parts = {user.args[1]: user for user in node.users}
+    found = writer.call(aten.topk.default, source, 1, dim)
+    for index, part in parts.items():
+        if not keepdim:
+            chosen = writer.reshape(writer.call(operator.getitem, found, index), part.meta["val"].shape)
+            part.replace_all_uses_with(chosen)
+    return found
+
+
 @_rule(aten.select.int)
 def _select(writer: Writer, node: Node, source: Node, dim: int, index: int) -> Node:
     start = index % source.meta["val"].shape[dim]
@@ -289,6 +305,14 @@ def _hard_tanh(writer: Writer, node: Node, source: Node, least: float = -1.0, mo
 def _clamp(writer: Writer, node: Node, source: Node, bound: float) -> Node:
     bounds = (bound,) if node.target is aten.clamp_min.default else (None, bound)
     return writer.call(aten.clamp.default, source, *bounds)
+
+
+@_rule(aten.clamp.Tensor)
+def _clamp_by_tensors(
+    writer: Writer, node: Node, source: Node, least: Node | None = None, most: Node | None = None
+) -> Node:
+    bounded = source if least is None else writer.call(aten.maximum.default, source, least)
+    return bounded if most is None else writer.call(aten.minimum.default, bounded, most)
 
 
 @_rule(aten.mm.default)
@@ -364,8 +388,11 @@ def _slice_scatter(
 
 @_rule(aten.matmul.default)
 def _matmul(writer: Writer, node: Node, left: Node, right: Node) -> Node | None:
-    """Of as many matrices on both sides, or of matrices that all rows have."""
+    """Of as many matrices on both sides, of matrices that all rows have, or of a weight."""
     first, second = left.meta["val"].shape, right.meta["val"].shape
+    if left.op == "get_attr" and len(first) == 2 < len(second):
+        turned = writer.call(aten.transpose.int, right, -2, -1)
+        return writer.call(aten.transpose.int, writer.call(aten.linear.default, turned, left), -2, -1)
     if len(first) == len(second) == 4 and second[0] == 1 != first[0] and first[1] == second[1]:
         rows, heads, length, width = first
         by_head = writer.call(aten.permute.default, left, [1, 0, 2, 3])

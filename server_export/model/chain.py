@@ -30,7 +30,7 @@ from server_export.model.positions import first_position
 from server_export.model.quantization import GROUP_SIZE, QuantizationReport
 from server_export.model.readout import cut_head
 from server_export.model.tables import TABLE, ModelTables, make_rotary_tables
-from server_export.model.traced import BATCH, COPIES, TOKENS, WHOLE_PREFIX, trace
+from server_export.model.traced import BATCH, COPIES, TOKENS, WHOLE_PREFIX, check_attention, trace
 from server_export.model.weights import Weights
 
 _BASE = ".base."
@@ -180,6 +180,7 @@ def build_chain(
             and the head.
     """
     model = outline.model
+    check_attention(model)
     transposed = {*transposed, *plain_layers(model)}
     weights = Weights(files, model, transposed)
     head_rows, head = _head_rows(model) if outline.is_decoder else ([], "")

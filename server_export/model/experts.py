@@ -19,6 +19,7 @@ from torch import nn
 from server_export.graph.cutting import ModelBlock, whole_block
 from server_export.graph.experts import EXPERTS
 from server_export.graph.modules import remove_unused_attributes
+from server_export.graph.plain import take_apart
 
 NAME = "prge"
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -117,6 +118,7 @@ def expert_blocks(name: str, module: Any, rows: int, tokens: int) -> Iterator[Mo
     with torch.device("meta"), torch.no_grad():
         exported = torch.export.export(_Expert(name, module, 0).eval(), (state,), strict=False)
     graph_module = exported.module(check_guards=False)
+    take_apart(graph_module)
     remove_unused_attributes(graph_module)
     output = graph_module.graph.output_node()
     output.args = (tuple(output.args[0]),)

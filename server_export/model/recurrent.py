@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from prge.errors import BundleError
-from server_export.graph.recurrences import CONVOLUTION, RECURRENCE
+from server_export.graph.recurrences import CONVOLUTION, RECURRENCE, SCAN
 from server_export.model.tables import ModelTables
 
 
@@ -31,13 +31,14 @@ def traced_recurrences(model: nn.Module, tables: ModelTables) -> Iterator[None]:
         BundleError: it has one of another kind.
     """
     operators, replaced = _Operators(tables), functions_of(model)
-    # A class of models that keep a state of their own says so.
-    if getattr(model, "_is_stateful", False) and not any(name in RECURRENCES for _, name, _ in replaced):
+    # A class of models that keep a state of their own says so, or the types of its layers do.
+    types = getattr(getattr(model, "config", None), "layer_types", None) or ()
+    recurs = getattr(model, "_is_stateful", False) or "linear_attention" in types
+    if recurs and not any(name in RECURRENCES for _, name, _ in replaced):
         raise BundleError(
             f"{type(model).__name__} has a recurrence of a kind that isn't known here; "
             f"known are those that transformers calls {', '.join(RECURRENCES)}",
-            remedy="take a model with attention or one of these; scans whose decays differ from number to "
-            "number of a state, as Mamba 1 has, are not supported",
+            remedy="take a model with attention or one of these",
         )
     try:
         for file, name, _ in replaced:
@@ -59,7 +60,11 @@ def functions_of(model: nn.Module) -> list[tuple[ModuleType, str, Any]]:
     ]
 
 
-RECURRENCES = {"torch_chunk_gated_delta_rule": "delta_rule", "mamba2_chunk_scan": "state_space"}
+RECURRENCES = {
+    "torch_chunk_gated_delta_rule": "delta_rule",
+    "mamba2_chunk_scan": "state_space",
+    "mamba_selective_scan": "selective_scan",
+}
 REPLACED = {"causal_conv1d_fn": "convolution", **RECURRENCES}
 
 
@@ -144,6 +149,40 @@ class _Operators:
             _by_head(C, heads), _by_head(B, heads), hidden_states * dt.unsqueeze(-1), dt * A, None
         )
         found = found if D is None else found + hidden_states * D.reshape(heads, 1)
+        return found if z is None else found * F.silu(z)
+
+    def selective_scan(
+        self,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,  # noqa: N803
+        B: torch.Tensor,  # noqa: N803
+        C: torch.Tensor,  # noqa: N803
+        D: torch.Tensor | None = None,  # noqa: N803
+        z: torch.Tensor | None = None,
+        delta_bias: torch.Tensor | None = None,
+        delta_softplus: bool = False,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Of states and steps [rows, width, tokens], A [width, size], B and C [rows, size, tokens]."""
+        (rows, width, tokens), size = hidden_states.shape, A.shape[1]
+        dt = dt if delta_bias is None else dt + delta_bias.reshape(width, 1)
+        dt = F.softplus(dt) if delta_softplus else dt
+        factor = torch.exp(A.reshape(width, size, 1) * dt.unsqueeze(2))
+        source = (dt * hidden_states).unsqueeze(2) * B.unsqueeze(1)
+        shifts, back = [], 1
+        while back < self._tables.piece:
+            shifts.append(self._tables.relation("behind", tokens, back, 1))
+            back *= 2
+        states: torch.Tensor = SCAN(
+            factor.reshape(rows, width * size, tokens),
+            source.reshape(rows, width * size, tokens),
+            shifts,
+            self._tables.relation("entering", tokens, 1, 1),
+            self._tables.relation("leaving", tokens, 0, 1),
+        )
+        found = (states.reshape(rows, width, size, tokens) * C.unsqueeze(1)).sum(2)
+        found = found if D is None else found + hidden_states * D.reshape(width, 1)
         return found if z is None else found * F.silu(z)
 
     def _recurrence(

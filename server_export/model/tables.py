@@ -128,7 +128,8 @@ class ModelTables:
     @property
     def recurs(self) -> bool:
         """Whether a model has asked for those of a recurrence."""
-        return any(table.kind in RELATIONS and table.window is None for table in self.all)
+        # A convolution asks for the one before alone.
+        return any(table.kind == "behind" and (table.window is None or table.first > 1) for table in self.all)
 
     def ask(
         self, key: Hashable, make: Callable[[], ModelTable], shape: Sequence[int], dtype: torch.dtype

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from prge.contract import Matrix
-from prge.errors import PrgeError, told_as_bundle_error
+from prge.errors import BundleError, PrgeError, told_as_bundle_error
 from server_export.graph.functional import functional_graph
 from server_export.graph.modules import remove_unused_attributes
 from server_export.graph.plain import take_apart
@@ -182,6 +182,16 @@ def trace(
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
+
+
+def check_attention(model: torch.nn.Module) -> None:
+    """Raise BundleError if a model's attention chooses what each token sees."""
+    if any(hasattr(module, "index_topk") for module in model.modules()):
+        raise BundleError(
+            f"the attention of {type(model).__name__} sees only those tokens that an indexer chooses "
+            "(index_topk), which no role can",
+            remedy="take a model whose attention sees all tokens, or a window of them",
+        )
 
 
 def _adds(exported: ExportedProgram) -> bool:

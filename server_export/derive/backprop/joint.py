@@ -99,7 +99,7 @@ def backpropagate(
     result = _rebuilt(graph_module, traced.graph, constants, list(inputs), layers)
     fill_in_values(result)
     apply_rules(result, RULES)
-    rewrite(result)
+    rewrite(result, has_weights=False)
     for node in result.graph.find_nodes(op="placeholder", target=ONES):
         if not node.users:
             result.graph.erase_node(node)

@@ -455,6 +455,19 @@ def _masked_fill(builder: Builder, node: Node, source: Dual, mask: Node, value: 
     )
 
 
+@rule(aten.scatter.value)
+def _put(builder: Builder, node: Node, source: Dual, dim: int, index: Node, value: Number) -> Dual:
+    """What is put somewhere has no tangents."""
+    one, at = builder.reshape(index, 1, *_shape(node.args[2])), _behind_queries(dim)
+
+    def put(part: Node, count: int, number: Number) -> Node:
+        places = builder.call(aten.expand.default, one, [count, *_shape(node.args[2])])
+        return builder.call(node.target, part, at, places, number)
+
+    primal, tangents = put(source.primal, 1, value), put(source.tangents, builder.queries, 0.0)
+    return Dual(builder, _shape(node), primal, tangents)
+
+
 @rule(aten.gt.Scalar, aten.lt.Scalar, aten.gt.Tensor, aten.lt.Tensor)
 def _compare(builder: Builder, node: Node, left: Value, right: Value) -> Any:
     """True or false has no tangents."""

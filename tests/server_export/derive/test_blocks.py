@@ -31,9 +31,10 @@ torch.set_num_threads(1)
 aten = torch.ops.aten
 
 # The linear layers inside of blocks, of every architecture.
+# Mamba's steps are a product with a weight that no layer is called for.
 IN_BLOCKS = (
     r".*(layers|layer|h)\.\d+\..*"
-    r"(_proj|c_attn|c_fc|fc1|fc2|query|key|value|dense|[qkvt]_lin|lin1|lin2|W(qkv|o|i))"
+    r"((?<!dt)_proj|c_attn|c_fc|fc1|fc2|query|key|value|dense|[qkvt]_lin|lin1|lin2|W(qkv|o|i))"
 )
 # Grouped attention with rotations, soft caps, biases, projections beside the blocks.
 DIFFERENT = ("llama", "gemma2", "gpt2", "opt")

@@ -20,7 +20,14 @@ from prge.files.signatures import (
 )
 from server_export.derive.continuing import FROZEN_PREFIX
 from server_export.graph.modules import attribute
-from server_export.graph.recurrences import CONVOLUTION, RECURRENCE, convolution, recurrence
+from server_export.graph.recurrences import (
+    CONVOLUTION,
+    RECURRENCE,
+    SCAN,
+    convolution,
+    recurrence,
+    scan,
+)
 from server_export.graph.shapes import with_size
 from server_export.lower.roles import PAST, QUERIES, role_graphs
 from server_export.model.chain import ModelChain
@@ -106,7 +113,7 @@ class OneByOne(EagerBlock):
     """A block whose recurrences go from token to token, so that autograd goes through them."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        functions = {CONVOLUTION: convolution, RECURRENCE: recurrence}
+        functions = {CONVOLUTION: convolution, RECURRENCE: recurrence, SCAN: scan}
         return super().call_function(functions.get(target, target), args, kwargs)
 
 

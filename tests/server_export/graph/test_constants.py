@@ -68,6 +68,14 @@ def test_what_depends_on_no_input_is_computed(
     assert folded(function)[1] == operators
 
 
+def test_nothing_is_computed_of_weights_that_have_no_numbers() -> None:
+    module = Tables(lambda x, table: x * (table * 2) + torch.ones(4).cos())
+    graph_module = torch.export.export(module, (X,)).module(check_guards=False)
+    Constants(graph_module).fold(has_weights=False)
+    names = [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]
+    assert names.count("aten.mul.Tensor") == 2 and "aten.cos.default" not in names
+
+
 def test_random_numbers_are_drawn_at_every_call() -> None:
     graph_module = torch.export.export(Tables(lambda x, table: x + torch.rand_like(table)), (X,)).module(
         check_guards=False

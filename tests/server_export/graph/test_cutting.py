@@ -140,6 +140,11 @@ def test_a_layer_is_parted_at_its_experts_and_joins_the_next_one() -> None:
     assert widths == [(WIDTH, before), (behind, before), (behind, before), (behind, VOCABULARY)]
 
 
+def test_a_layer_without_experts_behind_a_mixture_ends_where_it_ends() -> None:
+    _, blocks = blocks_of(Model(Layer(), Mixture(0), Layer()))
+    assert [block.experts for block in blocks] == [None, None, 0, None, None]
+
+
 class FirstLayer(Layer):
     """One that isn't like the others."""
 

@@ -48,6 +48,7 @@ def drawn(*shape: int) -> torch.Tensor:
 X = drawn(2, 3, 4)
 NORM = ["linear", "sub", "mul", "linear", "add", "rsqrt", "mul"]
 WEIGHT, BIAS = drawn(4) + 1, drawn(4)
+TABLE = drawn(5, 3)
 PRODUCT = ["t", "reshape", "reshape", "bmm", "reshape"]
 COPIES = drawn(5, 2, 3, 1)
 CASES: dict[str, Case] = {
@@ -114,10 +115,19 @@ CASES: dict[str, Case] = {
     "part that is put at the end": Case(
         lambda x: x.slice_scatter(x[:, :2] * 2, 1, 1), ["slice", "mul", "slice", "cat"], X
     ),
+    "largest with its place": Case(
+        lambda x: x.max(-1, keepdim=True)[0] + x.max(1)[0].sum(),
+        ["topk", "getitem", "topk", "getitem", "reshape", "sum", "add"],
+        X,
+    ),
+    "bounds that are tensors": Case(lambda x: torch.clamp(x, min=x[:1]), ["slice", "maximum"], X),
     "product of as many matrices": Case(
         lambda x: torch.matmul(x[None], x[None].transpose(2, 3)),
         ["reshape", "reshape", "transpose", "reshape", "reshape", "bmm", "reshape"],
         X,
+    ),
+    "product of a weight is a layer's": Case(
+        lambda x: torch.matmul(TABLE, x), ["transpose", "linear", "transpose"], X
     ),
     "product with one matrix stays": Case(lambda x: torch.matmul(x, BIAS[:, None]), ["matmul"], X),
     "repetition in front of a factor": Case(lambda x: x.repeat(5, 1, 1, 1) * COPIES, ["reshape", "mul"], X),

@@ -106,3 +106,10 @@ def start_of(folder: Path, targets: str | None = None) -> dict[str, torch.Tensor
     twin = outline_model(str(folder)).model
     names = match_target_modules(twin, [targets] if targets else default_target_modules(twin))
     return {name: torch.randn(RANK, twin.get_submodule(name).in_features) for name in names}
+
+
+def test_attention_that_an_indexer_chooses_for_is_refused(tmp_path: Path) -> None:
+    make_tiny("deepseek_v32").save_pretrained(tmp_path)
+    outline = outline_model(str(tmp_path))
+    with pytest.raises(BundleError, match="only those tokens that an indexer chooses"):
+        build_chain(outline, find_files(str(tmp_path)), {}, longest=LONGEST)

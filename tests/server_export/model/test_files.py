@@ -127,8 +127,8 @@ def test_damaged_weights_are_refused(tmp_path: Path, damage: str) -> None:
         stored_numbers(find_files(str(tmp_path)))
 
 
-def test_integers_are_a_quantized_model_unless_they_are_old_masks(tmp_path: Path) -> None:
-    masks = {"h.0.attn.bias": np.zeros((2, 2), np.uint8), "position_ids": np.zeros(4, np.int64)}
+def test_integers_are_a_quantized_model_unless_they_are_old_masks_or_tables(tmp_path: Path) -> None:
+    masks = {"h.0.attn.bias": np.zeros((2, 2), np.uint8), "expert_of_token": np.zeros(4, np.int64)}
     files = find_files(str(write_model(tmp_path, weight=np.zeros(3, np.float32), **masks)))
     assert stored_numbers(files) == 11
     write_model(tmp_path, weight=np.zeros(3, np.int8))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig, RecurrentGemmaConfig
+from transformers import AutoModelForCausalLM, MiniMaxConfig, RecurrentGemmaConfig
 
 from prge.errors import BundleError
 from server_export.model.recurrent import RECURRENCES, REPLACED, _Operators, traced_recurrences
@@ -16,11 +16,12 @@ from server_export.model.tables import ModelTables
 from tests.tiny_models import RECURRENT, make_config
 
 CONVOLUTION = "causal_conv1d_fn"
-DELTA_RULE, STATE_SPACE = RECURRENCES
+DELTA_RULE, STATE_SPACE, SELECTIVE_SCAN = RECURRENCES
 # By architecture, the functions of transformers' files that its layers call.
 CALLED = {
     "lfm2": {CONVOLUTION},
     "qwen3_5": {CONVOLUTION, DELTA_RULE},
+    "mamba": {CONVOLUTION, SELECTIVE_SCAN},
     **{name: {CONVOLUTION, STATE_SPACE} for name in ("mamba2", "falcon_h1", "granite_hybrid")},
 }
 
@@ -49,12 +50,21 @@ def test_the_functions_have_the_names_and_parameters_of_transformers_own(archite
 @pytest.mark.parametrize(
     "config",
     [
-        MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4),
         RecurrentGemmaConfig(
             vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, lru_width=16
         ),
+        MiniMaxConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=2,
+            layer_types=["linear_attention"],
+        ),
     ],
-    ids=["mamba", "recurrent gemma"],
+    ids=["recurrent gemma", "minimax"],
 )
 def test_a_recurrence_of_another_kind_is_refused(config: Any) -> None:
     with (

@@ -209,6 +209,12 @@ case(
     passive=(torch.tensor([[[3, 0]], [[1, 2]]]),),
 )
 PLACES = torch.tensor([[[3, 0]], [[1, 2]]]).expand(2, 3, 2)
+case(
+    "scatter of a number",
+    lambda x, i: torch.tanh(x).scatter(2, i, -0.5) * x,
+    X,
+    passive=(PLACES.contiguous(),),
+)
 case("gather after a factor", lambda x, i: (torch.tanh(x) * 3).gather(2, i), X, passive=(PLACES,))
 case("topk", lambda x: (lambda v, i: v * torch.sigmoid(x).gather(-1, i))(*torch.topk(x, 2)), X)
 case("topk after a factor", lambda x: torch.topk(torch.tanh(x) * 3, 3, dim=-1)[0], X)
