@@ -203,7 +203,19 @@ def _asked(
 def _numbers(writer: Writer, node: Node, tables: ModelTables, first: int) -> Node:
     key = "positions" if first == 0 else ("positions", first)
     found = _asked(node, tables, key, ModelTable("positions", first=first), [1, TOKENS], torch.long)
+    are_looked_up = all(user.target is aten.embedding.default and _meets_rows(user) for user in node.users)
+    if _of_one_row(node) == [TOKENS] and are_looked_up:
+        # A row keeps a dimension of its own: there may be one for each sequence.
+        for user in node.users:
+            user.meta["val"] = user.meta["val"].unsqueeze(0)
+        return found
     return _spread(writer, node, writer.reshape(found, _of_one_row(node)))
+
+
+def _meets_rows(node: Node) -> bool:
+    """Whether what has no dimension of rows meets nothing but what has one."""
+    dimensions = node.meta["val"].dim()
+    return all(user.target in _ARITHMETIC and user.meta["val"].dim() > dimensions for user in node.users)
 
 
 def _of_one_row(node: Node) -> list[int]:
@@ -227,6 +239,8 @@ def _rows(writer: Writer, node: Node, tables: ModelTables, dim: int, value: torc
     table = ModelTable("rotary", values=rows)
     key = ("rows", rows.shape, rows.numpy().tobytes())
     found = _asked(node, tables, key, table, [1, TOKENS, rows.shape[1]], torch.float32)
+    if dim == 0 and _meets_rows(node):
+        return writer.reshape(found, [1, *shape])
     if not any(size > 1 for size in rest[:dim]):
         return _spread(writer, node, writer.reshape(found, shape))
     apart = writer.reshape(found, [TOKENS, *rest])
