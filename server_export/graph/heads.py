@@ -34,12 +34,23 @@ def join_heads(graph_module: GraphModule) -> None:
         if scores is not None and chain:
             _transpose_joined(writer, product)
             _join(writer, scores, chain)
+    for softmax in graph_module.graph.find_nodes(op="call_function", target=aten.softmax.int):
+        _leave_joined(softmax, softmax)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
 
 
 def _shape(node: Node) -> list[int]:
     return list(node.meta["val"].shape)
+
+
+def _leave_joined(node: Node, softmax: Node) -> None:
+    """Leave out changes of shape behind a softmax that end in its own."""
+    for user in [*node.users]:
+        if user.target in _RESHAPES:
+            _leave_joined(user, softmax)
+            if _shape(user) == _shape(softmax):
+                user.replace_all_uses_with(softmax)
 
 
 def _taken_apart(product: Node) -> Node | None:
@@ -150,6 +161,11 @@ def _join(writer: Writer, apart: Node, chain: Sequence[Node]) -> None:
             value = value.args[0]
         return value if _shape(value) == shape else writer.reshape(value, shape)
 
+    def hidden(writer: Writer, answer: Node, masks: Sequence[Node]) -> Node:
+        for mask in masks:
+            answer = writer.plus(answer, mask)
+        return answer
+
     def write(writer: Writer) -> Node:
         answer, masks = joined, list[Node]()
         for node in chain[:-1]:
@@ -157,15 +173,14 @@ def _join(writer: Writer, apart: Node, chain: Sequence[Node]) -> None:
             if node.target is aten.add.Tensor and rest[0] is answer:
                 first, rest = answer, [first]
             if node.target is aten.softmax.int:
-                for mask in masks:
-                    answer = writer.plus(answer, mask)
-                first, rest = answer, [-1]
+                first, rest = hidden(writer, answer, masks), [-1]
+                masks = []
             elif node.target is aten.add.Tensor and _is_causal(rest[0]):
                 # What is hidden stays hidden when it is scaled: scores are scaled before.
                 masks.append(rest[0])
                 made[node] = answer
                 continue
             answer = made[node] = writer.call(node.target, first, *rest)
-        return answer
+        return hidden(writer, answer, masks)
 
     writer.replace(chain[-1], write)

@@ -20,7 +20,14 @@ from server_export.graph.rewriting import KEPT
 from server_export.graph.shapes import resized
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.graph.writing import Writer
-from server_export.model.scores import HIDDEN, add_masks, causal_window, give_places, slopes_and_places
+from server_export.model.scores import (
+    HIDDEN,
+    add_masks,
+    causal_window,
+    drop_least,
+    give_places,
+    slopes_and_places,
+)
 from server_export.model.tables import TABLE, ModelTable, ModelTables
 from server_export.model.traced import BATCH, COPIES, TOKENS, WHOLE_PREFIX
 
@@ -160,10 +167,9 @@ def _is_computed(node: Node) -> bool:
 
 def _is_written(graph_module: GraphModule, node: Node, positions: _Positions, tables: ModelTables) -> bool:
     """Whether a decoder's mask or bias that meets scores in another way was written in that of blocks."""
-    shape = _of_one_row(node)
-    if not _is_decoder(graph_module) or not shape or shape[-1] != TOKENS:
+    if not _is_decoder(graph_module):
         return False
-    writer = Writer(graph_module)
+    shape, writer = _of_one_row(node), Writer(graph_module)
 
     def known(value: Any) -> torch.Tensor | None:
         found = positions.of(value, tables.longest) if value in positions.is_made else None
@@ -178,6 +184,10 @@ def _is_written(graph_module: GraphModule, node: Node, positions: _Positions, ta
         new.meta["val"] = table.meta["val"].reshape(new.args[1])
         return new
 
+    if drop_least(node, known):
+        return True
+    if shape[-1:] != [TOKENS]:
+        return False
     if sum(size % TOKENS == 0 for size in shape) == 2:
         return add_masks(writer, node, known, mask)
     value = known(node)

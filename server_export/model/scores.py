@@ -1,5 +1,6 @@
 """What a model computes of positions for scores of attention, in the form that blocks know.
 
+    max(scores, least)                              scores
     where(seen, scores, least), masked_fill(scores, hidden, least), scores * seen + mask      scores + mask
     q k^T + slope * place                           [q, slope] [k, place]^T, as with ALiBi
 
@@ -26,6 +27,7 @@ _LAYOUTS = {
     *(aten.expand.default, aten.clone.default, aten.alias.default, aten._unsafe_view.default),
     aten.squeeze.dim,
 }
+_LARGER = {aten.maximum.default, aten.max.other}
 _PRODUCTS = {aten.matmul.default, aten.bmm.default}
 # The numbers of a node that depends on positions alone; None of any other.
 Known = Callable[[Any], torch.Tensor | None]
@@ -76,6 +78,24 @@ def add_masks(writer: Writer, node: Node, known: Known, mask: Callable[[Node, in
     return bool(windows) and None not in windows
 
 
+def drop_least(node: Node, known: Known) -> bool:
+    """Leave out, in place, where the larger of scores and the least number is taken; whether that was all."""
+    value = known(node)
+    least = torch.finfo(torch.float32).min
+    readers = [*_readers(node, known)]
+    if (
+        value is None
+        or not bool((value == least).all())
+        or any(user.target not in _LARGER for user in readers)
+    ):
+        return False
+    for user in readers:
+        (scores,) = (each for each in user.all_input_nodes if known(each) is None)
+        user.replace_all_uses_with(scores)
+        user.graph.erase_node(user)
+    return True
+
+
 def _drop_wider(masked: Node, behind: list[Node], window: int, known: Known) -> None:
     """Leave out a mask that is added once more and hides nothing else, in place."""
     for user in behind:
@@ -120,7 +140,7 @@ def _hidden(user: Node, value: torch.Tensor, known: Known) -> torch.Tensor | Non
         return value == 0 if least is not None and bool((least <= HIDDEN).all()) else None
     if user.target is aten.masked_fill.Scalar:
         return value != 0 if user.args[2] <= HIDDEN else None
-    if user.target is aten.mul.Tensor and value.is_floating_point() and len(user.users) == 1:
+    if user.target is aten.mul.Tensor and len(user.users) == 1:
         (later,) = user.users
         others = [known(each) for each in later.all_input_nodes if each is not user]
         masks = [each <= HIDDEN for each in others if each is not None]
