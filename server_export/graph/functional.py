@@ -21,7 +21,7 @@ from server_export.graph.writing import Rule, Writer, apply_rules, registrar
 
 aten = torch.ops.aten
 
-_TRANSPOSED = (aten.t.default, aten.numpy_T.default, aten.transpose.int)
+_TRANSPOSED = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default)
 _MATRIX = 2
 _STACK = "nn_module_stack"
 RULES: dict[str, Rule] = {}
