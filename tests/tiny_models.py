@@ -180,7 +180,21 @@ SHARING: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # One whose layers have names that PEFT has no usual choice among.
-UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {"persimmon": ("PersimmonConfig", _COMMON)}
+UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "persimmon": ("PersimmonConfig", _COMMON),
+    # Biases by places, and squares of all positions.
+    "bloom": ("BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        {
+            **_COMMON,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["local", "global"], 1]],
+            "window_size": WINDOW,
+        },
+    ),
+}
 
 
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12}

@@ -85,6 +85,13 @@ def continued(
     for node in result.graph.find_nodes(op="placeholder"):
         if not node.users and _is_causal(node):
             result.graph.erase_node(node)
+    answer, state = (graph.graph.output_node().args[0][0].meta["val"] for graph in (result, graph_module))
+    if [*answer.shape] != [rows, *state.shape[1:]]:
+        raise BundleError(
+            f"of {rows} rows the state becomes {[*answer.shape]}: positions are numbered in a way that isn't "
+            "known here",
+            remedy=_REMEDY,
+        )
     result.recompile()
     return result
 

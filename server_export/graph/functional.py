@@ -1,6 +1,7 @@
 """A traced graph whose operators change nothing that is there, and whose known numbers are numbers.
 
 x[1:] += y          of what was there and what is new side by side
+x @ weight.T        a layer
 tensor(0.9) * 2     1.8
 """
 
@@ -20,6 +21,8 @@ from server_export.graph.writing import Rule, Writer, apply_rules, registrar
 
 aten = torch.ops.aten
 
+_TRANSPOSED = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default)
+_MATRIX = 2
 _STACK = "nn_module_stack"
 RULES: dict[str, Rule] = {}
 _rule = registrar(RULES)
@@ -39,6 +42,7 @@ def functional_graph(program: ExportedProgram) -> GraphModule:
         # It was traced on one that has no memory; a cast is left.
         node.target, node.args = aten.to.dtype, (node.args[0], *node.args[2:])
     _fold_numbers(graph_module)
+    _write_layers(graph_module)
     if changes_values:
         remove_identities(graph_module.graph)
         apply_rules(graph_module, RULES)
@@ -76,6 +80,17 @@ def _fold_numbers(graph_module: GraphModule) -> None:
             )
     if values:
         graph_module.graph.eliminate_dead_code()
+
+
+def _write_layers(graph_module: GraphModule) -> None:
+    """Write products with a weight that is transposed as layers, in place."""
+    for node in graph_module.graph.find_nodes(op="call_function", target=aten.matmul.default):
+        states, turned = node.args
+        source: Any = turned.args[0] if turned.target in _TRANSPOSED else None
+        if source is not None and source.op == "get_attr" and source.meta["val"].dim() == _MATRIX:
+            node.target, node.args = aten.linear.default, (states, source)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
 
 
 @_rule(aten.view.default, aten._unsafe_view.default)

@@ -29,17 +29,41 @@ def join_heads(graph_module: GraphModule) -> None:
     """Let rows and heads be one dimension between the two products of an attention, in place."""
     writer = Writer(graph_module)
     for product in graph_module.graph.find_nodes(op="call_function", target=aten.bmm.default):
-        scores = [user for user in product.users if _is_apart(user)]
-        chain = _chain(scores[0]) if len(scores) == len(product.users) == 1 else None
-        if chain:
+        scores = _taken_apart(product)
+        chain = _chain(scores) if scores is not None else None
+        if scores is not None and chain:
             _transpose_joined(writer, product)
-            _join(writer, product, chain)
+            _join(writer, scores, chain)
+    for softmax in graph_module.graph.find_nodes(op="call_function", target=aten.softmax.int):
+        _leave_joined(softmax, softmax)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
 
 
 def _shape(node: Node) -> list[int]:
     return list(node.meta["val"].shape)
+
+
+def _leave_joined(node: Node, softmax: Node) -> None:
+    """Leave out changes of shape behind a softmax that end in its own."""
+    for user in [*node.users]:
+        if user.target in _RESHAPES:
+            _leave_joined(user, softmax)
+            if _shape(user) == _shape(softmax):
+                user.replace_all_uses_with(softmax)
+
+
+def _taken_apart(product: Node) -> Node | None:
+    """Where a product gets a dimension for rows and one for heads, after what is computed of each number."""
+    node = product
+    while len(node.users) == 1:
+        (user,) = node.users
+        if _is_apart(user):
+            return user
+        if user.target not in (*_ALONE[:1], *_WITH) or _shape(user) != _shape(product):
+            return None
+        node = user
+    return None
 
 
 def _is_apart(node: Node) -> bool:
@@ -86,18 +110,31 @@ def _joined_shape(shape: Sequence[int], scores: Sequence[int]) -> list[int] | No
 def _transpose_joined(writer: Writer, product: Node) -> None:
     """Let keys be transposed after rows and heads were joined."""
     keys: Any = product.args[1]
-    transposed: Any = keys.args[0] if keys.target in _RESHAPES else keys
-    swaps = transposed.target is aten.transpose.int and {dim % 4 for dim in transposed.args[1:]} == {2, 3}
-    swaps |= transposed.target is aten.permute.default and [*transposed.args[1]] == [0, 1, 3, 2]
-    if not swaps or len(_shape(transposed)) != 4:
+    apart: Any = keys.args[0] if keys.target in _RESHAPES else keys
+    if len(_shape(apart)) != 4:
         return
 
     def write(writer: Writer) -> Node:
-        rows, heads, length, width = _shape(transposed.args[0])
-        joined = writer.reshape(transposed.args[0], [rows * heads, length, width])
+        rows, heads, width, length = _shape(apart)
+        joined = writer.reshape(_turned(writer, apart), [rows * heads, length, width])
         return writer.call(aten.transpose.int, joined, 1, 2)
 
     writer.replace(keys, write)
+
+
+def _turned(writer: Writer, node: Any) -> Any:
+    """A value whose last two of four dimensions change places."""
+    if node.target is aten.transpose.int and {dim % 4 for dim in node.args[1:]} == {2, 3}:
+        return node.args[0]
+    if node.target is aten.permute.default:
+        first, second, third, last = node.args[1]
+        order = [first, second, last, third]
+        source = node.args[0]
+        return source if order == [0, 1, 2, 3] else writer.call(aten.permute.default, source, order)
+    if node.target is aten.expand.default and len(_shape(node.args[0])) == 4:
+        rows, heads, third, last = _shape(node)
+        return writer.call(aten.expand.default, _turned(writer, node.args[0]), [rows, heads, last, third])
+    return writer.call(aten.transpose.int, node, 2, 3)
 
 
 def _is_causal(value: Any) -> bool:
@@ -108,9 +145,9 @@ def _is_causal(value: Any) -> bool:
     return is_table and _shape(value)[1] == _shape(value)[2]
 
 
-def _join(writer: Writer, product: Node, chain: Sequence[Node]) -> None:
-    (apart,) = product.users
-    scores, made = _shape(apart), {apart: product}
+def _join(writer: Writer, apart: Node, chain: Sequence[Node]) -> None:
+    joined: Any = apart.args[0]
+    scores, made = _shape(apart), {apart: joined}
 
     def other(writer: Writer, value: Any) -> Any:
         """A mask or a number, in the shape that meets joined scores."""
@@ -124,22 +161,26 @@ def _join(writer: Writer, product: Node, chain: Sequence[Node]) -> None:
             value = value.args[0]
         return value if _shape(value) == shape else writer.reshape(value, shape)
 
+    def hidden(writer: Writer, answer: Node, masks: Sequence[Node]) -> Node:
+        for mask in masks:
+            answer = writer.plus(answer, mask)
+        return answer
+
     def write(writer: Writer) -> Node:
-        answer, masks = product, list[Node]()
+        answer, masks = joined, list[Node]()
         for node in chain[:-1]:
             first, *rest = (other(writer, value) for value in node.args)
             if node.target is aten.add.Tensor and rest[0] is answer:
                 first, rest = answer, [first]
             if node.target is aten.softmax.int:
-                for mask in masks:
-                    answer = writer.plus(answer, mask)
-                first, rest = answer, [-1]
+                first, rest = hidden(writer, answer, masks), [-1]
+                masks = []
             elif node.target is aten.add.Tensor and _is_causal(rest[0]):
                 # What is hidden stays hidden when it is scaled: scores are scaled before.
                 masks.append(rest[0])
                 made[node] = answer
                 continue
             answer = made[node] = writer.call(node.target, first, *rest)
-        return answer
+        return hidden(writer, answer, masks)
 
     writer.replace(chain[-1], write)

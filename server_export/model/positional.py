@@ -20,6 +20,14 @@ from server_export.graph.rewriting import KEPT
 from server_export.graph.shapes import resized
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.graph.writing import Writer
+from server_export.model.scores import (
+    HIDDEN,
+    add_masks,
+    causal_window,
+    drop_least,
+    give_places,
+    slopes_and_places,
+)
 from server_export.model.tables import TABLE, ModelTable, ModelTables
 from server_export.model.traced import BATCH, COPIES, TOKENS, WHOLE_PREFIX
 
@@ -36,7 +44,8 @@ _LAYOUTS = {
     aten.transpose.int,
 }
 _ARITHMETIC = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
-_HIDDEN = -1e4
+# Positions that a table may have before those of a row.
+_MOST_MORE = 8
 _REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
 
 
@@ -54,8 +63,10 @@ def fold_positions(
         BundleError: numbers that depend on positions are of no kind that a table has.
     """
     positions = _Positions(graph_module, tables, buffers)
-    for node in positions.ends():
-        _replace(graph_module, node, positions, tables)
+    ends = [node for node in positions.ends() if not _is_written(graph_module, node, positions, tables)]
+    for node in ends:
+        if node.users:
+            _replace(graph_module, node, positions, tables)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     names = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
@@ -113,10 +124,14 @@ class _Positions:
         if node.target is TABLE:
             return self._tables.all[node.args[0]].of(length)
         of_arange = str(node.target).startswith("aten.arange")
+        # Of what is laid out such a number may be a width, if it isn't just larger.
+        more = TOKENS if of_arange else _MOST_MORE if node.target in _LAYOUTS else 0
 
         def sized(value: Any) -> Any:
-            if of_arange and type(value) is int and TOKENS < value < 2 * TOKENS:
+            if type(value) is int and TOKENS < value < TOKENS + more:
                 return value - TOKENS + length
+            if of_arange and type(value) is int and -TOKENS < value < -TOKENS // 2:
+                return value + TOKENS - length
             for marker, size in ((COPIES, 1), (BATCH, 1), (TOKENS, length)):
                 value = resized(value, marker, size)
             return torch.device("cpu") if isinstance(value, torch.device) else value
@@ -148,6 +163,47 @@ def _is_computed(node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return "getitem" in str(node.target)
     return node.target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def _is_written(graph_module: GraphModule, node: Node, positions: _Positions, tables: ModelTables) -> bool:
+    """Whether a decoder's mask or bias that meets scores in another way was written in that of blocks."""
+    if not _is_decoder(graph_module):
+        return False
+    shape, writer = _of_one_row(node), Writer(graph_module)
+
+    def known(value: Any) -> torch.Tensor | None:
+        found = positions.of(value, tables.longest) if value in positions.is_made else None
+        return found if isinstance(found, torch.Tensor) else None
+
+    def mask(before: Node, window: int) -> Node:
+        table = _causal(before, tables, window)
+        with before.graph.inserting_before(before):
+            new = before.graph.call_function(
+                aten.reshape.default, (table, [1] * (before.meta["val"].dim() - 2) + [TOKENS, TOKENS])
+            )
+        new.meta["val"] = table.meta["val"].reshape(new.args[1])
+        return new
+
+    if drop_least(node, known):
+        return True
+    if shape[-1:] != [TOKENS]:
+        return False
+    if sum(size % TOKENS == 0 for size in shape) == 2:
+        return add_masks(writer, node, known, mask)
+    value = known(node)
+    found = None
+    if value is not None and value.dtype == torch.float32 and value.numel() > tables.longest:
+        found = slopes_and_places(value)
+    if found is None:
+        return False
+    slopes, numbers = found
+    table = ModelTable("rotary", values=numbers.reshape(-1, 1))
+    key = ("places", numbers.numpy().tobytes())
+
+    def places(before: Node) -> Node:
+        return _asked(before, tables, key, table, [1, TOKENS, 1], torch.float32)
+
+    return give_places(writer, node, known, slopes, places)
 
 
 def _replace(graph_module: GraphModule, node: Node, positions: _Positions, tables: ModelTables) -> None:
@@ -203,7 +259,19 @@ def _asked(
 def _numbers(writer: Writer, node: Node, tables: ModelTables, first: int) -> Node:
     key = "positions" if first == 0 else ("positions", first)
     found = _asked(node, tables, key, ModelTable("positions", first=first), [1, TOKENS], torch.long)
+    are_looked_up = all(user.target is aten.embedding.default and _meets_rows(user) for user in node.users)
+    if _of_one_row(node) == [TOKENS] and are_looked_up:
+        # A row keeps a dimension of its own: there may be one for each sequence.
+        for user in node.users:
+            user.meta["val"] = user.meta["val"].unsqueeze(0)
+        return found
     return _spread(writer, node, writer.reshape(found, _of_one_row(node)))
+
+
+def _meets_rows(node: Node) -> bool:
+    """Whether what has no dimension of rows meets nothing but what has one."""
+    dimensions = node.meta["val"].dim()
+    return all(user.target in _ARITHMETIC and user.meta["val"].dim() > dimensions for user in node.users)
 
 
 def _of_one_row(node: Node) -> list[int]:
@@ -227,6 +295,8 @@ def _rows(writer: Writer, node: Node, tables: ModelTables, dim: int, value: torc
     table = ModelTable("rotary", values=rows)
     key = ("rows", rows.shape, rows.numpy().tobytes())
     found = _asked(node, tables, key, table, [1, TOKENS, rows.shape[1]], torch.float32)
+    if dim == 0 and _meets_rows(node):
+        return writer.reshape(found, [1, *shape])
     if not any(size > 1 for size in rest[:dim]):
         return _spread(writer, node, writer.reshape(found, shape))
     apart = writer.reshape(found, [TOKENS, *rest])
@@ -235,16 +305,11 @@ def _rows(writer: Writer, node: Node, tables: ModelTables, dim: int, value: torc
 
 
 def _causal_window(value: torch.Tensor) -> int | None:
-    """The window of a causal mask, all of which a token sees behind it if it is as long as the row."""
-    if not value.dtype.is_floating_point or value.numel() != value.shape[-1] ** 2:
+    """The window of a causal mask that is added; as long as the row if a token sees all behind it."""
+    if not value.dtype.is_floating_point:
         return None
-    hidden = value.reshape(value.shape[-2:]) <= _HIDDEN
-    seen = value.reshape(value.shape[-2:])[~hidden]
-    length = len(hidden)
-    window = int((~hidden[-1]).sum())
-    places = torch.arange(length)
-    expected = (places[:, None] < places) | (places[:, None] - places >= window)
-    return window if torch.equal(hidden, expected) and not bool(seen.any()) else None
+    hidden = value <= HIDDEN
+    return causal_window(hidden) if not bool(value[~hidden].any()) else None
 
 
 def _is_decoder(graph_module: GraphModule) -> bool:
@@ -276,8 +341,10 @@ def _relative(writer: Writer, node: Node, tables: ModelTables, values: torch.Ten
 
 
 def _mask(writer: Writer, node: Node, tables: ModelTables, window: int) -> Node:
+    return _spread(writer, node, writer.reshape(_causal(node, tables, window), _of_one_row(node)))
+
+
+def _causal(before: Node, tables: ModelTables, window: int) -> Node:
     window_or_none = None if window >= tables.longest else window
     table = ModelTable("causal", window_or_none)
-    key = ("causal", window_or_none, 1)
-    found = _asked(node, tables, key, table, [1, TOKENS, TOKENS], torch.float32)
-    return _spread(writer, node, writer.reshape(found, _of_one_row(node)))
+    return _asked(before, tables, ("causal", window_or_none, 1), table, [1, TOKENS, TOKENS], torch.float32)

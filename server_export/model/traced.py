@@ -36,6 +36,8 @@ _LAID_OUT = {
     *(aten.slice.Tensor, aten.clone.default, aten.contiguous.default, aten.to.dtype, aten.alias.default),
     *(aten.detach_.default, aten._assert_tensor_metadata.default),
 }
+# The number of positions that some models make biases for, of which a row has the last.
+_LENGTH = "max_seq_len"
 # What a graph's names of weights have before transformers' own.
 WHOLE_PREFIX = "model."
 _REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
@@ -151,6 +153,8 @@ def trace(
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.tables = tables
+    _widen_masks(model)
+    longest = getattr(model.config, _LENGTH, None)
     rows = copies * BATCH
     with torch.device("meta"), torch.no_grad():
         tokens = torch.empty(rows, TOKENS, dtype=torch.long)
@@ -164,6 +168,8 @@ def trace(
             with _WithKnownNumbers(), traced_recurrences(model, tables):
                 return torch.export.export(whole, given, strict=False)
 
+        if longest is not None:
+            setattr(model.config, _LENGTH, TOKENS)
         with told_as_bundle_error("the model can't be traced", _REMEDY):
             exported = None
             try:
@@ -177,6 +183,8 @@ def trace(
                 # It makes masks of its own, of what is a token and what is padding.
                 model.set_attn_implementation(attention.PADDED)
                 exported = exported_with(True)
+    if longest is not None:
+        setattr(model.config, _LENGTH, longest)
     graph_module = functional_graph(exported)
     take_apart(graph_module)
     remove_unused_attributes(graph_module)
@@ -184,7 +192,7 @@ def trace(
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
 
 
-def check_attention(model: torch.nn.Module) -> None:
+def check_attention(model: nn.Module) -> None:
     """Raise BundleError if a model's attention chooses what each token sees."""
     if any(hasattr(module, "index_topk") for module in model.modules()):
         raise BundleError(
@@ -192,6 +200,16 @@ def check_attention(model: torch.nn.Module) -> None:
             "(index_topk), which no role can",
             remedy="take a model whose attention sees all tokens, or a window of them",
         )
+
+
+def _widen_masks(model: nn.Module) -> None:
+    """Let masks of all positions be large enough for the marker of tokens, in place."""
+    count = getattr(model.config, "max_position_embeddings", None)
+    for module in model.modules():
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            if [*buffer.shape] == [1, 1, count, count]:
+                shape = (1, 1, 2 * TOKENS, 2 * TOKENS)
+                setattr(module, name, torch.empty(shape, dtype=buffer.dtype, device="meta"))
 
 
 def _adds(exported: ExportedProgram) -> bool:

@@ -137,7 +137,8 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Small tensors that no file has because an architecture computes them, such as a table's scale."""
     with _WithoutParameters(), torch.no_grad():
         twin = type(model)(model.config)
-    return {name: buffer.float() for name, buffer in twin.named_buffers() if not buffer.is_meta}
+    known = {name: buffer for name, buffer in twin.named_buffers() if not buffer.is_meta}
+    return {name: each if each.dtype is torch.bool else each.float() for name, each in known.items()}
 
 
 def _tied_names(model: nn.Module) -> dict[str, list[str]]:

@@ -117,10 +117,11 @@ def _gelu(
     return writer.times(gradient, gelu_slope(writer.call, argument, result))
 
 
-@rule(aten.logical_and_.default)
-def _both(writer: Writer, node: Node, left: Node, right: Node) -> Node:
-    # Of a clamp with two bounds; no program changes a value that is there.
-    return writer.call(aten.logical_and.default, left, right)
+@rule(aten.logical_and_.default, aten.masked_fill_.Scalar)
+def _in_place(writer: Writer, node: Node, *arguments: Any) -> Node:
+    # Of what autograd has just made; no program changes a value that is there.
+    plain = {aten.logical_and_.default: aten.logical_and.default}
+    return writer.call(plain.get(node.target, aten.masked_fill.Scalar), *arguments)
 
 
 @rule(aten.slice_backward.default)

@@ -271,7 +271,8 @@ def spoken_and_expected(
     merged = whole.merged({name: torch.from_numpy(array) for name, array in adapter.inputs().items()})
     for name, parameter in model.named_parameters():
         parameter.copy_(merged[name])
-    model.generation_config.eos_token_id = None
+    # Without words that some models are made to begin or end with.
+    model.generation_config = type(model.generation_config)()
     found = model.generate(torch.tensor([start]), max_new_tokens=count, do_sample=False, pad_token_id=0)
     return written, found[0, prompt:].tolist()
 

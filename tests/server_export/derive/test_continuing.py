@@ -82,7 +82,8 @@ class Block:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["llama", *rest(*(name for name in DECODERS if name != "llama"), "gpt_oss")]
+    "architecture",
+    ["llama", *rest(*(name for name in DECODERS if name != "llama"), "gpt_oss", "bloom", "gpt_neo")],
 )
 def test_tokens_that_come_later_are_answered_as_in_the_whole(architecture: str, tmp_path: Path) -> None:
     block = Block(architecture, tmp_path)

@@ -23,6 +23,16 @@ FORMS: dict[str, Attention] = {
     "scaled, then masked": lambda q, k, v, m: torch.softmax(q @ k.transpose(-1, -2) / 2 + m, -1) @ v,
     "masked, then scaled": lambda q, k, v, m: torch.softmax((q @ k.mT + m) * 0.5, -1) @ v,
     "mask first": lambda q, k, v, m: torch.softmax(m + q @ k.mT, -1) @ v,
+    "joined before the softmax": lambda q, k, v, m: (
+        torch.softmax((q @ k.mT + m).reshape(-1, LENGTH, LENGTH), -1) @ v.reshape(-1, LENGTH, WIDTH)
+    ),
+    "apart after it was scaled": lambda q, k, v, m: (
+        torch.softmax(
+            (torch.bmm(q.flatten(0, 1), k.mT.flatten(0, 1)) / 2).view(ROWS, HEADS, LENGTH, LENGTH) + m, -1
+        )
+        @ v
+    ),
+    "expanded keys": lambda q, k, v, m: torch.softmax(q @ k[:, :1].mT.expand(-1, HEADS, -1, -1) + m, -1) @ v,
     "soft cap": lambda q, k, v, m: torch.softmax(torch.tanh(q @ k.mT / 3) * 3 + m, -1) @ v,
 }
 

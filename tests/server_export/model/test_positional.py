@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from prge.errors import BundleError
 from server_export.graph.rewriting import remove_identities
+from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model.positional import fold_positions
 from server_export.model.tables import ModelTables
 from server_export.model.traced import BATCH, TOKENS
@@ -70,6 +71,59 @@ def test_a_triangle_is_a_causal_mask(window: int, known: int | None) -> None:
 
     _, tables = folded(masked)
     assert [(table.kind, table.window) for table in tables.all] == [("causal", known)]
+
+
+def read(weights: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """As a decoder's logits."""
+    return SOFTMAX_PARTS(weights, state[..., :1].float(), torch.zeros_like(state[..., :1]).long())
+
+
+def triangle(state: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(state.shape[1], device=state.device)
+    return places <= places[:, None]
+
+
+LEAST = torch.finfo(torch.float32).min
+HIDING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "where": lambda scores, seen: torch.where(seen, scores, torch.full((), LEAST, device=scores.device)),
+    "masked_fill": lambda scores, seen: scores.masked_fill(~seen, LEAST),
+    "masked_fill and a sum": lambda scores, seen: scores.masked_fill(~seen, LEAST) + (~seen).float() * -1e9,
+    "a product and a sum": lambda scores, seen: scores * seen.float() + -1e4 * (1 - seen.float()),
+    "no less than the least": lambda scores, seen: torch.maximum(
+        scores + (~seen).float() * -1e9, torch.full((), LEAST, device=scores.device)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", HIDING)
+def test_scores_that_are_hidden_in_another_way_have_one_mask_added(way: str) -> None:
+    def masked(state: torch.Tensor) -> torch.Tensor:
+        return read(torch.softmax(HIDING[way](state @ state.mT, triangle(state)), -1), state)
+
+    graph_module, tables = folded(masked)
+    assert [table.kind for table in tables.all] == ["causal"]
+    (softmax,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.softmax.int)
+    assert [str(softmax.args[0].target), str(softmax.args[0].args[0].target)] == [
+        "aten.add.Tensor",
+        "aten.matmul.default",
+    ]
+
+
+def test_slopes_by_heads_become_numbers_of_queries_and_places_those_of_keys() -> None:
+    def biased(state: torch.Tensor) -> torch.Tensor:
+        heads = torch.stack([state, state * 2], 1)
+        slopes = 0.5 ** torch.arange(1, 3, device=state.device)[:, None, None]
+        places = torch.arange(1 - state.shape[1], 1, device=state.device)
+        scores = heads @ heads.transpose(-1, -2) * 0.5 + slopes * places
+        least = torch.full((), LEAST, device=state.device)
+        return read(torch.softmax(torch.where(triangle(state), scores, least), -1).sum(1), state)
+
+    graph_module, tables = folded(biased)
+    (places,) = (table for table in tables.all if table.kind == "rotary")
+    assert torch.equal(places.of(4), torch.arange(4.0).reshape(1, 4, 1))
+    (product,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default)
+    query, keys = product.all_input_nodes
+    assert (query.meta["val"].shape[-1], keys.meta["val"].shape[-2]) == (WIDTH + 1, WIDTH + 1)
 
 
 def test_numbers_of_pairs_of_positions_are_refused() -> None:

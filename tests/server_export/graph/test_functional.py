@@ -1,0 +1,24 @@
+"""A traced graph in the operators that the passes after it know."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from server_export.graph.functional import functional_graph
+
+torch.set_num_threads(1)
+
+
+class Turned(nn.Linear):
+    """A layer that multiplies by its weight, turned."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states @ self.weight.T + self.bias
+
+
+def test_a_product_with_a_weight_that_is_turned_is_a_layer() -> None:
+    layer, states = Turned(4, 3).requires_grad_(False), torch.randn(2, 5, 4)
+    graph_module = functional_graph(torch.export.export(layer, (states,), strict=False))
+    assert len(graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)) == 1
+    torch.testing.assert_close(graph_module(states), layer(states))
