@@ -92,7 +92,7 @@ def make_tiny(model_type: str, seed: int = 0) -> Any:
             reason = reason or f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
             continue
         if getattr(model, "pooler", None) is not None:
-            model.pooler = None
+            model.pooler = torch.nn.Identity()
         return model.requires_grad_(False)
     raise ValueError(reason)
 

@@ -130,7 +130,8 @@ def prepare_model(
     model.eval().requires_grad_(False).float()
     model.config.use_cache = False
     if not is_decoder and getattr(model, "pooler", None) is not None:
-        model.pooler = None  # BERT's head for sentence pairs, which no readout uses
+        # BERT's head for sentence pairs, which no readout uses; some models call it all the same.
+        model.pooler = nn.Identity()
     return LoadedModel(model, name_or_path, revision, is_decoder, part_of=part_of)
 
 

@@ -158,7 +158,7 @@ def _replace(graph_module: GraphModule, node: Node, positions: _Positions, table
     if not long:
         _write_constant(graph_module, node, value)
     elif bool((value == value.reshape(-1)[0]).all()):
-        ones = value.reshape(-1)[:1].reshape([1] * len(shape))
+        ones = torch.full([1] * len(shape), value.reshape(-1)[0].item(), dtype=value.dtype)
         writer.replace(node, lambda writer: _spread(writer, node, writer.constant(ones)))
     elif value.dtype == torch.long and value.numel() == tables.longest and _counts(value):
         writer.replace(node, lambda writer: _numbers(writer, node, tables, int(value.reshape(-1)[0])))

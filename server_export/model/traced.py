@@ -7,7 +7,7 @@ graph has memory: the model's are named, and read when a block's are written.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,12 @@ from torch.overrides import TorchFunctionMode
 from prge.contract import Matrix
 from prge.errors import PrgeError, told_as_bundle_error
 from server_export.graph.functional import functional_graph
-from server_export.graph.modules import remove_unused_attributes
+from server_export.graph.modules import remove_unused_attributes, replace_tensor
 from server_export.graph.plain import take_apart
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention, experts
 from server_export.model.adapted import CallInputs
+from server_export.model.positions import longer_tables
 from server_export.model.recurrent import traced_recurrences
 from server_export.model.tables import ModelTables
 
@@ -82,8 +83,10 @@ class _Whole(nn.Module):
         self.inputs.adapter = dict(zip(names, adapter, strict=True))
         length = tokens.shape[1]
         is_decoder = beside.dim() == 2
+        positions = self.tables.positions(length, self.first_position)
         values = {
-            "position_ids": self.tables.positions(length, self.first_position),
+            # What has masks of its own may want a number for each of them.
+            "position_ids": positions.expand(tokens.shape) if self.has_own_masks else positions,
             "token_type_ids": self.tables.zeros(length),
             "use_cache": False,
         }
@@ -105,6 +108,9 @@ class _WithKnownNumbers(TorchFunctionMode):
     """Numbers that a model makes tensors of are known, and not without memory as all else."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.item and args[0].is_meta and args[0].dtype is torch.long:
+            # How long the longest row is; checked against the model, as all else.
+            return TOKENS
         if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             args = (args[0], tuple(_as_slice(place) for place in args[1]))
         known = function is torch.tensor and isinstance(args[0], bool | int | float)
@@ -164,7 +170,8 @@ def trace(
             with _WithKnownNumbers(), traced_recurrences(model, tables):
                 return torch.export.export(whole, given, strict=False)
 
-        with told_as_bundle_error("the model can't be traced", _REMEDY):
+        longer = longer_tables(model, first_position + TOKENS + 1)
+        with told_as_bundle_error("the model can't be traced", _REMEDY), longer as own:
             exported = None
             try:
                 exported = exported_with(False)
@@ -178,10 +185,19 @@ def trace(
                 model.set_attn_implementation(attention.PADDED)
                 exported = exported_with(True)
     graph_module = functional_graph(exported)
+    _put_back(graph_module, own)
     take_apart(graph_module)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
+
+
+def _put_back(graph_module: GraphModule, own: Mapping[str, torch.Tensor]) -> None:
+    """Put a model's own tables in the place of those that it was traced with."""
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        if (table := own.get(str(node.target).removeprefix(WHOLE_PREFIX))) is not None:
+            replace_tensor(graph_module, str(node.target), table)
+            node.meta["val"] = table
 
 
 def _adds(exported: ExportedProgram) -> bool:

@@ -80,6 +80,17 @@ def test_encoders_that_know_how_far_tokens_are_apart(folder: Path) -> None:
     assert difference_from_model(chain, str(folder), None) < 1e-5
 
 
+@pytest.mark.parametrize("model_type", ["clip_text_model", *rest("layoutlm", "molmo2_text", "tapas", "xlm")])
+def test_encoders_with_ways_of_their_own(model_type: str, tmp_path: Path) -> None:
+    """One that holds a row against its positions, one that calls its pooler, one whose weights are stored as
+    one, one with seven types of tokens, one that makes masks and keeps keys."""
+    make_tiny(model_type).save_pretrained(tmp_path)
+    chain = build_chain(
+        outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
+    )
+    assert difference_from_model(chain, str(tmp_path), None) < 1e-5
+
+
 def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     model = make_tiny("bert-generation")
     model.config.is_decoder = False
