@@ -91,7 +91,7 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
 
     Raises:
         BundleError: they differ by more than `MODEL_TOLERANCE`, so that the model was cut or traced wrongly;
-            or what a decoder answers depends on tokens that come later.
+            or what a decoder answers depends on tokens that come later, an encoder's answer on padding.
     """
     model: Any = load_model(name_or_path, pooled=not chain.is_decoder, revision=revision).model
     generator = torch.Generator().manual_seed(0)
@@ -116,6 +116,13 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
             _check_causal(name, expected[:, :_ALIKE_TOKENS])
         else:
             expected = output.last_hidden_state
+            alone = model(input_ids=tokens[1:, :_ALIKE_TOKENS]).last_hidden_state
+            if not _is_alike(expected[1, :_ALIKE_TOKENS], alone[0]):
+                raise BundleError(
+                    f"{name} reads the padding of a row as if it were tokens, so what it answers changes "
+                    "with the rows beside",
+                    remedy="take another checkpoint; of other encoders padding is hidden by attention",
+                )
         # The blocks need its memory.
         del model, output
         beside = targets if chain.is_decoder else padding_mask(mask.float())
@@ -131,10 +138,14 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
     return difference
 
 
+def _is_alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    difference = float((found - expected).abs().max())
+    return difference <= MODEL_TOLERANCE * max(1.0, float(expected.abs().max()))
+
+
 def _check_causal(name: str, beginnings: torch.Tensor) -> None:
     """That two rows with the same beginning are answered the same there."""
-    first, second = beginnings
-    if not float((first - second).abs().max()) <= MODEL_TOLERANCE * max(1.0, float(first.abs().max())):
+    if not _is_alike(*beginnings):
         raise BundleError(
             f"{name} sees tokens that come later, so it isn't a causal language model",
             remedy="set is_decoder to true in its config.json if it was trained as one; else take another",

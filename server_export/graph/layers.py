@@ -69,10 +69,13 @@ def of_layers(nodes: Sequence[Node], flow: set[Node], answer: Node) -> list[Stre
         readers = {node: {block_of[user] for user in node.users} - {number} for node in made}
         ahead = [node for node in made if readers[node] == {number + 1} and node not in parts]
         ends_here = [node for node in ahead if number not in map(block_of.get, node.users)]
-        state[number] = ends_here or ahead
-        gives[number] = [node for node in made if node not in state[number]]
-        for node in gives[number]:
-            for reader in readers[node]:
+        # What all layers read may be all that there is for the next one, as behind an embedding.
+        both = [node for node in made if number + 1 in readers[node] and _is_plain([node], source)]
+        state[number] = ends_here or ahead or both[:1]
+        for node in made:
+            others = readers[node] - ({number + 1} if node in state[number] else set())
+            gives[number] += [node] if others else []
+            for reader in others:
                 takes[reader].append(node)
     if not all(state[:-1]) or not _is_plain(state[-2], source) or takes[-1]:
         return None

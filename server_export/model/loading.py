@@ -77,7 +77,7 @@ def load_model(name_or_path: str, *, pooled: bool | None = None, revision: str |
     check_size(files, outline, opened.part_of)
     given: dict[str, Any] = {"config": opened.config, "use_safetensors": True}
     try:
-        loader = _loader(opened.is_decoder)
+        loader = _loader(opened.config, opened.is_decoder)
         if opened.part_of is not None:
             # transformers finds the text part of some checkpoints only.
             loader, given["state_dict"] = type(outline), stored_part(files, outline)
@@ -160,6 +160,8 @@ def _open_config(files: ModelFiles, pooled: bool | None) -> _Opened:
     read_config(files)
     try:
         whole = AutoConfig.from_pretrained(str(files.folder), trust_remote_code=False, local_files_only=True)
+        if _is_encoder_alone(whole):
+            whole.is_encoder_decoder = False
         config = _text_part(whole)
         _check_kind(config, whole, files.name)
         is_decoder = not pooled if pooled is not None else _is_decoder(config)
@@ -191,17 +193,26 @@ def _text_part(config: Any) -> Any:
     return text
 
 
-def _loader(is_decoder: bool) -> Any:
-    from transformers import AutoModel, AutoModelForCausalLM
+def _is_encoder_alone(config: Any) -> bool:
+    """Whether a checkpoint is of transformers' class for the encoder of its type, such as T5's."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES as ENCODERS
 
-    return AutoModelForCausalLM if is_decoder else AutoModel
+    return ENCODERS.get(config.model_type) in (getattr(config, "architectures", None) or ())
+
+
+def _loader(config: Any, is_decoder: bool) -> Any:
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForTextEncoding
+
+    if is_decoder:
+        return AutoModelForCausalLM
+    return AutoModelForTextEncoding if _is_encoder_alone(config) else AutoModel
 
 
 def _outline(files: ModelFiles, opened: _Opened) -> Any:
     """The model without memory for its numbers."""
     try:
         with torch.device("meta"):
-            model = _loader(opened.is_decoder).from_config(
+            model = _loader(opened.config, opened.is_decoder).from_config(
                 copy.deepcopy(opened.config),
                 dtype=torch.float32,
                 attn_implementation="eager",

@@ -91,6 +91,17 @@ def test_encoders_with_ways_of_their_own(model_type: str, tmp_path: Path) -> Non
     assert difference_from_model(chain, str(tmp_path), None) < 1e-5
 
 
+def test_an_encoder_of_two_that_are_a_pair(tmp_path: Path) -> None:
+    """The configurations of T5's encoders, as the hub has them, still tell of a pair."""
+    model = make_tiny("t5")
+    model.config.is_encoder_decoder = True
+    model.save_pretrained(tmp_path)
+    chain = build_chain(
+        outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
+    )
+    assert difference_from_model(chain, str(tmp_path), None) < 1e-5
+
+
 def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     model = make_tiny("bert-generation")
     model.config.is_decoder = False
@@ -100,6 +111,16 @@ def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
         outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
     )
     with pytest.raises(BundleError, match="sees tokens that come later"):
+        difference_from_model(chain, str(tmp_path), None)
+
+
+def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
+    """Fourier's transform of a row has all of its places in every answer."""
+    make_tiny("fnet").save_pretrained(tmp_path)
+    chain = build_chain(
+        outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
+    )
+    with pytest.raises(BundleError, match="reads the padding of a row"):
         difference_from_model(chain, str(tmp_path), None)
 
 
