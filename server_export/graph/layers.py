@@ -37,7 +37,9 @@ class Stretch:
     experts: int | None = None
 
 
-def of_layers(nodes: Sequence[Node], flow: set[Node], answer: Node) -> list[Stretch] | None:
+def of_layers(
+    nodes: Sequence[Node], flow: set[Node], answer: Node, all_read: bool = False
+) -> list[Stretch] | None:
     """The stretches of a graph whose layers have several values alive where they end; None of any other.
 
     What each layer takes its own part of is parted where it is made: nodes are moved.
@@ -46,6 +48,7 @@ def of_layers(nodes: Sequence[Node], flow: set[Node], answer: Node) -> list[Stre
         nodes: of the graph.
         flow: those that depend on its first placeholder.
         answer: what the graph returns.
+        all_read: what several layers read may be the state of the first of them too, if there is none else.
     """
     source = next(node for node in nodes if node.op == "placeholder")
     ends = ends_of_layers(nodes)
@@ -69,9 +72,8 @@ def of_layers(nodes: Sequence[Node], flow: set[Node], answer: Node) -> list[Stre
         readers = {node: {block_of[user] for user in node.users} - {number} for node in made}
         ahead = [node for node in made if readers[node] == {number + 1} and node not in parts]
         ends_here = [node for node in ahead if number not in map(block_of.get, node.users)]
-        # What all layers read may be all that there is for the next one, as behind an embedding.
         both = [node for node in made if number + 1 in readers[node] and _is_plain([node], source)]
-        state[number] = ends_here or ahead or both[:1]
+        state[number] = ends_here or ahead or both[:all_read]
         for node in made:
             others = readers[node] - ({number + 1} if node in state[number] else set())
             gives[number] += [node] if others else []

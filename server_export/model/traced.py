@@ -22,6 +22,7 @@ from prge.errors import PrgeError, told_as_bundle_error
 from server_export.graph.functional import functional_graph
 from server_export.graph.modules import remove_unused_attributes, replace_tensor
 from server_export.graph.plain import take_apart
+from server_export.graph.rotation import write_complex
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention, experts
 from server_export.model.adapted import CallInputs
@@ -186,6 +187,7 @@ def trace(
                 exported = exported_with(True)
     graph_module = functional_graph(exported)
     _put_back(graph_module, own)
+    write_complex(graph_module)
     take_apart(graph_module)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
