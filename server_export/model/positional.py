@@ -20,7 +20,7 @@ from server_export.graph.rewriting import KEPT
 from server_export.graph.shapes import resized
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.graph.writing import Writer
-from server_export.model.tables import TABLE, ModelTable, ModelTables
+from server_export.model.tables import TABLE, ModelTable, ModelTables, asked
 from server_export.model.traced import BATCH, COPIES, TOKENS, WHOLE_PREFIX
 
 aten = torch.ops.aten
@@ -190,19 +190,9 @@ def _write_constant(graph_module: GraphModule, node: Node, value: torch.Tensor) 
     node.replace_all_uses_with(new)
 
 
-def _asked(
-    before: Node, tables: ModelTables, key: Any, table: ModelTable, shape: list[int], dtype: Any
-) -> Node:
-    number = tables.number(key, lambda: table)
-    with before.graph.inserting_before(before):
-        node = before.graph.call_function(TABLE, (number, shape, dtype, torch.device("meta")))
-    node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
-    return node
-
-
 def _numbers(writer: Writer, node: Node, tables: ModelTables, first: int) -> Node:
     key = "positions" if first == 0 else ("positions", first)
-    found = _asked(node, tables, key, ModelTable("positions", first=first), [1, TOKENS], torch.long)
+    found = asked(node, tables, key, ModelTable("positions", first=first), [1, TOKENS], torch.long)
     return _spread(writer, node, writer.reshape(found, _of_one_row(node)))
 
 
@@ -226,7 +216,7 @@ def _rows(writer: Writer, node: Node, tables: ModelTables, dim: int, value: torc
     rows = value.movedim(dim, 0).reshape(tables.longest, math.prod(rest)).contiguous()
     table = ModelTable("rotary", values=rows)
     key = ("rows", rows.shape, rows.numpy().tobytes())
-    found = _asked(node, tables, key, table, [1, TOKENS, rows.shape[1]], torch.float32)
+    found = asked(node, tables, key, table, [1, TOKENS, rows.shape[1]], torch.float32)
     if not any(size > 1 for size in rest[:dim]):
         return _spread(writer, node, writer.reshape(found, shape))
     apart = writer.reshape(found, [TOKENS, *rest])
@@ -268,7 +258,7 @@ def _relative(writer: Writer, node: Node, tables: ModelTables, values: torch.Ten
     dtype = torch.float32 if values.dtype is torch.bool else values.dtype
     values = values.to(dtype)
     key = ("relative", dtype, values.numpy().tobytes())
-    found = _asked(node, tables, key, ModelTable("relative", values=values), [1, TOKENS, TOKENS], dtype)
+    found = asked(node, tables, key, ModelTable("relative", values=values), [1, TOKENS, TOKENS], dtype)
     found = writer.reshape(found, _of_one_row(node))
     if node.meta["val"].dtype is torch.bool:
         found = writer.call(aten.ne.Scalar, found, 0)
@@ -279,5 +269,5 @@ def _mask(writer: Writer, node: Node, tables: ModelTables, window: int) -> Node:
     window_or_none = None if window >= tables.longest else window
     table = ModelTable("causal", window_or_none)
     key = ("causal", window_or_none, 1)
-    found = _asked(node, tables, key, table, [1, TOKENS, TOKENS], torch.float32)
+    found = asked(node, tables, key, table, [1, TOKENS, TOKENS], torch.float32)
     return _spread(writer, node, writer.reshape(found, _of_one_row(node)))

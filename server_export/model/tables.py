@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.fx import Node
 
 from prge.files.chain import MASKED, RECURRENT_PIECE
 from prge.files.relations import RELATIONS, relation, relation_shape
@@ -144,6 +145,17 @@ class ModelTables:
             self._numbers[key] = len(self.all)
             self.all.append(make())
         return self._numbers[key]
+
+
+def asked(
+    before: Node, tables: ModelTables, key: Any, table: ModelTable, shape: list[int], dtype: Any
+) -> Node:
+    """A table in a graph that was traced, in front of a node; the same key gives the same one."""
+    number = tables.number(key, lambda: table)
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(TABLE, (number, shape, dtype, torch.device("meta")))
+    node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+    return node
 
 
 class TableRotary(nn.Module):

@@ -26,6 +26,7 @@ from server_export.graph.rotation import write_complex
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention, experts
 from server_export.model.adapted import CallInputs
+from server_export.model.neighbours import write_neighbours
 from server_export.model.positions import longer_tables
 from server_export.model.recurrent import traced_recurrences
 from server_export.model.tables import ModelTables
@@ -188,6 +189,7 @@ def trace(
     graph_module = functional_graph(exported)
     _put_back(graph_module, own)
     write_complex(graph_module)
+    write_neighbours(graph_module, tables)
     take_apart(graph_module)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]

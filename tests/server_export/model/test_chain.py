@@ -80,10 +80,20 @@ def test_encoders_that_know_how_far_tokens_are_apart(folder: Path) -> None:
     assert difference_from_model(chain, str(folder), None) < 1e-5
 
 
-@pytest.mark.parametrize("model_type", ["clip_text_model", *rest("layoutlm", "molmo2_text", "tapas", "xlm")])
+_WAYS = {
+    "clip_text_model": "it holds a row against its positions",
+    "convbert": "it convolves tokens, and lays neighbours side by side",
+    "layoutlm": "it calls its pooler",
+    "mobilebert": "it moves rows by a token",
+    "molmo2_text": "queries, keys and values are stored as one",
+    "neomme": "all layers read the embeddings",
+    "tapas": "it has seven types of tokens",
+    "xlm": "it makes masks of lengths, and keeps keys",
+}
+
+
+@pytest.mark.parametrize("model_type", ["convbert", *rest(*(name for name in _WAYS if name != "convbert"))])
 def test_encoders_with_ways_of_their_own(model_type: str, tmp_path: Path) -> None:
-    """One that holds a row against its positions, one that calls its pooler, one whose weights are stored as
-    one, one with seven types of tokens, one that makes masks and keeps keys."""
     make_tiny(model_type).save_pretrained(tmp_path)
     chain = build_chain(
         outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
