@@ -193,11 +193,16 @@ def _text_part(config: Any) -> Any:
     return text
 
 
-def _is_encoder_alone(config: Any) -> bool:
-    """Whether a checkpoint is of transformers' class for the encoder of its type, such as T5's."""
+def _encoder_class(config: Any) -> str | None:
+    """The name of transformers' class for the encoder of a type alone, such as T5's."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES as ENCODERS
 
-    return ENCODERS.get(config.model_type) in (getattr(config, "architectures", None) or ())
+    return ENCODERS.get(config.model_type)
+
+
+def _is_encoder_alone(config: Any) -> bool:
+    """Whether a checkpoint is of that class."""
+    return _encoder_class(config) in (getattr(config, "architectures", None) or ())
 
 
 def _loader(config: Any, is_decoder: bool) -> Any:
@@ -307,6 +312,8 @@ def _check_kind(config: Any, whole: Any, name: str) -> None:
     codes = getattr(config, "quantization_config", None) or getattr(whole, "quantization_config", None)
     if getattr(config, "is_encoder_decoder", False):
         reason = "an encoder-decoder model"
+        if name_of_encoder := _encoder_class(config):
+            remedy += f', or its encoder: write "architectures": ["{name_of_encoder}"] into its config.json'
     elif codes:
         method = codes.get("quant_method") if isinstance(codes, Mapping) else None
         reason, remedy = f"quantized already{f' ({shown(method)})' if method else ''}", UNQUANTIZED

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from prge.errors import BundleError
 from server_export.check.chain import difference_from_model
@@ -101,11 +103,16 @@ def test_encoders_with_ways_of_their_own(model_type: str, tmp_path: Path) -> Non
     assert difference_from_model(chain, str(tmp_path), None) < 1e-5
 
 
-def test_an_encoder_of_two_that_are_a_pair(tmp_path: Path) -> None:
-    """The configurations of T5's encoders, as the hub has them, still tell of a pair."""
-    model = make_tiny("t5")
-    model.config.is_encoder_decoder = True
-    model.save_pretrained(tmp_path)
+def test_the_encoder_of_a_pair(tmp_path: Path) -> None:
+    """T5's, of a checkpoint that has the decoder too, once its configuration asks for the encoder alone."""
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, decoder_start_token_id=0
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(BundleError, match="T5EncoderModel"):
+        outline_model(str(tmp_path))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["T5EncoderModel"]}))
     chain = build_chain(
         outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
     )
