@@ -61,7 +61,7 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}},
     {"axial_pos_embds": False},
     {"times": 2},
-    {"attention_window": 4, "languages": ["en_XX"], "default_language": "en_XX"},
+    {"attention_window": 4, "languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
 )
 _SPECIAL = ("pad", "bos", "eos")
 

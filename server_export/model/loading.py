@@ -312,7 +312,7 @@ def _check_kind(config: Any, whole: Any, name: str) -> None:
     codes = getattr(config, "quantization_config", None) or getattr(whole, "quantization_config", None)
     if getattr(config, "is_encoder_decoder", False):
         reason = "an encoder-decoder model"
-        if name_of_encoder := _encoder_class(config):
+        if hasattr(config, "hidden_size") and (name_of_encoder := _encoder_class(config)):
             remedy += f', or its encoder: write "architectures": ["{name_of_encoder}"] into its config.json'
     elif codes:
         method = codes.get("quant_method") if isinstance(codes, Mapping) else None

@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from prge.errors import BundleError
 from server_export.graph.modules import attribute
 from server_export.graph.rewriting import KEPT
-from server_export.graph.shapes import resized
+from server_export.graph.shapes import fill_in_values, resized
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.graph.writing import Writer
 from server_export.model.tables import TABLE, ModelTable, ModelTables, asked
@@ -54,6 +54,7 @@ def fold_positions(
         BundleError: numbers that depend on positions are of no kind that a table has.
     """
     positions = _Positions(graph_module, tables, buffers)
+    _choose_rows(graph_module, positions)
     for node in positions.ends():
         _replace(graph_module, node, positions, tables)
     graph_module.graph.eliminate_dead_code()
@@ -74,6 +75,7 @@ class _Positions:
         self, graph_module: GraphModule, tables: ModelTables, buffers: Mapping[str, torch.Tensor]
     ) -> None:
         self._graph_module, self._tables = graph_module, tables
+        self.longest = tables.longest
         self._buffers = {WHOLE_PREFIX + name: buffer for name, buffer in buffers.items()}
         self._known: dict[tuple[Node, int], Any] = {}
         # Whether it is made of more than tables.
@@ -134,6 +136,32 @@ class _Positions:
             return self._buffers[name]
         is_known = isinstance(tensor, torch.Tensor) and not tensor.is_meta
         return tensor if is_known and not isinstance(tensor, torch.nn.Parameter) else None
+
+
+def _choose_rows(graph_module: GraphModule, positions: _Positions) -> None:
+    """Write what chooses all rows, or none, without a choice, in place, such as layers for one language."""
+    graph = graph_module.graph
+    changed = False
+    for node in [*graph.nodes]:
+        is_put = node.target is aten.index_put.default
+        if not is_put and node.target is not aten.index.Tensor:
+            continue
+        source, (mask, *others), *values = node.args
+        if others or not positions.is_made.get(mask) or mask.meta["val"].dtype is not torch.bool:
+            continue
+        chosen = positions.of(mask, positions.longest)
+        if bool(chosen.all()) or (is_put and not bool(chosen.any())):
+            node.replace_all_uses_with(values[0] if is_put and bool(chosen.all()) else source)
+            changed = True
+    if changed:
+        for node in graph.find_nodes(op="call_function", target=aten._assert_scalar.default):
+            graph.erase_node(node)
+        graph.eliminate_dead_code()
+        for node in graph.nodes:
+            # How many rows are chosen wasn't known.
+            if any(type(size) is not int for size in getattr(node.meta.get("val"), "shape", ())):
+                del node.meta["val"]
+        fill_in_values(graph_module)
 
 
 def _repeats(node: Node) -> bool:

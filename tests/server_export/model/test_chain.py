@@ -90,6 +90,7 @@ _WAYS = {
     "molmo2_text": "queries, keys and values are stored as one",
     "neomme": "all layers read the embeddings",
     "tapas": "it has seven types of tokens",
+    "xmod": "it has layers for one language of two",
     "xlm": "it makes masks of lengths, and keeps keys",
 }
 
