@@ -84,7 +84,7 @@ class StackedLoraLinear(nn.Module):
             raise BundleError(
                 f"{self.module.name} can't be adapted: the model gives it other numbers than a state of "
                 "each token of each row in turn",
-                remedy="name other layers with --target-modules",
+                remedy="name other layers with --target-modules, or take another checkpoint",
             )
         base = self.base(x)
         if self.lora_a is not None:
