@@ -105,7 +105,9 @@ def make_tiny(model_type: str, seed: int = 0) -> Any:
                 model(input_ids=tokens, **more)
         except ImportError:
             # Of a library for other parts than the text's.
-            return make_tiny(chosen.get_text_config().model_type, seed)
+            text = chosen.get_text_config()
+            if text is not chosen:
+                return make_tiny(text.model_type, seed)
         except Exception as error:  # a class may raise whatever its parts raise
             reason = reason or f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
             continue

@@ -127,14 +127,14 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
         with told_as_bundle_error("the blocks of this model can't be run by themselves", _REMEDY):
             found = _answers(chain.in_scheme("fp32"), tokens, beside)
     found, expected = found.reshape(expected.shape)[mask.bool()], expected[mask.bool()]
-    if not _is_alike(found, expected) and reads_padding:
+    is_alike, difference = _is_alike(found, expected), float((found - expected).abs().max())
+    if not is_alike and reads_padding:
         raise BundleError(
             f"{name} reads the padding of a row as if it were tokens, so what it answers changes with the "
             "rows beside",
             remedy="take another checkpoint; of other encoders padding is hidden by attention",
         )
-    difference = float((found - expected).abs().max())
-    if not _is_alike(found, expected):
+    if not is_alike:
         raise BundleError(
             f"the blocks don't compute what the model {name} computes: their outputs differ "
             f"by {difference:.3g}",

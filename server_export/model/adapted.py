@@ -114,8 +114,8 @@ def conv1d_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, Conv1D)]
 
 
-def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` at the path `name`."""
+def replace_module(model: nn.Module, name: str, module: nn.Module | torch.Tensor) -> None:
+    """Put a module, or a tensor in the place of one, at the path `name`."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
 

@@ -70,7 +70,7 @@ class _Moving:
 
 def _padded(writer: Writer, moving: _Moving, node: Any) -> Node | None:
     """A part of all rows, and nothing in the place of the rest."""
-    part, pads = node.args[:2]
+    part, pads, *fill = node.args
     shape = list(node.meta["val"].shape)
     if part.target is not aten.slice.Tensor or len(shape) != 3 or shape[1] != moving.tokens:
         return None
@@ -78,7 +78,8 @@ def _padded(writer: Writer, moving: _Moving, node: Any) -> Node | None:
     before, behind = pads[2:4] if len(pads) > 3 else (0, 0)
     missing = moving.tokens - part.meta["val"].shape[1]
     places = {(missing, 0, missing): missing, (0, missing, 0): -missing}
-    if dim != 1 or any(pads[:2]) or any(pads[4:]) or (start, before, behind) not in places:
+    is_nothing = all(each in ("constant", None, 0) for each in fill)
+    if dim != 1 or not is_nothing or any(pads[:2]) or any(pads[4:]) or (start, before, behind) not in places:
         return None
     place = places[start, before, behind]
     turned = writer.call(aten.permute.default, source, [0, 2, 1])

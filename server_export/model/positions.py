@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from prge.errors import ConfigError
+from server_export.model.adapted import replace_module
 from server_export.model.loading import LoadedModel
 from server_export.settings import DEFAULT_CONTEXT, DEFAULT_LENGTH
 
@@ -47,24 +48,23 @@ def longer_tables(model: nn.Module, length: int) -> Iterator[dict[str, torch.Ten
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith(_TABLES):
             own[f"{name}.weight"] = module.weight
-        if module._buffers.get(_NUMBERS) is not None:
-            own[f"{name}.{_NUMBERS}".lstrip(".")] = module.get_buffer(_NUMBERS)
+        own |= {f"{name}.{part}".lstrip("."): table for part, table in _numbering(module).items()}
     try:
         for name, table in own.items():
             dim = table.dim() - 1 if name.endswith(_NUMBERS) else 0
             shape = [length if place == dim else size for place, size in enumerate(table.shape)]
-            _put(model, name, torch.empty(shape, dtype=table.dtype, device=table.device))
+            longer = torch.empty(shape, dtype=table.dtype, device=table.device)
+            is_parameter = isinstance(table, nn.Parameter)
+            replace_module(model, name, nn.Parameter(longer, requires_grad=False) if is_parameter else longer)
         yield own
     finally:
         for name, table in own.items():
-            _put(model, name, table)
+            replace_module(model, name, table)
 
 
-def _put(model: nn.Module, name: str, table: torch.Tensor) -> None:
-    owner, _, part = name.rpartition(".")
-    module = model.get_submodule(owner)
-    is_parameter = part in dict(module.named_parameters(recurse=False))
-    setattr(module, part, nn.Parameter(table, requires_grad=False) if is_parameter else table)
+def _numbering(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own buffer of the numbers of positions, if it has one."""
+    return {name: table for name, table in module.named_buffers(recurse=False) if name == _NUMBERS}
 
 
 def longest_row(loaded: LoadedModel, asked: int | None) -> int:

@@ -107,11 +107,18 @@ class _Whole(nn.Module):
 
 
 class _WithKnownNumbers(TorchFunctionMode):
-    """Numbers that a model makes tensors of are known, and not without memory as all else."""
+    """Numbers that a model makes tensors of are known, and not without memory as all else.
+
+    Args:
+        lengths: so is a whole number that it asks of a tensor: how long the longest row is.
+    """
+
+    def __init__(self, lengths: bool) -> None:
+        super().__init__()
+        self.lengths = lengths
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.item and args[0].is_meta and args[0].dtype is torch.long:
-            # How long the longest row is; checked against the model, as all else.
+        if self.lengths and function is torch.Tensor.item and args[0].dtype is torch.long:
             return TOKENS
         if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             args = (args[0], tuple(_as_slice(place) for place in args[1]))
@@ -169,7 +176,7 @@ def trace(
 
         def exported_with(has_own_masks: bool) -> ExportedProgram:
             whole = _Whole(model, inputs, tables, adapter, first_position, has_own_masks).eval()
-            with _WithKnownNumbers(), traced_recurrences(model, tables):
+            with _WithKnownNumbers(has_own_masks), traced_recurrences(model, tables):
                 return torch.export.export(whole, given, strict=False)
 
         longer = longer_tables(model, first_position + TOKENS + 1)
