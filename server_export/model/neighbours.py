@@ -19,6 +19,8 @@ from server_export.graph.writing import Writer
 from server_export.model.tables import ModelTable, ModelTables, asked
 
 aten = torch.ops.aten
+# That XNNPACK lays side by side.
+_MOST_PARTS = 4
 
 
 def write_neighbours(graph_module: GraphModule, tables: ModelTables) -> None:
@@ -128,7 +130,10 @@ def _side_by_side(writer: Writer, moving: _Moving, node: Any) -> Node | None:
         writer.reshape(moved, [rows, width, 1, tokens])
         for moved in moving.all_of(writer, line, range(-half, taps - half), node)
     ]
-    return writer.reshape(writer.call(aten.cat.default, parts, 2), [rows, width * taps, tokens])
+    while len(parts) > 1:
+        groups = [parts[start : start + _MOST_PARTS] for start in range(0, len(parts), _MOST_PARTS)]
+        parts = [writer.call(aten.cat.default, group, 2) if group[1:] else group[0] for group in groups]
+    return writer.reshape(parts[0], [rows, width * taps, tokens])
 
 
 _RULES: dict[Any, Callable[[Writer, _Moving, Node], Node | None]] = {
