@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import platform
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ def write_adapter(folder: Path, start: StartAdapter) -> None:
         # PEFT's name for "the base layer stores its weight transposed", which GPT-2's does.
         **({"use_rslora": True} if start.by_root else {}),
         "fan_in_fan_out": start.had_conv1d,
-        "task_type": "CAUSAL_LM" if start.loaded.is_decoder else "FEATURE_EXTRACTION",
+        "task_type": _task_type(start.loaded),
         **base_of(start.loaded).in_peft(),
         "inference_mode": True,
     }
@@ -53,6 +54,14 @@ def write_adapter(folder: Path, start: StartAdapter) -> None:
         for matrices in (start.lora_a, start.lora_b)
     )
     write_lora(folder, PeftAdapter(config, lora_a, lora_b))
+
+
+def _task_type(loaded: LoadedModel) -> str | None:
+    """PEFT's word for what a model is for; that of encoders gives them arguments which some don't take."""
+    if loaded.is_decoder:
+        return "CAUSAL_LM"
+    takes = inspect.signature(loaded.model.forward).parameters
+    return "FEATURE_EXTRACTION" if "inputs_embeds" in takes else None
 
 
 def write_bundle(

@@ -287,7 +287,7 @@ def make_model(architecture: str, seed: int = 0, *, head: bool = True, **changes
     kind = AutoModelForCausalLM if architecture not in {**ENCODERS, **RELATIVE} and head else AutoModel
     model = kind.from_config(config, attn_implementation="eager").eval()
     if getattr(model, "pooler", None) is not None:
-        model.pooler = None
+        model.pooler = torch.nn.Identity()
     randomize(model)
     return model.requires_grad_(False)
 

@@ -19,6 +19,11 @@ _LARGEST = (
     (r"chunk_size_feed_forward|.*_(offset|size_divisible_by)", 1),
     (r"(num_(hidden_|encoder_|decoder_)?|n_|(en|de)coder_)?layers?|num_blocks|num_layers_per_stack", LAYERS),
     (r"qk_head_dim|attention_head_dim", 32),
+    (r"attention_hidden_size", 2 * WIDTH),
+    (r".*kernel_size", 9),
+    (r"indexer_kv_heads", 1),
+    (r".*indexer_budget", 8),
+    (r".*compress_ratio", 2),
     (r".*(head_dim|d_head|dim_head|head_size|kv_channels|d_kv|headdim)|qk_nope_head_dim|v_head_dim", 16),
     (r"(n_)?mamba_(n_|num_)?heads", 8),
     (r".*(kv_heads|key_value_heads|num_key_heads|query_groups)", 2),
@@ -40,18 +45,23 @@ _LARGEST = (
 _LAYER_COUNTS = _LARGEST[1][0]
 _MOST_LAYERS = 6
 # What a number is instead, of configurations whose numbers belong together; "sizes": so are those that are
-# None.
+# None; "times": how often the chosen layers come.
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"head_dim": 16},
     {"head_dim": 32},
     {"num_key_value_heads": 2},
     {"num_key_value_heads": 4},
+    {"num_key_value_heads": 4, "sizes": True},
     {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 3},
     *({"layer_types": [first, "full_attention"]} for first in ("conv", "mamba", "linear_attention")),
     {"attn_layer_indices": [1]},
     {"sizes": True},
-    {"attention_window": 4, "languages": ["en_XX"], "default_language": "en_XX"},
+    {"num_layers_per_stack": None},
+    {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}},
+    {"axial_pos_embds": False},
+    {"times": 2},
+    {"attention_window": 4, "languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
 )
 _SPECIAL = ("pad", "bos", "eos")
 
@@ -60,9 +70,9 @@ def text_types() -> dict[str, bool]:
     """Every text model type of transformers' own tables, and whether it is a decoder."""
     from transformers.models.auto import modeling_auto as tables
 
-    masked = {**tables.MODEL_FOR_MASKED_LM_MAPPING_NAMES, **tables.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES}
-    causal = tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return {**dict.fromkeys(masked, False), **{name: name not in masked for name in causal}}
+    masked, causal = tables.MODEL_FOR_MASKED_LM_MAPPING_NAMES, tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    names = {**masked, **tables.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES, **causal}
+    return {name: name in causal and name not in masked for name in names}
 
 
 def make_tiny(model_type: str, seed: int = 0) -> Any:
@@ -72,7 +82,8 @@ def make_tiny(model_type: str, seed: int = 0) -> Any:
         ValueError: no configuration that the rules make is one of a model that answers.
     """
     import torch
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForTextEncoding
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES as ENCODERS
 
     reason = ""
     kind = AutoModelForCausalLM if text_types()[model_type] else AutoModel
@@ -80,19 +91,28 @@ def make_tiny(model_type: str, seed: int = 0) -> Any:
         try:
             torch.manual_seed(seed)
             chosen = config()
+            chosen.architectures = []
             if kind is AutoModelForCausalLM and getattr(chosen, "is_decoder", None) is False:
                 chosen.is_decoder = True
+            if chosen.is_encoder_decoder and model_type in ENCODERS:
+                # The encoder alone, such as T5's, which embeds sentences.
+                chosen.is_encoder_decoder, kind = False, AutoModelForTextEncoding
             model = kind.from_config(chosen, attn_implementation="eager").eval()
             randomize(model)
             tokens = torch.arange(3, 12)[None]
             more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
             with torch.no_grad():
                 model(input_ids=tokens, **more)
+        except ImportError:
+            # Of a library for other parts than the text's.
+            text = chosen.get_text_config()
+            if text is not chosen:
+                return make_tiny(text.model_type, seed)
         except Exception as error:  # a class may raise whatever its parts raise
             reason = reason or f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
             continue
         if getattr(model, "pooler", None) is not None:
-            model.pooler = None
+            model.pooler = torch.nn.Identity()
         return model.requires_grad_(False)
     raise ValueError(reason)
 
@@ -128,7 +148,7 @@ def _shrunk(config: Any, with_lists: bool, changes: Mapping[str, Any]) -> dict[s
 
     found: dict[str, Any] = {}
     given = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    layers = _chosen_layers(given)
+    layers = _chosen_layers(given) * changes.get("times", 1)
     for name, value in given.items():
         if name in changes:
             found[name] = changes[name]
@@ -153,6 +173,8 @@ def _size(name: str, value: int, given: Mapping[str, Any]) -> int:
     if name.endswith(("token_id", "token_index")):
         special = next((place for place, word in enumerate(_SPECIAL) if name.startswith(word)), 3)
         return value if value < VOCABULARY else special
+    if name == "vocab_size":
+        return VOCABULARY
     if value <= 1 or name in ("attention_chunk_size", "num_buckets"):
         return value
     largest = _largest(name)

@@ -91,7 +91,7 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
 
     Raises:
         BundleError: they differ by more than `MODEL_TOLERANCE`, so that the model was cut or traced wrongly;
-            or what a decoder answers depends on tokens that come later.
+            or what a decoder answers depends on tokens that come later, an encoder's answer on padding.
     """
     model: Any = load_model(name_or_path, pooled=not chain.is_decoder, revision=revision).model
     generator = torch.Generator().manual_seed(0)
@@ -108,6 +108,7 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
     else:
         mask[1, _ALIKE_TOKENS:] = 0
     name = type(model).__name__
+    reads_padding = False
     with torch.no_grad():
         output = model(input_ids=tokens, attention_mask=mask)
         if chain.is_decoder:
@@ -115,14 +116,25 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
             expected = log_probabilities(output.logits[..., words], targets)
             _check_causal(name, expected[:, :_ALIKE_TOKENS])
         else:
-            expected = output.last_hidden_state
+            expected = output.last_hidden_state.clone()
+            # A row means what it means alone.
+            alone = model(input_ids=tokens[1:, :_ALIKE_TOKENS]).last_hidden_state[0]
+            reads_padding = not _is_alike(expected[1, :_ALIKE_TOKENS], alone)
+            expected[1, :_ALIKE_TOKENS] = alone
         # The blocks need its memory.
         del model, output
         beside = targets if chain.is_decoder else padding_mask(mask.float())
         with told_as_bundle_error("the blocks of this model can't be run by themselves", _REMEDY):
             found = _answers(chain.in_scheme("fp32"), tokens, beside)
-    difference = float((found.reshape(expected.shape) - expected)[mask.bool()].abs().max())
-    if not difference <= MODEL_TOLERANCE * max(1.0, float(expected.abs().max())):
+    found, expected = found.reshape(expected.shape)[mask.bool()], expected[mask.bool()]
+    is_alike, difference = _is_alike(found, expected), float((found - expected).abs().max())
+    if not is_alike and reads_padding:
+        raise BundleError(
+            f"{name} reads the padding of a row as if it were tokens, so what it answers changes with the "
+            "rows beside",
+            remedy="take another checkpoint; of other encoders padding is hidden by attention",
+        )
+    if not is_alike:
         raise BundleError(
             f"the blocks don't compute what the model {name} computes: their outputs differ "
             f"by {difference:.3g}",
@@ -131,10 +143,14 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
     return difference
 
 
+def _is_alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    difference = float((found - expected).abs().max())
+    return difference <= MODEL_TOLERANCE * max(1.0, float(expected.abs().max()))
+
+
 def _check_causal(name: str, beginnings: torch.Tensor) -> None:
     """That two rows with the same beginning are answered the same there."""
-    first, second = beginnings
-    if not float((first - second).abs().max()) <= MODEL_TOLERANCE * max(1.0, float(first.abs().max())):
+    if not _is_alike(*beginnings):
         raise BundleError(
             f"{name} sees tokens that come later, so it isn't a causal language model",
             remedy="set is_decoder to true in its config.json if it was trained as one; else take another",

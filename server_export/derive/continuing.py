@@ -212,7 +212,9 @@ def _give_rows(graph_module: GraphModule, rows: int) -> None:
 def _give_lora_a(graph_module: GraphModule, name: str, rows: int) -> None:
     """Make an input [rows, rank, in] of the matrix before a placeholder of the adapter, in place."""
     (lora_b,) = graph_module.graph.find_nodes(op="placeholder", target=name)
-    (product,) = lora_b.users
+    product, *others = lora_b.users
+    if others:
+        raise BundleError(f"{name} is of a layer that a block asks more than once", remedy=_REMEDY)
     layer: Any = product.args[0]
     while layer.target in _RESHAPES:
         layer = layer.args[0]

@@ -30,6 +30,8 @@ from server_export.graph.softmax_parts import SOFTMAX_PARTS
 
 STATE, TABLE_PREFIX, TAKEN_PREFIX = "state", "table_", "taken_"
 _STATE_DIMENSIONS = 3
+# Of a model that is cut: an embedding, a block, and what is behind.
+_LEAST = 3
 aten = torch.ops.aten
 
 
@@ -70,6 +72,8 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     flow = reached([source])
     answer = output.args[0][0]
     stretches = of_layers(nodes, flow, answer) or _where_one_is_alive(nodes, flow, source, answer, adapter)
+    if len(stretches) < _LEAST:
+        stretches = of_layers([*graph_module.graph.nodes], flow, answer, all_read=True) or stretches
     stretches = [*parted_at_experts(list(graph_module.graph.nodes), flow, stretches)]
     given = [value for stretch in stretches for value in stretch.gives]
     shared = {value: number for number, value in enumerate(given)}

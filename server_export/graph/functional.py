@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from server_export.graph.constants import is_foldable
 from server_export.graph.modules import attribute
@@ -41,6 +41,10 @@ def functional_graph(program: ExportedProgram) -> GraphModule:
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.to.device):
         # It was traced on one that has no memory; a cast is left.
         node.target, node.args = aten.to.dtype, (node.args[0], *node.args[2:])
+    graph = graph_module.graph
+    for node in graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
+    _drop_empty(graph)
     _fold_numbers(graph_module)
     _write_layers(graph_module)
     if changes_values:
@@ -56,6 +60,17 @@ def functional_graph(program: ExportedProgram) -> GraphModule:
 def _changes_a_value(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable and node.target is not aten.detach_.default
+
+
+def _drop_empty(graph: Graph) -> None:
+    """Take out empty tensors that others are appended to, such as those of a cache, in place."""
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        kept = [part for part in node.args[0] if part.meta["val"].numel()]
+        if len(kept) < len(node.args[0]):
+            node.args = (kept, *node.args[1:])
+            if len(kept) == 1:
+                node.replace_all_uses_with(kept[0])
+                graph.erase_node(node)
 
 
 def _fold_numbers(graph_module: GraphModule) -> None:

@@ -37,7 +37,9 @@ class Stretch:
     experts: int | None = None
 
 
-def of_layers(nodes: Sequence[Node], flow: set[Node], answer: Node) -> list[Stretch] | None:
+def of_layers(
+    nodes: Sequence[Node], flow: set[Node], answer: Node, all_read: bool = False
+) -> list[Stretch] | None:
     """The stretches of a graph whose layers have several values alive where they end; None of any other.
 
     What each layer takes its own part of is parted where it is made: nodes are moved.
@@ -46,6 +48,7 @@ def of_layers(nodes: Sequence[Node], flow: set[Node], answer: Node) -> list[Stre
         nodes: of the graph.
         flow: those that depend on its first placeholder.
         answer: what the graph returns.
+        all_read: what several layers read may be the state of the first of them too, if there is none else.
     """
     source = next(node for node in nodes if node.op == "placeholder")
     ends = ends_of_layers(nodes)
@@ -69,10 +72,12 @@ def of_layers(nodes: Sequence[Node], flow: set[Node], answer: Node) -> list[Stre
         readers = {node: {block_of[user] for user in node.users} - {number} for node in made}
         ahead = [node for node in made if readers[node] == {number + 1} and node not in parts]
         ends_here = [node for node in ahead if number not in map(block_of.get, node.users)]
-        state[number] = ends_here or ahead
-        gives[number] = [node for node in made if node not in state[number]]
-        for node in gives[number]:
-            for reader in readers[node]:
+        both = [node for node in made if number + 1 in readers[node] and _is_plain([node], source)]
+        state[number] = ends_here or ahead or both[:all_read]
+        for node in made:
+            others = readers[node] - ({number + 1} if node in state[number] else set())
+            gives[number] += [node] if others else []
+            for reader in others:
                 takes[reader].append(node)
     if not all(state[:-1]) or not _is_plain(state[-2], source) or takes[-1]:
         return None

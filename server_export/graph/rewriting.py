@@ -115,12 +115,18 @@ def remove_identities(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
-        elif node.op == "call_function" and (node.target in _IDENTITIES or _is_noop_cast(node)):
+        elif node.op == "call_function" and (
+            node.target in _IDENTITIES or _is_noop_cast(node) or _is_whole_slice(node)
+        ):
             for user in node.users:
                 # What a copy laid out anew may be viewed otherwise than what it was made of.
                 user.target = aten.reshape.default if user.target is aten.view.default else user.target
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _is_whole_slice(node: Node) -> bool:
+    return node.target is aten.slice.Tensor and node.args[0].meta["val"].shape == node.meta["val"].shape
 
 
 def _is_noop_cast(node: Node) -> bool:

@@ -2,6 +2,7 @@
 
 x * cos + cat(-x[half:], x[:half]) * sin        for x [rows, heads, length, width]
 x * cos + stack(-x[1::2], x[::2]) * sin         pairs that lie side by side
+complex(x) * complex(cos, sin)                  the same
 """
 
 from __future__ import annotations
@@ -30,6 +31,40 @@ def turn_by_layers(graph_module: GraphModule) -> None:
                 break
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
+
+
+def write_complex(graph_module: GraphModule) -> None:
+    """Write products of complex numbers as what turns pairs that lie side by side, in place."""
+    writer = Writer(graph_module)
+    for node in graph_module.graph.find_nodes(op="call_function", target=aten.view_as_real.default):
+        product = node.args[0]
+        pairs = [_pairs(source) for source in product.all_input_nodes]
+        if product.target is aten.mul.Tensor and len(pairs) == 2 and all(pairs):
+            writer.replace(node, _multiplied, *pairs)
+    graph_module.graph.eliminate_dead_code()
+
+
+def _pairs(node: Node) -> tuple[Node, list[int]] | None:
+    """The real numbers of complex ones, and the shape that these have with a dimension of 2 behind."""
+    shape = [*node.meta["val"].shape, 2]
+    while node.target in (aten.unsqueeze.default, aten.to.dtype, aten.reshape.default):
+        node = node.args[0]
+    return (node.args[0], shape) if node.target is aten.view_as_complex.default else None
+
+
+def _multiplied(writer: Writer, left: tuple[Node, list[int]], right: tuple[Node, list[int]]) -> Node:
+    """left * cos + turned left * sin, where `right` is pairs of cosines and sines."""
+    *lead, count, _ = left[1]
+    flat = writer.reshape(left[0], [*lead, 2 * count])
+    tables = writer.reshape(*right)
+    dim = len(right[1]) - 1
+    alone = (writer.call(aten.slice.Tensor, tables, dim, at, at + 1) for at in (0, 1))
+    cosines, sines = (
+        writer.reshape(writer.call(aten.expand.default, part, right[1]), [*right[1][:-2], 2 * count])
+        for part in alone
+    )
+    turned = writer.times(_turned(writer, flat, False), sines)
+    return writer.reshape(writer.plus(writer.times(flat, cosines), turned), left[1])
 
 
 def _halves(node: Node) -> tuple[Node | None, Node]:

@@ -71,14 +71,20 @@ class StackedLoraLinear(nn.Module):
         self.inputs = inputs
         self.scale = scale
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The frozen layer's: some models look at its type."""
+        return self.base.weight
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [copies x batch, ..., in] -> [copies x batch, ..., out]; rows are copy by copy."""
         *given, lora_b = (self.inputs.adapter[matrix.name] for matrix in self.module.matrices)
         copies, rank, _ = lora_b.shape
         if x.shape[0] % copies:
             raise BundleError(
-                f"{self.module.name} can't be adapted: the model gives it more than the states of rows",
-                remedy="name other layers with --target-modules",
+                f"{self.module.name} can't be adapted: the model gives it other numbers than a state of "
+                "each token of each row in turn",
+                remedy="name other layers with --target-modules, or take another checkpoint",
             )
         base = self.base(x)
         if self.lora_a is not None:
@@ -108,8 +114,8 @@ def conv1d_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, Conv1D)]
 
 
-def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` at the path `name`."""
+def replace_module(model: nn.Module, name: str, module: nn.Module | torch.Tensor) -> None:
+    """Put a module, or a tensor in the place of one, at the path `name`."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
 
@@ -127,11 +133,18 @@ def usual_target_modules(model: nn.Module) -> str | list[str] | None:
 
 
 def default_target_modules(model: nn.Module) -> str | list[str]:
-    """What is usual, or all linear layers of the blocks; raises ConfigError for a model without blocks."""
+    """What is usual, or all linear layers of the blocks; raises ConfigError for a model without these."""
     usual = usual_target_modules(model)
     if usual is not None:
         return usual
-    blocks = tuple(f"{name}." for name in block_names(model))
+    try:
+        blocks = tuple(f"{name}." for name in block_names(model))
+    except ConfigError:
+        raise ConfigError(
+            "no layer can be adapted:",
+            [f"the blocks of {type(model).__name__} have no linear layers, which adapters are for"],
+            remedy="take another checkpoint",
+        ) from None
     return [name for name in _linear_names(model) if name.startswith(blocks)]
 
 

@@ -66,12 +66,16 @@ def grouped_attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of queries [rows, heads, length, width] over keys and values [rows, groups, length, width].
 
     Args:
         s_aux: sinks [heads], if there are any; see `_share`.
+        is_causal: whether a token sees those before alone; None: as `module` says.
+        position_bias: [1, heads, length, length], of how far tokens are apart.
 
     Returns:
         [rows, length, heads, width], and None in the place of the attention weights.
@@ -81,7 +85,9 @@ def grouped_attention(
     members = heads // groups
     query = _scaled(query, scaling).reshape(rows * groups, members * length, width)
     scores = _scores(query, key.reshape(rows * groups, length, width), softcap)
-    is_causal = getattr(module, "is_causal", False)
+    if position_bias is not None:
+        scores = scores + position_bias.expand(rows, heads, length, length).reshape(scores.shape)
+    is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     tables = getattr(module, "tables", None)
     if tables is None:
         by_head = scores.reshape(rows, heads, length, length)

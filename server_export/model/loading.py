@@ -77,7 +77,7 @@ def load_model(name_or_path: str, *, pooled: bool | None = None, revision: str |
     check_size(files, outline, opened.part_of)
     given: dict[str, Any] = {"config": opened.config, "use_safetensors": True}
     try:
-        loader = _loader(opened.is_decoder)
+        loader = _loader(opened.config, opened.is_decoder)
         if opened.part_of is not None:
             # transformers finds the text part of some checkpoints only.
             loader, given["state_dict"] = type(outline), stored_part(files, outline)
@@ -130,7 +130,8 @@ def prepare_model(
     model.eval().requires_grad_(False).float()
     model.config.use_cache = False
     if not is_decoder and getattr(model, "pooler", None) is not None:
-        model.pooler = None  # BERT's head for sentence pairs, which no readout uses
+        # BERT's head for sentence pairs, which no readout uses; some models call it all the same.
+        model.pooler = nn.Identity()
     return LoadedModel(model, name_or_path, revision, is_decoder, part_of=part_of)
 
 
@@ -159,6 +160,8 @@ def _open_config(files: ModelFiles, pooled: bool | None) -> _Opened:
     read_config(files)
     try:
         whole = AutoConfig.from_pretrained(str(files.folder), trust_remote_code=False, local_files_only=True)
+        if _is_encoder_alone(whole):
+            whole.is_encoder_decoder = False
         config = _text_part(whole)
         _check_kind(config, whole, files.name)
         is_decoder = not pooled if pooled is not None else _is_decoder(config)
@@ -190,17 +193,31 @@ def _text_part(config: Any) -> Any:
     return text
 
 
-def _loader(is_decoder: bool) -> Any:
-    from transformers import AutoModel, AutoModelForCausalLM
+def _encoder_class(config: Any) -> str | None:
+    """The name of transformers' class for the encoder of a type alone, such as T5's."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES as ENCODERS
 
-    return AutoModelForCausalLM if is_decoder else AutoModel
+    return ENCODERS.get(config.model_type)
+
+
+def _is_encoder_alone(config: Any) -> bool:
+    """Whether a checkpoint is of that class."""
+    return _encoder_class(config) in (getattr(config, "architectures", None) or ())
+
+
+def _loader(config: Any, is_decoder: bool) -> Any:
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForTextEncoding
+
+    if is_decoder:
+        return AutoModelForCausalLM
+    return AutoModelForTextEncoding if _is_encoder_alone(config) else AutoModel
 
 
 def _outline(files: ModelFiles, opened: _Opened) -> Any:
     """The model without memory for its numbers."""
     try:
         with torch.device("meta"):
-            model = _loader(opened.is_decoder).from_config(
+            model = _loader(opened.config, opened.is_decoder).from_config(
                 copy.deepcopy(opened.config),
                 dtype=torch.float32,
                 attn_implementation="eager",
@@ -295,6 +312,8 @@ def _check_kind(config: Any, whole: Any, name: str) -> None:
     codes = getattr(config, "quantization_config", None) or getattr(whole, "quantization_config", None)
     if getattr(config, "is_encoder_decoder", False):
         reason = "an encoder-decoder model"
+        if hasattr(config, "hidden_size") and (name_of_encoder := _encoder_class(config)):
+            remedy += f', or its encoder: write "architectures": ["{name_of_encoder}"] into its config.json'
     elif codes:
         method = codes.get("quant_method") if isinstance(codes, Mapping) else None
         reason, remedy = f"quantized already{f' ({shown(method)})' if method else ''}", UNQUANTIZED

@@ -16,6 +16,18 @@ import torch
 from torch import nn
 
 
+class Outline:
+    """What transformers' conversions ask of a model: its configuration, and shapes of its parameters."""
+
+    def __init__(self, model: Any) -> None:
+        self.config = model.config
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """One in shape."""
+        return torch.empty(self.shapes[name], device="meta")
+
+
 @dataclass
 class Source:
     """Stored tensors that one or more of a model's are made of.
@@ -38,7 +50,7 @@ class Source:
         return [self.target, *(self.target.replace(first, other, 1) for other in others)]
 
     def made(
-        self, read: Callable[[str], torch.Tensor], config: Any, rows: Sequence[int] | None = None
+        self, read: Callable[[str], torch.Tensor], outline: Outline, rows: Sequence[int] | None = None
     ) -> dict[str, torch.Tensor]:
         """The model's tensors by name, of stored ones that `read` gives by their names in the files.
 
@@ -52,7 +64,7 @@ class Source:
             if rows is not None and members and members[given] not in rows:
                 continue
             conversion.add_tensor(self.target, given, self.patterns[given], lambda name=stored: read(name))
-        made = conversion.convert(self.target, model=None, config=config)
+        made = conversion.convert(self.target, model=outline, config=outline.config)
         found = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
         if rows is None or members:
             return found

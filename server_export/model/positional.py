@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from prge.errors import BundleError
 from server_export.graph.modules import attribute
 from server_export.graph.rewriting import KEPT
-from server_export.graph.shapes import resized
+from server_export.graph.shapes import fill_in_values, resized
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.graph.writing import Writer
 from server_export.model.scores import (
@@ -28,7 +28,7 @@ from server_export.model.scores import (
     give_places,
     slopes_and_places,
 )
-from server_export.model.tables import TABLE, ModelTable, ModelTables
+from server_export.model.tables import TABLE, ModelTable, ModelTables, asked
 from server_export.model.traced import BATCH, COPIES, TOKENS, WHOLE_PREFIX
 
 aten = torch.ops.aten
@@ -63,6 +63,7 @@ def fold_positions(
         BundleError: numbers that depend on positions are of no kind that a table has.
     """
     positions = _Positions(graph_module, tables, buffers)
+    _choose_rows(graph_module, positions)
     ends = [node for node in positions.ends() if not _is_written(graph_module, node, positions, tables)]
     for node in ends:
         if node.users:
@@ -85,6 +86,7 @@ class _Positions:
         self, graph_module: GraphModule, tables: ModelTables, buffers: Mapping[str, torch.Tensor]
     ) -> None:
         self._graph_module, self._tables = graph_module, tables
+        self.longest = tables.longest
         self._buffers = {WHOLE_PREFIX + name: buffer for name, buffer in buffers.items()}
         self._known: dict[tuple[Node, int], Any] = {}
         # Whether it is made of more than tables.
@@ -151,6 +153,32 @@ class _Positions:
         return tensor if is_known and not isinstance(tensor, torch.nn.Parameter) else None
 
 
+def _choose_rows(graph_module: GraphModule, positions: _Positions) -> None:
+    """Write what chooses all rows, or none, without a choice, in place, such as layers for one language."""
+    graph = graph_module.graph
+    changed = False
+    for node in [*graph.nodes]:
+        is_put = node.target is aten.index_put.default
+        if not is_put and node.target is not aten.index.Tensor:
+            continue
+        source, (mask, *others), *values = node.args
+        if others or not positions.is_made.get(mask) or mask.meta["val"].dtype is not torch.bool:
+            continue
+        chosen = positions.of(mask, positions.longest)
+        if bool(chosen.all()) or (is_put and not bool(chosen.any())):
+            node.replace_all_uses_with(values[0] if is_put and bool(chosen.all()) else source)
+            changed = True
+    if changed:
+        for node in graph.find_nodes(op="call_function", target=aten._assert_scalar.default):
+            graph.erase_node(node)
+        graph.eliminate_dead_code()
+        for node in graph.nodes:
+            # How many rows are chosen wasn't known.
+            if any(type(size) is not int for size in getattr(node.meta.get("val"), "shape", ())):
+                del node.meta["val"]
+        fill_in_values(graph_module)
+
+
 def _repeats(node: Node) -> bool:
     """Whether it repeats numbers of each position, as rotations of neighbours do with a table's."""
     if node.target is not aten.expand.default or not node.meta["val"].dtype.is_floating_point:
@@ -201,7 +229,7 @@ def _is_written(graph_module: GraphModule, node: Node, positions: _Positions, ta
     key = ("places", numbers.numpy().tobytes())
 
     def places(before: Node) -> Node:
-        return _asked(before, tables, key, table, [1, TOKENS, 1], torch.float32)
+        return asked(before, tables, key, table, [1, TOKENS, 1], torch.float32)
 
     return give_places(writer, node, known, slopes, places)
 
@@ -214,7 +242,7 @@ def _replace(graph_module: GraphModule, node: Node, positions: _Positions, table
     if not long:
         _write_constant(graph_module, node, value)
     elif bool((value == value.reshape(-1)[0]).all()):
-        ones = value.reshape(-1)[:1].reshape([1] * len(shape))
+        ones = torch.full([1] * len(shape), value.reshape(-1)[0].item(), dtype=value.dtype)
         writer.replace(node, lambda writer: _spread(writer, node, writer.constant(ones)))
     elif value.dtype == torch.long and value.numel() == tables.longest and _counts(value):
         writer.replace(node, lambda writer: _numbers(writer, node, tables, int(value.reshape(-1)[0])))
@@ -246,19 +274,9 @@ def _write_constant(graph_module: GraphModule, node: Node, value: torch.Tensor) 
     node.replace_all_uses_with(new)
 
 
-def _asked(
-    before: Node, tables: ModelTables, key: Any, table: ModelTable, shape: list[int], dtype: Any
-) -> Node:
-    number = tables.number(key, lambda: table)
-    with before.graph.inserting_before(before):
-        node = before.graph.call_function(TABLE, (number, shape, dtype, torch.device("meta")))
-    node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
-    return node
-
-
 def _numbers(writer: Writer, node: Node, tables: ModelTables, first: int) -> Node:
     key = "positions" if first == 0 else ("positions", first)
-    found = _asked(node, tables, key, ModelTable("positions", first=first), [1, TOKENS], torch.long)
+    found = asked(node, tables, key, ModelTable("positions", first=first), [1, TOKENS], torch.long)
     are_looked_up = all(user.target is aten.embedding.default and _meets_rows(user) for user in node.users)
     if _of_one_row(node) == [TOKENS] and are_looked_up:
         # A row keeps a dimension of its own: there may be one for each sequence.
@@ -294,7 +312,7 @@ def _rows(writer: Writer, node: Node, tables: ModelTables, dim: int, value: torc
     rows = value.movedim(dim, 0).reshape(tables.longest, math.prod(rest)).contiguous()
     table = ModelTable("rotary", values=rows)
     key = ("rows", rows.shape, rows.numpy().tobytes())
-    found = _asked(node, tables, key, table, [1, TOKENS, rows.shape[1]], torch.float32)
+    found = asked(node, tables, key, table, [1, TOKENS, rows.shape[1]], torch.float32)
     if dim == 0 and _meets_rows(node):
         return writer.reshape(found, [1, *shape])
     if not any(size > 1 for size in rest[:dim]):
@@ -333,7 +351,7 @@ def _relative(writer: Writer, node: Node, tables: ModelTables, values: torch.Ten
     dtype = torch.float32 if values.dtype is torch.bool else values.dtype
     values = values.to(dtype)
     key = ("relative", dtype, values.numpy().tobytes())
-    found = _asked(node, tables, key, ModelTable("relative", values=values), [1, TOKENS, TOKENS], dtype)
+    found = asked(node, tables, key, ModelTable("relative", values=values), [1, TOKENS, TOKENS], dtype)
     found = writer.reshape(found, _of_one_row(node))
     if node.meta["val"].dtype is torch.bool:
         found = writer.call(aten.ne.Scalar, found, 0)
@@ -347,4 +365,4 @@ def _mask(writer: Writer, node: Node, tables: ModelTables, window: int) -> Node:
 def _causal(before: Node, tables: ModelTables, window: int) -> Node:
     window_or_none = None if window >= tables.longest else window
     table = ModelTable("causal", window_or_none)
-    return _asked(before, tables, ("causal", window_or_none, 1), table, [1, TOKENS, TOKENS], torch.float32)
+    return asked(before, tables, ("causal", window_or_none, 1), table, [1, TOKENS, TOKENS], torch.float32)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from prge.errors import ConfigError
+from server_export.model.adapted import replace_module
 from server_export.model.loading import LoadedModel
 from server_export.settings import DEFAULT_CONTEXT, DEFAULT_LENGTH
 
 # Rotations whose frequencies depend on the length of a text.
 _CHANGING = ("dynamic", "longrope")
+# What tables of positions are called, and buffers that number them.
+_TABLES = ("position_embedding", "position_embeddings")
+_NUMBERS = "position_ids"
 
 
 def first_position(model: nn.Module) -> int:
@@ -24,8 +29,42 @@ def first_position(model: nn.Module) -> int:
 def _position_tables(model: nn.Module) -> Iterator[nn.Module]:
     """Tables of embeddings of positions, and what numbers them in older models."""
     for name, module in model.named_modules():
-        if hasattr(module, "create_position_ids_from_input_ids") or name.endswith("position_embeddings"):
+        if hasattr(module, "create_position_ids_from_input_ids") or name.endswith(_TABLES):
             yield module
+
+
+@contextmanager
+def longer_tables(model: nn.Module, length: int) -> Iterator[dict[str, torch.Tensor]]:
+    """While a row of any length is traced, tables of positions are as long: models hold the row against them.
+
+    Args:
+        model: without memory.
+        length: of the tables.
+
+    Returns:
+        The model's own tables, by name.
+    """
+    own: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.endswith(_TABLES):
+            own[f"{name}.weight"] = module.weight
+        own |= {f"{name}.{part}".lstrip("."): table for part, table in _numbering(module).items()}
+    try:
+        for name, table in own.items():
+            dim = table.dim() - 1 if name.endswith(_NUMBERS) else 0
+            shape = [length if place == dim else size for place, size in enumerate(table.shape)]
+            longer = torch.empty(shape, dtype=table.dtype, device=table.device)
+            is_parameter = isinstance(table, nn.Parameter)
+            replace_module(model, name, nn.Parameter(longer, requires_grad=False) if is_parameter else longer)
+        yield own
+    finally:
+        for name, table in own.items():
+            replace_module(model, name, table)
+
+
+def _numbering(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own buffer of the numbers of positions, if it has one."""
+    return {name: table for name, table in module.named_buffers(recurse=False) if name == _NUMBERS}
 
 
 def longest_row(loaded: LoadedModel, asked: int | None) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.fx import Node
 
 from prge.files.chain import MASKED, RECURRENT_PIECE
 from prge.files.relations import RELATIONS, relation, relation_shape
@@ -147,19 +148,31 @@ class ModelTables:
         return self._numbers[key]
 
 
+def asked(
+    before: Node, tables: ModelTables, key: Any, table: ModelTable, shape: list[int], dtype: Any
+) -> Node:
+    """A table in a graph that was traced, in front of a node; the same key gives the same one."""
+    number = tables.number(key, lambda: table)
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(TABLE, (number, shape, dtype, torch.device("meta")))
+    node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+    return node
+
+
 class TableRotary(nn.Module):
     """A rotary embedding whose cosines and sines are tables.
 
     Args:
         tables: where they are asked for.
-        values: cosines and sines f32 [longest, width] by type of layer.
+        values: cosines and sines f32 [longest, width] by type of layer; or both in turn, as complex numbers
+            lie, in one f32 [longest, width].
         config: of the embedding whose place it takes; some models read it there.
     """
 
     def __init__(
         self,
         tables: ModelTables,
-        values: dict[str | None, tuple[torch.Tensor, torch.Tensor]],
+        values: dict[str | None, tuple[torch.Tensor, ...]],
         config: Any = None,
     ) -> None:
         super().__init__()
@@ -171,18 +184,19 @@ class TableRotary(nn.Module):
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        """Cosines and sines f32 [1, length, width]."""
+    ) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        """Cosines and sines f32 [1, length, width], or complex numbers [1, length, width / 2]."""
         length = position_ids.shape[-1]
-        return tuple(
+        asked = [
             self.tables.ask(
                 (id(self), layer_type, part),
                 lambda part=part: ModelTable("rotary", values=self.values[layer_type][part]),  # type: ignore[misc]
                 (1, length, self.values[layer_type][part].shape[-1]),
                 torch.float32,
             )
-            for part in (0, 1)
-        )
+            for part in range(len(self.values[layer_type]))
+        ]
+        return tuple(asked) if len(asked) > 1 else torch.view_as_complex(asked[0].unflatten(-1, (-1, 2)))
 
 
 def make_rotary_tables(model: nn.Module, tables: ModelTables) -> int:
@@ -194,9 +208,7 @@ def make_rotary_tables(model: nn.Module, tables: ModelTables) -> int:
     return len(names)
 
 
-def _rotary_values(
-    model: nn.Module, name: str, longest: int
-) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
+def _rotary_values(model: nn.Module, name: str, longest: int) -> dict[str | None, tuple[torch.Tensor, ...]]:
     old: Any = model.get_submodule(name)
     config = getattr(old, "config", model.config)
     # Made anew: that of a model without weights has no frequencies either.
@@ -210,4 +222,8 @@ def _rotary_values(
     positions, marker = torch.arange(longest).reshape(1, longest), torch.zeros(1)
     with torch.no_grad():
         found = {kind: rotary(marker, positions, *([] if kind is None else [kind])) for kind in types}
-    return {kind: tuple(part.reshape(part.shape[-2:]) for part in parts) for kind, parts in found.items()}
+    as_parts = {
+        kind: (torch.view_as_real(parts).flatten(-2),) if isinstance(parts, torch.Tensor) else parts
+        for kind, parts in found.items()
+    }
+    return {kind: tuple(part.reshape(part.shape[-2:]) for part in parts) for kind, parts in as_parts.items()}

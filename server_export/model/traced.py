@@ -7,7 +7,8 @@ graph has memory: the model's are named, and read when a block's are written.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,14 @@ from torch.overrides import TorchFunctionMode
 from prge.contract import Matrix
 from prge.errors import BundleError, PrgeError, told_as_bundle_error
 from server_export.graph.functional import functional_graph
-from server_export.graph.modules import remove_unused_attributes
+from server_export.graph.modules import remove_unused_attributes, replace_tensor
 from server_export.graph.plain import take_apart
+from server_export.graph.rotation import write_complex
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention, experts
 from server_export.model.adapted import CallInputs
+from server_export.model.neighbours import write_neighbours
+from server_export.model.positions import longer_tables
 from server_export.model.recurrent import traced_recurrences
 from server_export.model.tables import ModelTables
 
@@ -84,8 +88,10 @@ class _Whole(nn.Module):
         self.inputs.adapter = dict(zip(names, adapter, strict=True))
         length = tokens.shape[1]
         is_decoder = beside.dim() == 2
+        positions = self.tables.positions(length, self.first_position)
         values = {
-            "position_ids": self.tables.positions(length, self.first_position),
+            # What has masks of its own may want a number for each of them.
+            "position_ids": positions.expand(tokens.shape) if self.has_own_masks else positions,
             "token_type_ids": self.tables.zeros(length),
             "use_cache": False,
         }
@@ -104,9 +110,19 @@ class _Whole(nn.Module):
 
 
 class _WithKnownNumbers(TorchFunctionMode):
-    """Numbers that a model makes tensors of are known, and not without memory as all else."""
+    """Numbers that a model makes tensors of are known, and not without memory as all else.
+
+    Args:
+        lengths: so is a whole number that it asks of a tensor: how long the longest row is.
+    """
+
+    def __init__(self, lengths: bool) -> None:
+        super().__init__()
+        self.lengths = lengths
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.lengths and function is torch.Tensor.item and args[0].dtype is torch.long:
+            return TOKENS
         if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             args = (args[0], tuple(_as_slice(place) for place in args[1]))
         known = function is torch.tensor and isinstance(args[0], bool | int | float)
@@ -154,7 +170,6 @@ def trace(
         if hasattr(module, "is_causal"):
             module.tables = tables
     _widen_masks(model)
-    longest = getattr(model.config, _LENGTH, None)
     rows = copies * BATCH
     with torch.device("meta"), torch.no_grad():
         tokens = torch.empty(rows, TOKENS, dtype=torch.long)
@@ -165,12 +180,11 @@ def trace(
 
         def exported_with(has_own_masks: bool) -> ExportedProgram:
             whole = _Whole(model, inputs, tables, adapter, first_position, has_own_masks).eval()
-            with _WithKnownNumbers(), traced_recurrences(model, tables):
+            with _WithKnownNumbers(has_own_masks), traced_recurrences(model, tables):
                 return torch.export.export(whole, given, strict=False)
 
-        if longest is not None:
-            setattr(model.config, _LENGTH, TOKENS)
-        with told_as_bundle_error("the model can't be traced", _REMEDY):
+        longer = longer_tables(model, first_position + TOKENS + 1)
+        with told_as_bundle_error("the model can't be traced", _REMEDY), _known_length(model), longer as own:
             exported = None
             try:
                 exported = exported_with(False)
@@ -183,9 +197,10 @@ def trace(
                 # It makes masks of its own, of what is a token and what is padding.
                 model.set_attn_implementation(attention.PADDED)
                 exported = exported_with(True)
-    if longest is not None:
-        setattr(model.config, _LENGTH, longest)
     graph_module = functional_graph(exported)
+    _put_back(graph_module, own)
+    write_complex(graph_module)
+    write_neighbours(graph_module, tables)
     take_apart(graph_module)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
@@ -210,6 +225,27 @@ def _widen_masks(model: nn.Module) -> None:
             if [*buffer.shape] == [1, 1, count, count]:
                 shape = (1, 1, 2 * TOKENS, 2 * TOKENS)
                 setattr(module, name, torch.empty(shape, dtype=buffer.dtype, device="meta"))
+
+
+@contextmanager
+def _known_length(model: nn.Module) -> Iterator[None]:
+    """While a row of any length is traced, biases that a model makes for all positions are for it alone."""
+    longest = getattr(model.config, _LENGTH, None)
+    if longest is not None:
+        setattr(model.config, _LENGTH, TOKENS)
+    try:
+        yield
+    finally:
+        if longest is not None:
+            setattr(model.config, _LENGTH, longest)
+
+
+def _put_back(graph_module: GraphModule, own: Mapping[str, torch.Tensor]) -> None:
+    """Put a model's own tables in the place of those that it was traced with."""
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        if (table := own.get(str(node.target).removeprefix(WHOLE_PREFIX))) is not None:
+            replace_tensor(graph_module, str(node.target), table)
+            node.meta["val"] = table
 
 
 def _adds(exported: ExportedProgram) -> bool:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from prge.errors import BundleError
 from server_export.model.files import ModelFiles, first_line
-from server_export.model.names import key_mapping, sources
+from server_export.model.names import Outline, key_mapping, sources
 
 
 class Weights:
@@ -34,9 +34,8 @@ class Weights:
     def __init__(self, files: ModelFiles, model: nn.Module, transposed: Collection[str] = ()) -> None:
         self.files = files
         self.transposed = frozenset(transposed)
-        self._config = model.config
+        self._outline = Outline(model)
         self._tied = _tied_names(model)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.buffers = _buffers(model)
         self._paths = stored_paths(files)
         self._sources = sources(model, self._paths)
@@ -61,7 +60,7 @@ class Weights:
             (stored,) = source.stored.values()
             tensor = self._stored(stored, rows)
         else:
-            tensor = source.made(self._stored, self._config, rows)[known]
+            tensor = source.made(self._stored, self._outline, rows)[known]
         tensor = tensor.to(torch.float32)
         if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
             raise BundleError(
@@ -70,10 +69,11 @@ class Weights:
             )
         if name in self.transposed:
             return tensor.t()
-        if rows is None and tuple(tensor.shape) != self._shapes.get(name, tuple(tensor.shape)):
+        shapes = self._outline.shapes
+        if rows is None and tuple(tensor.shape) != shapes.get(name, tuple(tensor.shape)):
             raise BundleError(
                 f"{name} of {self.files.name} is {list(tensor.shape)}, its config.json describes "
-                f"{list(self._shapes[name])}",
+                f"{list(shapes[name])}",
                 remedy="copy the model again",
             )
         return tensor

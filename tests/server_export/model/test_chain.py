@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from prge.errors import BundleError
 from server_export.check.chain import difference_from_model
@@ -80,6 +82,44 @@ def test_encoders_that_know_how_far_tokens_are_apart(folder: Path) -> None:
     assert difference_from_model(chain, str(folder), None) < 1e-5
 
 
+_WAYS = {
+    "clip_text_model": "it holds a row against its positions",
+    "convbert": "it convolves tokens, and lays neighbours side by side",
+    "layoutlm": "it calls its pooler",
+    "mobilebert": "it moves rows by a token",
+    "molmo2_text": "queries, keys and values are stored as one",
+    "neomme": "all layers read the embeddings",
+    "tapas": "it has seven types of tokens",
+    "xmod": "it has layers for one language of two",
+    "xlm": "it makes masks of lengths, and keeps keys",
+}
+
+
+@pytest.mark.parametrize("model_type", ["convbert", *rest(*(name for name in _WAYS if name != "convbert"))])
+def test_encoders_with_ways_of_their_own(model_type: str, tmp_path: Path) -> None:
+    make_tiny(model_type).save_pretrained(tmp_path)
+    chain = build_chain(
+        outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
+    )
+    assert difference_from_model(chain, str(tmp_path), None) < 1e-5
+
+
+def test_the_encoder_of_a_pair(tmp_path: Path) -> None:
+    """T5's, of a checkpoint that has the decoder too, once its configuration asks for the encoder alone."""
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, decoder_start_token_id=0
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(BundleError, match="T5EncoderModel"):
+        outline_model(str(tmp_path))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["T5EncoderModel"]}))
+    chain = build_chain(
+        outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
+    )
+    assert difference_from_model(chain, str(tmp_path), None) < 1e-5
+
+
 def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     model = make_tiny("bert-generation")
     model.config.is_decoder = False
@@ -89,6 +129,16 @@ def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
         outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
     )
     with pytest.raises(BundleError, match="sees tokens that come later"):
+        difference_from_model(chain, str(tmp_path), None)
+
+
+def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
+    """Fourier's transform of a row has all of its places in every answer."""
+    make_tiny("fnet").save_pretrained(tmp_path)
+    chain = build_chain(
+        outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
+    )
+    with pytest.raises(BundleError, match="reads the padding of a row"):
         difference_from_model(chain, str(tmp_path), None)
 
 

@@ -53,7 +53,7 @@ def test_tensors_that_are_stored_apart_or_together_are_converted(tmp_path: Path)
     """Experts are stored one by one, the model has them as one tensor."""
     import transformers
 
-    from server_export.model.names import sources
+    from server_export.model.names import Outline, sources
 
     config = {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model = saved(tmp_path, "Qwen3MoeConfig", **config)
@@ -64,7 +64,7 @@ def test_tensors_that_are_stored_apart_or_together_are_converted(tmp_path: Path)
         outline = transformers.AutoModelForCausalLM.from_config(model.config)
     found = sources(outline, stored.keys())[name]
     assert len(found.stored) == 8
-    made = found.made(stored.__getitem__, model.config)
+    made = found.made(stored.__getitem__, Outline(outline))
     assert torch.equal(made[name], model.get_parameter(name))
 
 
