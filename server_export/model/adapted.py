@@ -193,6 +193,25 @@ def match_target_modules(model: nn.Module, target_modules: str | Sequence[str]) 
     return matched
 
 
+def taken_for_experts(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Those of some layers whose adapter PEFT would give to experts, because of what they are called.
+
+    Older checkpoints had a layer of that name for each expert (`convert_peft_config_for_transformers`).
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    def is_kept(name: str) -> bool:
+        config = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # one of several that are one tensor now
+            return False
+        return name in (config.target_modules or ())
+
+    return [name for name in names if not is_kept(name)]
+
+
 def read_by_rows(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Those of some layers that a model without weights gives states of rows, and nothing else.
 

@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from prge.errors import ConfigError
 from prge.files.peft import PeftAdapter, lora_scale, read_lora
 from server_export.model.adapted import (
+    ALL_LINEAR,
     default_target_modules,
     initial_lora_a,
     match_start_adapter,
     match_target_modules,
     normal_targets,
     read_by_rows,
+    taken_for_experts,
 )
 from server_export.model.blocks import in_top_blocks
 from server_export.model.loading import LoadedModel, parameter_count
@@ -104,10 +107,16 @@ def _adapted_layers(
         return start.rank, start.alpha, start.target_modules, match_start_adapter(model, start)
     targets = normal_targets(config.target_modules or default_target_modules(model))
     names = match_target_modules(model, targets)
-    if not config.target_modules:
-        read = read_by_rows(model, names)
+    for_experts = taken_for_experts(model, names)
+    if not config.target_modules or targets == ALL_LINEAR:
+        read = [name for name in read_by_rows(model, names) if name not in for_experts]
         if read and read != names:
             targets = names = read
+    elif for_experts:
+        raise ConfigError(
+            "these target modules can't be adapted:",
+            [f"{name} would be a layer of experts when PEFT loads its adapter" for name in for_experts],
+        )
     if config.adapt_layers is not None:
         # Whole names mean the same layers to PEFT, however the targets were chosen.
         targets = names = in_top_blocks(model, names, config.adapt_layers)

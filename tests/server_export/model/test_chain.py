@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from prge.errors import BundleError
+from prge.errors import BundleError, ConfigError
 from server_export.check.chain import difference_from_model
 from server_export.model.adapted import (
     convert_conv1d,
@@ -21,6 +21,8 @@ from server_export.model.adapted import (
 from server_export.model.chain import ModelChain, build_chain
 from server_export.model.files import find_files
 from server_export.model.loading import outline_model
+from server_export.model.start import start_adapter
+from server_export.settings import ExportConfig
 from tests.tiers import rest
 from tests.tiny_models import make_tokenizer, save_model
 from tests.tiny_types import make_tiny
@@ -149,6 +151,21 @@ def test_layers_that_are_never_asked_are_not_adapted(tmp_path: Path) -> None:
     names = match_target_modules(model, ["q_proj"])
     assert [name for name in names if "encoder_attn" in name]
     assert read_by_rows(model, names) == [name for name in names if "self_attn" in name]
+
+
+def test_layers_that_peft_takes_for_experts_are_not_adapted(tmp_path: Path) -> None:
+    """PEFT gives what is on a layer of that name to experts, as older checkpoints had them."""
+    make_tiny("glm4_moe").save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    outline = outline_model(str(tmp_path))
+
+    def adapted(*targets: str) -> set[str]:
+        config = ExportConfig(str(tmp_path), tmp_path / "bundle", target_modules=[*targets])
+        return {name.split(".")[3] for name in start_adapter(config, outline, False).lora_a}
+
+    assert adapted() == adapted("all-linear") == {"self_attn"}
+    with pytest.raises(ConfigError, match=r"shared_experts.up_proj would be a layer of experts"):
+        adapted("up_proj")
 
 
 def start_of(folder: Path, targets: str | None = None) -> dict[str, torch.Tensor]:
