@@ -169,6 +169,8 @@ def trace(
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.tables = tables
+            # Some leave it to the mask that they give.
+            module.is_causal = is_decoder or module.is_causal
     _widen_masks(model)
     rows = copies * BATCH
     with torch.device("meta"), torch.no_grad():
