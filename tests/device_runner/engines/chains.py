@@ -87,13 +87,12 @@ class Whole:
 
     def answers(self, given: Mapping[str, Array], adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """What some rows are answered with one adapter; it can be differentiated."""
-        parameters = self.merged(adapter)
         tokens = torch.from_numpy(given["tokens"])
         if "attention_mask" in given:
             # Row by row: some models answer no number where there is padding.
             lengths = given["attention_mask"].sum(1).tolist()
             found = [
-                functional_call(self.model, parameters, (), {"input_ids": row[None, :length]})
+                self._called(adapter, input_ids=row[None, :length])
                 for row, length in zip(tokens, lengths, strict=True)
             ]
             states = [each.last_hidden_state[0] for each in found]
@@ -105,14 +104,21 @@ class Whole:
 
     def logits(self, tokens: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Logits [rows, tokens, vocabulary] with one adapter."""
-        found: torch.Tensor = functional_call(
-            self.model, self.merged(adapter), (), {"input_ids": tokens, "use_cache": False}
-        ).logits
+        found: torch.Tensor = self._called(adapter, input_ids=tokens, use_cache=False).logits
         return found
 
     def states(self, tokens: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Logits, or an encoder's states, of tokens with one adapter."""
-        return self.answered(functional_call(self.model, self.merged(adapter), (), {"input_ids": tokens}))
+        return self.answered(self._called(adapter, input_ids=tokens))
+
+    def _called(self, adapter: Mapping[str, torch.Tensor], **given: Any) -> Any:
+        usual = torch.get_default_dtype()
+        # Some models make numbers as they run.
+        torch.set_default_dtype(self.model.dtype)
+        try:
+            return functional_call(self.model, self.merged(adapter), (), given)
+        finally:
+            torch.set_default_dtype(usual)
 
     @staticmethod
     def answered(output: Any) -> torch.Tensor:
