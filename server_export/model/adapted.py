@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,23 +194,29 @@ def match_target_modules(model: nn.Module, target_modules: str | Sequence[str]) 
     return matched
 
 
-def taken_for_experts(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Those of some layers whose adapter PEFT would give to experts, because of what they are called.
+def refused_by_peft(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Those of some layers whose adapter PEFT doesn't load, or gives to others, by their names.
 
-    Older checkpoints had a layer of that name for each expert (`convert_peft_config_for_transformers`).
+    Older checkpoints had a `down_proj` for each expert; Mamba's `out_proj` is no layer that is called.
     """
-    from peft import LoraConfig
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    from peft import LoraConfig, inject_adapter_in_model
 
-    def is_kept(name: str) -> bool:
-        config = LoraConfig(target_modules=[name])
+    def is_adapted(name: str) -> bool:
+        # PEFT goes by names and the model's configuration.
+        twin = nn.Module()
+        twin.config = model.config
+        for path in accumulate(name.split(".")[:-1], "{}.{}".format):
+            twin.set_submodule(path, nn.Module())
+        twin.set_submodule(name, nn.Linear(1, 1))
         try:
-            convert_peft_config_for_transformers(config, model, None)
-        except ValueError:  # one of several that are one tensor now
+            inject_adapter_in_model(LoraConfig(r=1, target_modules=[name]), twin)
+        except ValueError:
             return False
-        return name in (config.target_modules or ())
+        return hasattr(twin.get_submodule(name), "lora_A")
 
-    return [name for name in names if not is_kept(name)]
+    endings = {name.rpartition(".")[2]: name for name in names}
+    refused = {ending for ending, name in endings.items() if not is_adapted(name)}
+    return [name for name in names if name.rpartition(".")[2] in refused]
 
 
 def read_by_rows(model: nn.Module, names: Sequence[str]) -> list[str]:

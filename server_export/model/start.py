@@ -18,7 +18,7 @@ from server_export.model.adapted import (
     match_target_modules,
     normal_targets,
     read_by_rows,
-    taken_for_experts,
+    refused_by_peft,
 )
 from server_export.model.blocks import in_top_blocks
 from server_export.model.loading import LoadedModel, parameter_count
@@ -107,15 +107,15 @@ def _adapted_layers(
         return start.rank, start.alpha, start.target_modules, match_start_adapter(model, start)
     targets = normal_targets(config.target_modules or default_target_modules(model))
     names = match_target_modules(model, targets)
-    for_experts = taken_for_experts(model, names)
+    refused = refused_by_peft(model, names)
     if not config.target_modules or targets == ALL_LINEAR:
-        read = [name for name in read_by_rows(model, names) if name not in for_experts]
+        read = [name for name in read_by_rows(model, names) if name not in refused]
         if read and read != names:
             targets = names = read
-    elif for_experts:
+    elif refused:
         raise ConfigError(
             "these target modules can't be adapted:",
-            [f"{name} would be a layer of experts when PEFT loads its adapter" for name in for_experts],
+            [f"PEFT doesn't load an adapter of {name} with a {model.config.model_type}" for name in refused],
         )
     if config.adapt_layers is not None:
         # Whole names mean the same layers to PEFT, however the targets were chosen.

@@ -153,19 +153,28 @@ def test_layers_that_are_never_asked_are_not_adapted(tmp_path: Path) -> None:
     assert read_by_rows(model, names) == [name for name in names if "self_attn" in name]
 
 
-def test_layers_that_peft_takes_for_experts_are_not_adapted(tmp_path: Path) -> None:
-    """PEFT gives what is on a layer of that name to experts, as older checkpoints had them."""
-    make_tiny("glm4_moe").save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "refused", "place", "others"),
+    [
+        # PEFT gives what is on a layer of that name to experts, as older checkpoints had them.
+        ("glm4_moe", "up_proj", 3, {"self_attn"}),
+        ("mamba2", "out_proj", 4, {"in_proj"}),
+    ],
+)
+def test_layers_whose_adapter_peft_does_not_load_are_not_adapted(
+    kind: str, refused: str, place: int, others: set[str], tmp_path: Path
+) -> None:
+    make_tiny(kind).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     outline = outline_model(str(tmp_path))
 
     def adapted(*targets: str) -> set[str]:
         config = ExportConfig(str(tmp_path), tmp_path / "bundle", target_modules=[*targets])
-        return {name.split(".")[3] for name in start_adapter(config, outline, False).lora_a}
+        return {name.split(".")[place] for name in start_adapter(config, outline, False).lora_a}
 
-    assert adapted() == adapted("all-linear") == {"self_attn"}
-    with pytest.raises(ConfigError, match=r"shared_experts.up_proj would be a layer of experts"):
-        adapted("up_proj")
+    assert adapted() == adapted("all-linear") == others
+    with pytest.raises(ConfigError, match=f"PEFT doesn't load an adapter of .*{refused} with a {kind}"):
+        adapted(refused)
 
 
 def start_of(folder: Path, targets: str | None = None) -> dict[str, torch.Tensor]:
