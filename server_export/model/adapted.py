@@ -197,7 +197,7 @@ def match_target_modules(model: nn.Module, target_modules: str | Sequence[str]) 
 def refused_by_peft(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Those of some layers whose adapter PEFT doesn't load, or gives to others, by their names.
 
-    Older checkpoints had a `down_proj` for each expert; Mamba's `out_proj` is no layer that is called.
+    Older checkpoints had a `down_proj` for each expert; kernels of Mamba read `out_proj` themselves.
     """
     from peft import LoraConfig, inject_adapter_in_model
 

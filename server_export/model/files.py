@@ -49,8 +49,9 @@ _SIZES = re.compile(
     r"|num_hidden_layers|num_layers|n_layers?|num_attention_heads|num_heads|n_heads?|num_key_value_heads"
     r"|max_position_embeddings|n_positions|word_embed_proj_dim"
 )
-# Floating numbers, and those of tokens or experts in tables; codes of weights are smaller.
-_PLAIN = ("F64", "F32", "F16", "BF16", "I64")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# Numbers of tokens or experts, which are in tables; a weight of that kind is made of codes.
+_NUMBERS, _WEIGHT = "I64", "weight"
 # Masks and positions that older checkpoints store beside their weights.
 BUFFERS = re.compile(r"(attn\.(masked_)?bias|position_ids|rotary_emb\.inv_freq)$")
 
@@ -276,7 +277,8 @@ def stored_numbers(files: ModelFiles, names: Collection[str] | None = None) -> i
             with safetensors.safe_open(str(path), framework="numpy") as weights:
                 for name in weights.keys() if names is None else {*weights.keys()}.intersection(names):
                     tensor = weights.get_slice(name)
-                    if tensor.get_dtype() not in _PLAIN and not BUFFERS.search(name):
+                    is_table = tensor.get_dtype() == _NUMBERS and not name.endswith(_WEIGHT)
+                    if not (is_table or tensor.get_dtype() in _FLOATS or BUFFERS.search(name)):
                         raise BundleError(
                             f"{name} in {path} is {tensor.get_dtype()}: the model is quantized already",
                             remedy=UNQUANTIZED,

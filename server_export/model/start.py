@@ -108,15 +108,15 @@ def _adapted_layers(
     targets = normal_targets(config.target_modules or default_target_modules(model))
     names = match_target_modules(model, targets)
     refused = refused_by_peft(model, names)
-    if not config.target_modules or targets == ALL_LINEAR:
-        read = [name for name in read_by_rows(model, names) if name not in refused]
-        if read and read != names:
-            targets = names = read
-    elif refused:
+    kept = [name for name in names if name not in refused]
+    is_named = bool(config.target_modules) and targets != ALL_LINEAR
+    if refused and (is_named or not kept):
         raise ConfigError(
             "these target modules can't be adapted:",
             [f"PEFT doesn't load an adapter of {name} with a {model.config.model_type}" for name in refused],
         )
+    if not is_named and (read := read_by_rows(model, kept) or kept) != names:
+        targets = names = read
     if config.adapt_layers is not None:
         # Whole names mean the same layers to PEFT, however the targets were chosen.
         targets = names = in_top_blocks(model, names, config.adapt_layers)

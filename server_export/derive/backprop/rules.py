@@ -120,8 +120,8 @@ def _gelu(
 @rule(aten.logical_and_.default, aten.masked_fill_.Scalar)
 def _in_place(writer: Writer, node: Node, *arguments: Any) -> Node:
     # Of what autograd has just made; no program changes a value that is there.
-    plain = {aten.logical_and_.default: aten.logical_and.default}
-    return writer.call(plain.get(node.target, aten.masked_fill.Scalar), *arguments)
+    is_mask = node.target is aten.logical_and_.default
+    return writer.call(aten.logical_and.default if is_mask else aten.masked_fill.Scalar, *arguments)
 
 
 @rule(aten.slice_backward.default)

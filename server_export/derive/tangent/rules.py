@@ -693,7 +693,7 @@ def _softmax(builder: Builder, node: Node, source: Dual, dim: int, *_: Any) -> D
 @rule(aten.logsumexp.default)
 def _log_total(builder: Builder, node: Node, source: Dual, dims: list[int], keeps: bool = False) -> Dual:
     if dims not in ([-1], [len(source.shape) - 1]):
-        raise NotImplementedError
+        raise NotImplementedError("a sum over another dimension than the last")
     primal = builder.call(aten.logsumexp.default, source.primal, [-1], keeps)
     weights = builder.call(aten.softmax.int, source.primal, -1)
     tangents = _sum(builder, builder.product(weights, source.tangents), source.shape, -1)

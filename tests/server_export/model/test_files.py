@@ -131,6 +131,9 @@ def test_integers_are_a_quantized_model_unless_they_are_old_masks_or_tables(tmp_
     masks = {"h.0.attn.bias": np.zeros((2, 2), np.uint8), "expert_of_token": np.zeros(4, np.int64)}
     files = find_files(str(write_model(tmp_path, weight=np.zeros(3, np.float32), **masks)))
     assert stored_numbers(files) == 11
+    write_model(tmp_path, weight=np.zeros(3, np.int64))
+    with pytest.raises(BundleError, match=r"weight in .* is I64: the model is quantized already"):
+        stored_numbers(files)
     write_model(tmp_path, weight=np.zeros(3, np.int8))
     with pytest.raises(BundleError, match=r"weight in .* is I8: the model is quantized already"):
         stored_numbers(files)
