@@ -25,6 +25,8 @@ from prge.verbs.settings import part_of
 
 @dataclass(frozen=True)
 class _Runs(DeviceSettings):
+    """Which runs speak."""
+
     names: tuple[str, ...] = ()
     """Runs on the device, all of one bundle; base: the model without an adapter."""
 

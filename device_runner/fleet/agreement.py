@@ -73,10 +73,13 @@ class Plan(OptimizerFlags, RateFlags):
     outlier: float = 4.0
     """Shorten answers that are this many times longer than the median of a round's answers."""
     optimizer: OptimizerName = "adam"
+    """sgd, momentum, adam, or adam-norm: one second moment for all values."""
     beta2: float = 0.98
+    """adam's second coefficient."""
     learning_rate: float = 1e-2
     schedule: ScheduleName = "constant"
     warmup: int = 0
+    """Steps of linear warm-up."""
 
     seed: int = 42
     """Of directions, which all devices share, and of which devices a round asks."""

@@ -80,7 +80,7 @@ class TuneSettings(RowsFlags):
     """Rank of the adapter. Default: 16 for exact gradients, else 8."""
     init: Init | None = None
     """Where the lora_a come from: eva, principal directions of what layers see of the training rows; or
-    random. Default: random."""
+    random. Default: random; eva where exact gradients adapt queries and values alone."""
     estimator: EstimatorName | None = None
     """Default: exact, the gradient by backpropagation."""
     batch_size: int | None = None
