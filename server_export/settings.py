@@ -48,7 +48,7 @@ class ExportConfig:
 
     target_modules: str | list[str] | None = None
     """Linear layers to adapt, with PEFT's meaning: names or name endings, a regular expression, or
-    `all-linear`. Without it PEFT's usual choice for the architecture, or all linear layers of the blocks
+    `all-linear`, those of all blocks. Without it PEFT's usual choice for the architecture, or `all-linear`
     where there is none."""
 
     adapt_layers: str | None = None

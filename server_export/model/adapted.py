@@ -138,6 +138,15 @@ def default_target_modules(model: nn.Module) -> str | list[str]:
     usual = usual_target_modules(model)
     if usual is not None:
         return usual
+    return _linear_names_of_blocks(model)
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def _linear_names_of_blocks(model: nn.Module) -> list[str]:
+    """Without the head's, and those that make what a model's blocks begin with, as some embeddings have."""
     try:
         blocks = tuple(f"{name}." for name in block_names(model))
     except ConfigError:
@@ -147,10 +156,6 @@ def default_target_modules(model: nn.Module) -> str | list[str]:
             remedy="take another checkpoint",
         ) from None
     return [name for name in _linear_names(model) if name.startswith(blocks)]
-
-
-def _linear_names(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
 def normal_targets(target_modules: str | Sequence[str]) -> str | list[str]:
@@ -175,7 +180,7 @@ def match_target_modules(model: nn.Module, target_modules: str | Sequence[str]) 
     modules = dict(model.named_modules())
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if targets == ALL_LINEAR:
-        return [name for name in _linear_names(model) if modules[name] is not head]
+        return _linear_names_of_blocks(model)
     settings = SimpleNamespace(target_modules=targets, target_parameters=None)
     matched = [name for name in modules if name and check_target_module_exists(settings, name)]
     problems = [

@@ -67,6 +67,15 @@ def test_without_a_usual_choice_all_linear_layers_of_the_blocks_are_adapted() ->
     assert names == peft_choice("persimmon", default_target_modules(model))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "apart"), [("gemma4", "per_layer_model_projection"), ("albert", "in")]
+)
+def test_layers_that_make_what_blocks_begin_with_are_none_of_all(architecture: str, apart: str) -> None:
+    model = make_model(architecture)
+    others = {*peft_choice(architecture, "all-linear")} - {*match_target_modules(model, "all-linear")}
+    assert others and all(apart in name for name in others)
+
+
 def test_a_usual_choice_that_is_an_expression_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
     table = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     monkeypatch.setitem(table, "persimmon", r".*layers\.1.*\.dense")
