@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +32,13 @@ aten = torch.ops.aten
 # In the meta of a node, under "custom": XNNPACK puts what the node stands for into the file of that name.
 _TAG, _WEIGHTS = "delegate_constant_tag", "weights"
 _REMEDY = "please report it with the name of the model"
+# Of what shares memory with what it is given, tracing leaves these as they are.
+_VIEWS = {
+    *(aten.view.default, aten.expand.default, aten.permute.default, aten.transpose.int, aten.t.default),
+    *(aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims),
+    *(aten.split_with_sizes.default, aten.alias.default, aten.diagonal.default),
+}
+_OF_A_CAST = 2
 
 
 @dataclass(frozen=True)
@@ -196,7 +205,8 @@ class Constants:
                 for marked in (node, *filter(is_dequantization, node.users)):
                     copies[marked].meta["custom"] = {_TAG: _WEIGHTS}
         quantize_apart(graph)
-        return ExportedProgram(
+        _write_as_traced(graph)
+        return _Functional(
             root=program.graph_module,
             graph=graph,
             graph_signature=program.graph_signature,
@@ -257,6 +267,42 @@ class Constants:
                 f"{', '.join(inside)}",
                 remedy=_REMEDY,
             )
+
+
+class _Functional(ExportedProgram):
+    """A program that is lowered as it is: tracing it once more took half of an export's time."""
+
+    def run_decompositions(self, decomp_table: Any = None, *options: Any, **more: Any) -> ExportedProgram:
+        """See ExportedProgram; an empty table asks for a functional program and for nothing else."""
+        # torch's own tables are dictionaries that look empty until they are asked.
+        asks_no_more = type(decomp_table) is dict and not decomp_table
+        is_one = asks_no_more and not any(map(_is_taken_apart, self.graph.nodes))
+        return self if is_one else super().run_decompositions(decomp_table, *options, **more)
+
+
+def _is_taken_apart(node: Node) -> bool:
+    """Whether tracing writes an operator otherwise, since its answer shares, or may share, memory."""
+    schema = getattr(node.target, "_schema", None)
+    shares = schema is not None and any(argument.alias_info for argument in schema.arguments)
+    return shares and node.target not in _VIEWS
+
+
+def _write_as_traced(graph: Graph) -> None:
+    """Write views as views and casts as copies; leave out asserts, which no engine checks; in place."""
+    for node in graph.find_nodes(op="call_function", target=aten._assert_scalar.default):
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    for node in graph.find_nodes(op="call_function", target=aten.to.dtype):
+        if len(node.args) == _OF_A_CAST and not node.kwargs:
+            node.target, node.args, node.kwargs = (
+                aten._to_copy.default,
+                node.args[:1],
+                {"dtype": node.args[1]},
+            )
+    for node in graph.find_nodes(op="call_function", target=aten.reshape.default):
+        with suppress(RuntimeError, ValueError):
+            node.args[0].meta["val"].view(node.meta["val"].shape)
+            node.target = aten.view.default
 
 
 def _constants_of(program: ExportedProgram) -> Iterator[tuple[Node, str, torch.Tensor]]:

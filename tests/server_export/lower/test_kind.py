@@ -15,11 +15,13 @@ from torch.export import ExportedProgram
 
 from prge.errors import BundleError
 from server_export.graph.rewriting import rewritten_graph
-from server_export.lower.kind import LAYOUTS, LoweredKind, lower_kind
+from server_export.lower.kind import LAYOUTS, Constants, LoweredKind, lower_kind
 from server_export.lower.sizes import Size, dynamic_program
 from server_export.model.quantization import Int8Embedding, quantize_layers
 
 torch.set_num_threads(1)
+
+aten = torch.ops.aten
 
 WIDTH, INNER, RANK, VOCABULARY = 64, 96, 4, 40
 SIZES = {"rows": Size(10007, 3, 1, 8), "tokens": Size(10009, 5, 1, 16)}
@@ -326,3 +328,32 @@ def test_a_weight_that_another_operator_reads_is_refused() -> None:
 
     with pytest.raises(BundleError, match=r"constant weight is read by a linear layer and"):
         lower_kind({"score": program(Tied().requires_grad_(False), meta(*STATE))}, SIZES.values())
+
+
+def test_a_functional_program_is_not_traced_again() -> None:
+    program = Constants({"score": block_program(Block(1))}).as_placeholders(block_program(Block(1)))
+    targets = {node.target for node in program.graph.nodes}
+    assert not targets & {aten.reshape.default, aten._assert_scalar.default}
+    assert program.run_decompositions({}) is program
+    # Tracing finds nothing that it writes otherwise.
+    traced = ExportedProgram.run_decompositions(program, {})
+    assert operators(traced) == operators(program)
+
+
+def test_what_may_share_memory_is_traced() -> None:
+    class Odd(nn.Module):
+        def forward(self, state: torch.Tensor) -> torch.Tensor:
+            return state.transpose(1, 2).contiguous()
+
+    given = program(Odd(), meta(*STATE))
+    found = Constants({"score": given}).as_placeholders(given).run_decompositions({})
+    assert found is not given and aten.contiguous.default not in operators(found)
+
+
+def operators(program: ExportedProgram) -> list[object]:
+    """What computes tensors, in order."""
+    return [
+        node.target
+        for node in program.graph.nodes
+        if node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor)
+    ]
