@@ -61,7 +61,7 @@ def demo(out: Path) -> dict[str, Any]:
     task = ["--task", TASK]
     print("\n1/4  tune it with one command; it is killed on the way, and goes on", flush=True)
     rows = ["--data", TRAIN, "--dev", DEV, "--test", TEST, *task]
-    _killed_on_the_way(tuned / "run", "tune", "--model", MODEL, *EXPORT, *rows, "--out", tuned)
+    killed_on_the_way(tuned / "run", "tune", "--model", MODEL, *EXPORT, *rows, "--out", tuned)
     run_verb("tune", "--resume", tuned, "--json", out / "tuned.json")
     found = json_of(out / "tuned.json")
     print("\n2/4  train it twice more on its bundle, with forward passes alone", flush=True)
@@ -114,7 +114,7 @@ def _written(out: Path, bundle: Path) -> dict[str, Any]:
     return samples
 
 
-def _killed_on_the_way(run: Path, *words: object) -> None:
+def killed_on_the_way(run: Path, *words: object) -> None:
     """Start a verb and kill it, and with it all that it started, as a phone would, a few steps into a run."""
     print("$ prge " + " ".join(map(str, words)), flush=True)
     journal = run / "journal.jsonl"

@@ -1,0 +1,154 @@
+"""Architectures with random weights, taught the demo's task: killed, resumed, spoken with.
+
+    python scripts/studies/taught.py --out taught [--types qwen3_5_text gemma4_text] [--steps 600]
+
+Each model is tiny and has what its type is known for. `prge tune` with its defaults teaches it to write the
+mood of a text; it is killed on the way and goes on. Prints JSON by type:
+
+    right_before, right_after   share of the demo's test rows whose mood it writes
+    same_bits                   a run that nobody killed ends in the same journal and adapter
+    chat                        what `prge chat` answered to some test rows, and what is right
+    peak_mb, seconds            of the training process, and of all of `prge tune`, its export too
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from verbs import DEMO, parser_of, prge, report, write_rows
+
+from prge.verbs.starting import command_of, json_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from demo import killed_on_the_way
+
+_SIZES = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 384,
+    "vocab_size": 1024,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.05,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_TWO_WINDOWS = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_PER_LAYER = {
+    **_TWO_WINDOWS,
+    "vocab_size_per_layer_input": 1024,
+    "hidden_size_per_layer_input": 32,
+    "num_kv_shared_layers": 2,
+}
+_IMAGES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+TYPES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32),
+    },
+    "gemma4_text": {**_PER_LAYER, "global_head_dim": 32},
+    "gemma3n_text": {**_PER_LAYER, "laurel_rank": 16, "activation_sparsity_pattern": None},
+    "qwen3_moe": {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2},
+    # Of texts and images: the text part is taken.
+    "gemma3": {"text_config": {**_SIZES, **_TWO_WINDOWS}, "vision_config": _IMAGES},
+}
+_MOODS = ("terrible", "great")
+_TASK = """\
+name: written-mood
+template: "{text} It was"
+columns: {answers: mood}
+metric: exact_match
+generate: {max_tokens: 4}
+"""
+_ASKED = 4
+
+
+def main() -> None:
+    """Teach the models one after the other."""
+    parser = parser_of(__doc__, seeds=[0])
+    parser.add_argument("--types", nargs="+", default=[*TYPES], choices=[*TYPES])
+    parser.add_argument("--steps", type=int, default=600)
+    arguments = parser.parse_args()
+    write_data(arguments.out)
+    results = {
+        name: taught(name, arguments.out, arguments.steps, arguments.seeds[0]) for name in arguments.types
+    }
+    report(results, arguments.out)
+
+
+def write_data(folder: Path) -> None:
+    """The demo's rows, with a word to write for the label, and their task."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "task.yaml").write_text(_TASK, encoding="utf-8")
+    for part in ("train", "dev", "test"):
+        rows = (
+            {"text": row["text"], "mood": _MOODS[row["label"]]} for row in rows_of(DEMO / f"{part}.jsonl")
+        )
+        write_rows(folder / f"{part}.jsonl", rows)
+
+
+def taught(name: str, data: Path, steps: int, seed: int) -> dict[str, Any]:
+    """Figures of a type, of which everything lies in a folder of its name beside the rows."""
+    model, tuned, again = (data / name / part for part in ("model", "tuned", "undisturbed"))
+    write_model(name, model, seed)
+    parts = {"data": "train", "dev": "dev", "test": "test"}
+    words: list[object] = [
+        word for flag, part in parts.items() for word in (f"--{flag}", data / f"{part}.jsonl")
+    ]
+    words += ["--task", data / "task.yaml", "--model", model, "--steps", steps, "--out", tuned]
+    killed_on_the_way(tuned / "run", "tune", *words)
+    prge("tune", resume=tuned, json=data / name / "tuned.json")
+    prge("run", config=tuned / "settings/run.yaml", out=again)
+    found = json_of(data / name / "tuned.json")
+    return {
+        "right_before": found["score_before"]["exact_match"],
+        "right_after": found["score_after"]["exact_match"],
+        "same_bits": bits(tuned / "run") == bits(again),
+        "chat": [said(tuned, row) for row in rows_of(data / "test.jsonl")[:_ASKED]],
+        "peak_mb": found["peak_mb"],
+        "seconds": found["seconds"],
+    }
+
+
+def write_model(name: str, folder: Path, seed: int) -> None:
+    """A folder with that type, every weight random, and the demo's tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer
+
+    torch.manual_seed(seed)
+    is_text = "text_config" not in TYPES[name]
+    config = AutoConfig.for_model(name, **{**(_SIZES if is_text else {}), **TYPES[name]})
+    (AutoModelForCausalLM if is_text else AutoModelForMultimodalLM).from_config(config).save_pretrained(
+        folder
+    )
+    AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(folder)
+
+
+def said(tuned: Path, row: dict[str, Any]) -> dict[str, str]:
+    """What the tuned model answers in the terminal to a text."""
+    words = ["chat", tuned, "--temperature", 0, "--max-tokens", 4]
+    given = f"{row['text']} It was\n/quit\n"
+    done = subprocess.run(command_of(*words), input=given, capture_output=True, text=True, check=True)
+    return {"asked": row["text"], "answered": done.stdout.strip(), "right": row["mood"]}
+
+
+def bits(run: Path) -> list[bytes]:
+    """Journal and result of a run."""
+    return [(run / name).read_bytes() for name in ("journal.jsonl", "final/adapter_model.safetensors")]
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Rows of a jsonl file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+if __name__ == "__main__":
+    main()
