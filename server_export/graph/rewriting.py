@@ -159,9 +159,15 @@ def share_equal_calls(graph: Graph, is_meant: Callable[[Node], bool] = lambda no
 
 
 def quantize_apart(graph: Graph) -> None:
-    """Let every layer quantize what it multiplies: partitions of layers that share it would be circular."""
+    """Let every layer quantize what it multiplies: partitions of layers that share it would be circular.
+
+    So would be one of a layer that is used twice, if both uses restored its weight together.
+    """
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
-        restored = node.args[0]
+        restored, weight = node.args[:2]
+        if is_dequantization(weight) and len(weight.users) > 1:
+            with graph.inserting_before(node):
+                node.replace_input_with(weight, graph.node_copy(weight, lambda source: source))
         if str(restored.target) != _ROUNDED or len(restored.users) == 1:
             continue
         codes = restored.args[0]

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from server_export.graph.rewriting import RULES, rewrite
+from server_export.graph.rewriting import RULES, is_dequantization, quantize_apart, rewrite
 from tests.server_export.derive.tangent.graphs import Function
 
 torch.set_num_threads(1)
@@ -246,3 +246,24 @@ def test_quantized_weights_are_codes_and_scales_and_share_zero_points() -> None:
     assert len([name for name in constants if name.endswith("scale")]) == 3
     assert len([name for name in constants if name.endswith("zero_point")]) == 1
     assert "access_subclass_inner_tensor" not in operators(graph_module)
+
+
+def test_each_use_of_a_quantized_layer_restores_its_weight_to_be_lowered() -> None:
+    class Twice(TwoLayers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, *_ = self.layers
+            return first(torch.sin(first(x)))
+
+    def weights() -> list[Node]:
+        restored = filter(is_dequantization, graph_module.graph.nodes)
+        return [node for node in restored if node.args[0].op == "get_attr"]
+
+    module, x = Twice(), drawn(2, 32)
+    graph_module = traced(module, x)
+    rewrite(graph_module)
+    assert [len(node.users) for node in weights()] == [2]
+    quantize_apart(graph_module.graph)
+    assert [len(node.users) for node in weights()] == [1, 1]
+    graph_module.recompile()
+    with torch.no_grad():
+        assert torch.equal(graph_module(x), module(x))
