@@ -50,8 +50,6 @@ class BuildOptions:
     """Learn an end-of-sequence token after completions and answers, where the model has one."""
     max_dropped: float | None = None
     """Largest share of target tokens that may be left out; None: any."""
-    control_tokens: bool = False
-    """Read control tokens written in texts, such as </s>, as such."""
     skip_unusable: bool = False
     """Leave out rows that can't be used, as long as there are others; the report has them."""
 
@@ -121,7 +119,7 @@ def build_examples(
         make = partial(_of_form, form, chat)
         usual = "split" if form is TEXT or chat is not None else "truncate"
     overflow = usual if options.overflow == "auto" else options.overflow
-    reading = Reading(tokenizer, contract, overflow, options.append_eos, options.control_tokens)
+    reading = Reading(tokenizer, contract, overflow, options.append_eos)
     report = DataReport(f"{source} ({kind})", reading.length, columns_text(read, present, renamed or {}))
     examples = _built(rows, partial(make, reading), report)
     if report.unusable and not (options.skip_unusable and examples):
@@ -171,7 +169,7 @@ def _of_form(form: Form, chat: ChatTemplate | None, reading: Reading, row: Row) 
         return chat_examples(reading, chat, row)
     if form is TEXT:
         begin = reading.tokenizer.begin
-        tokens = reading.tokenizer.ids(_text(row, "text"), control=reading.control_tokens, before=begin)
+        tokens = reading.tokenizer.ids(_text(row, "text"), before=begin)
         masked = Masked(tokens, learnt_after(len(begin), len(tokens)), len(begin))
         return learnt(reading, row.number, masked)
     return completion(reading, row.number, _text(row, "prompt"), _text(row, "completion"))
