@@ -26,7 +26,7 @@ from prge.contract import Contract
 from prge.errors import DataError
 from prge.learning.examples import Example
 from prge.rows.conversations import chat_examples
-from prge.rows.forms import TEXT, Form, column_names, columns_text, find_form, present_columns
+from prge.rows.forms import TEXT, Form, column_names, columns_text, find_form, present_columns, text_of
 from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.report import CUTS, DataReport
 from prge.rows.sources import Source, read_source
@@ -169,10 +169,11 @@ def _of_form(form: Form, chat: ChatTemplate | None, reading: Reading, row: Row) 
         return chat_examples(reading, chat, row)
     if form is TEXT:
         begin = reading.tokenizer.begin
-        tokens = reading.tokenizer.ids(_text(row, "text"), before=begin)
+        tokens = reading.tokenizer.ids(text_of(row.fields, "text"), before=begin)
         masked = Masked(tokens, learnt_after(len(begin), len(tokens)), len(begin))
         return learnt(reading, row.number, masked)
-    return completion(reading, row.number, _text(row, "prompt"), _text(row, "completion"))
+    prompt, answer = (text_of(row.fields, column) for column in ("prompt", "completion"))
+    return completion(reading, row.number, prompt, answer)
 
 
 def _form_of(
@@ -251,12 +252,3 @@ def _check_dropped(report: DataReport, source: str, limit: float | None) -> None
             remedy="keep them all with --overflow split, or export with a larger --sequence-length; or "
             "leave them out with a larger --max-dropped",
         )
-
-
-def _text(row: Row, column: str) -> str:
-    value = row.fields.get(column)
-    if not isinstance(value, str):
-        raise RowError(
-            f"column {column!r} is {'missing' if value is None else type(value).__name__}, must be a text"
-        )
-    return value
