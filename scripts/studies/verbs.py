@@ -26,12 +26,11 @@ def parser_of(description: str | None, seeds: Sequence[int] = (42, 1337, 2025)) 
     return parser
 
 
-def report(results: dict[str, Any], out: Path, show: bool = True) -> None:
+def report(results: dict[str, Any], out: Path) -> None:
     """Keep a study's results as JSON in its folder, and print them."""
     text = json.dumps(results, indent=2)
     (out / "results.json").write_text(text + "\n", encoding="utf-8")
-    if show:
-        print(text)
+    print(text)
 
 
 def prge(verb: str, *words: object, **flags: Any) -> None:
