@@ -418,13 +418,6 @@ def test_steps_that_epochs_come_to_fit_the_other_settings(settings: RunSettings)
     assert not (settings.out / "journal.jsonl").exists()
 
 
-def test_a_folder_of_rows_is_its_files(settings: RunSettings, tmp_path: Path) -> None:
-    run(settings)
-    folder = replace(settings, train=tmp_path, dev=tmp_path, out=tmp_path / "of-folder")
-    run(folder)
-    assert bits(folder.out) == bits(settings.out)
-
-
 def test_a_run_says_which_columns_it_read(settings: RunSettings, tmp_path: Path) -> None:
     for name in ("train", "dev"):
         path = tmp_path / f"{name}.jsonl"
@@ -505,12 +498,6 @@ def test_a_run_isnt_resumed_with_another_task_or_rows(settings: RunSettings) -> 
 def test_one_process_holds_its_folder(settings: RunSettings) -> None:
     with run_lock(settings.out), pytest.raises(RunError, match=f"in use by process {os.getpid()}"):
         run(settings)
-
-
-def test_an_estimator_whose_role_the_bundle_lacks(settings: RunSettings) -> None:
-    with pytest.raises(ConfigError, match="export with the role back"):
-        run(replace(settings, estimator="exact"))
-    assert not settings.out.exists()
 
 
 def test_evaluation_tells_what_the_run_did(
