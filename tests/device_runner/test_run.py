@@ -181,9 +181,7 @@ def test_a_run_of_an_earlier_version_goes_on_or_is_refused(
     first, *rest = journal.read_bytes().splitlines(keepends=True)
     record = json.loads(first)["record"]
     record["settings"]["directions"] = retired
-    content = json.dumps(record, separators=(",", ":"))
-    line = f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'.encode()
-    journal.write_bytes(b"".join([line, *rest]))
+    journal.write_bytes(b"".join([_signed(record).encode(), *rest]))
     if not told:
         assert run_verb.main(["--resume", str(settings.out)]) == 0
     else:
