@@ -447,5 +447,4 @@ def _told(phone: Phone, job: Job) -> int:
 
 def _known(phone: Phone, name: str) -> None:
     if phone.job(name).state == "absent" and not phone.exists(phone.path("runs", name), "d"):
-        runs = ", ".join(phone.jobs()) or "none"
-        raise DeviceError(f"{phone.adb.serial} has no run {name!r}; it has: {runs}")
+        raise phone.no_run(name)

@@ -273,7 +273,10 @@ class Phone:
             if now.state != "absent":
                 return now
             time.sleep(0.2)
-        raise DeviceError(f"{name} did not start within {START_SECONDS:.0f} seconds", remedy=self._hint(name))
+        raise DeviceError(
+            f"{name} did not start within {START_SECONDS:.0f} seconds",
+            remedy=f"prge android logs {name} --console",
+        )
 
     def job(self, name: str) -> Job:
         """How a run stands."""
@@ -312,6 +315,12 @@ class Phone:
             state = "running" if alive and parts["boot"] == parts["booted"] else "killed"
         return Job(name, state, process, code, _json(parts["summary"]), _json(parts["last"]))
 
+    def no_run(self, name: str) -> DeviceError:
+        """The error of a run that isn't there."""
+        return DeviceError(
+            f"{self.adb.serial} has no run {name!r}; it has: {', '.join(self.jobs()) or 'none'}"
+        )
+
     def jobs(self) -> list[str]:
         """Names of all runs that were started here."""
         told = self.adb.shell(f'cd {quote([self.path("jobs")])} && for n in *; do echo "$n"; done')
@@ -342,7 +351,8 @@ class Phone:
         """
         check_name(name)
         remote = self.path("runs", name)
-        with tempfile.TemporaryDirectory(dir=_parent(out), prefix=".pull-") as staging:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".pull-") as staging:
             for attempt in range(PULLS):
                 made = Path(staging) / str(attempt)
                 made.mkdir(mode=0o700)
@@ -405,9 +415,6 @@ class Phone:
             parts[name] = content.strip()
         return parts
 
-    def _hint(self, name: str) -> str:
-        return f"prge android logs {name} --console"
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSettings:
@@ -461,11 +468,6 @@ def _json(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _parent(out: Path) -> Path:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    return out.parent
 
 
 def _compare(made: Path, there: Mapping[str, str]) -> None:

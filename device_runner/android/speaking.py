@@ -86,8 +86,7 @@ def _bundle_of(phone: Phone, name: str) -> str:
     check_name(name)
     told = phone.adb.shell(f"cat {quote([phone.path('runs', name, 'config.yaml')])}")
     if told.code:
-        runs = ", ".join(phone.jobs()) or "none"
-        raise DeviceError(f"{phone.adb.serial} has no run {name!r}; it has: {runs}")
+        raise phone.no_run(name)
     try:
         settings = parse_yaml(told.output)
     except ValueError:

@@ -190,30 +190,38 @@ class ChainEngine(CheckedEngine):
             number = experts.start
             if self._chain.is_expert(number):
                 is_finite &= self._back_through_experts(number, parts)
-                continue
-            for turn, part in enumerate(parts):
-                kept = part.kept.pop()
-                given = {name: array.astype(np.float32, copy=False) for name, array in kept.items()}
-                part.values |= {**given, "state": given["state"][0]}
-                places = self._saved.places(number, turn) if self._saved else {}
-                found = self._run(number, BACK_SAVED if places else BACK, part, read(places))
-                part.shared.keep(number, found)
-                passed = (part.values["state"], found["slope"])
-                is_finite &= all(bool(np.isfinite(array).all()) for array in passed)
-                self._release(part.values)
-                for array in kept.values():
-                    self._kept.leave(array)
-                part.values = {"slope": found["slope"]}
-                for ours, its in self._matrices(number):
-                    name, gradient = ours.name, found[its.gradient]
-                    gradients[name] = gradients[name] + gradient if name in gradients else gradient.copy()
-                    self._blocks.release(gradient)
+            else:
+                is_finite &= self._back_through_block(number, parts, gradients)
         if not (self._saved and self._saved.most):
             self._kept.forget()
         if not is_finite:
             # A layer that rounds to int8 makes a number of what is none: nobody would see it in the gradient.
             gradients = {name: np.full_like(gradient, np.nan) for name, gradient in gradients.items()}
         return answers, gradients
+
+    def _back_through_block(
+        self, number: int, parts: Sequence[Part], gradients: dict[str, FloatArray]
+    ) -> bool:
+        """The slopes of all parts before a block, whose gradients are added up; whether they are finite."""
+        is_finite = True
+        for turn, part in enumerate(parts):
+            kept = part.kept.pop()
+            given = {name: array.astype(np.float32, copy=False) for name, array in kept.items()}
+            part.values |= {**given, "state": given["state"][0]}
+            places = self._saved.places(number, turn) if self._saved else {}
+            found = self._run(number, BACK_SAVED if places else BACK, part, read(places))
+            part.shared.keep(number, found)
+            passed = (part.values["state"], found["slope"])
+            is_finite &= all(bool(np.isfinite(array).all()) for array in passed)
+            self._release(part.values)
+            for array in kept.values():
+                self._kept.leave(array)
+            part.values = {"slope": found["slope"]}
+            for ours, its in self._matrices(number):
+                name, gradient = ours.name, found[its.gradient]
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient.copy()
+                self._blocks.release(gradient)
+        return is_finite
 
     def _back_through_experts(self, number: int, parts: Sequence[Part]) -> bool:
         """The slopes of all parts before the experts of a layer; whether what it read is finite."""

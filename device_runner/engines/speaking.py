@@ -68,7 +68,8 @@ class _Step:
 
     `seen` f32 [rows x heads, 1, 1 + capacity] is there for every window and number of heads. `kept` has where
     keys and values lie, each with those of the step's tokens, f32 [rows, heads, width]; `read` by block which
-    of them are read through an array in float32; `carried` where what is carried lies, and the step's own.
+    of them are read through an array in float32, one of `in_float32` that blocks share; `carried` where what
+    is carried lies, and the step's own.
     """
 
     sequences: list[int]
@@ -80,6 +81,7 @@ class _Step:
     seen: dict[tuple[int | None, int], FloatArray] = field(default_factory=dict)
     kept: list[tuple[Array, FloatArray]] = field(default_factory=list)
     read: dict[int, list[tuple[Array, FloatArray]]] = field(default_factory=dict)
+    in_float32: dict[tuple[str, tuple[int, ...]], FloatArray] = field(default_factory=dict)
     carried: list[tuple[FloatArray, FloatArray]] = field(default_factory=list)
 
 
@@ -289,36 +291,7 @@ class ChainSpeaker:
         pieces = np.empty((len(chain.blocks) - chain.end, rows, 1, chain.piece_words), np.float32)
         logits = np.empty((rows, chain.vocabulary_size), np.float32) if len(pieces) > 1 else pieces[0, :, 0]
         step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, pieces, logits)
-        adapters = [self._sequences[sequence].adapter for sequence in sequences]
-
-        def table_of(table: int) -> Array:
-            if table not in step.tables:
-                dtype, shape = self._blocks.tables.tensor(table, 1)
-                step.tables[table] = np.zeros((rows, *shape[1:]), dtype)
-            return step.tables[table]
-
-        def matrices_of(module: str) -> tuple[FloatArray, FloatArray]:
-            lora_a = np.stack([self._lora_a(adapter)[module] for adapter in adapters])
-            return lora_a, np.stack([adapter.lora_b[module] for adapter in adapters])
-
-        shared: dict[tuple[str, tuple[int, ...]], FloatArray] = {}
-
-        def past(number: int, name: str, kept: Array) -> FloatArray:
-            """What a block reads of its first slots, [rows x heads, 1 + capacity, width]."""
-            slots = kept[:rows].reshape(-1, *kept.shape[2:])
-            if slots.dtype == np.float32:
-                return slots
-            array = shared.setdefault((name, slots.shape), np.empty(slots.shape, np.float32))
-            step.read.setdefault(number, []).append((slots, array))
-            return array
-
-        def restore(number: int) -> None:
-            for kept, array in step.read.get(number, ()):
-                np.copyto(array, kept)
-
         calls: dict[int, tuple[list[Array], list[Array]] | Callable[[], None]] = {}
-        own = np.zeros((1, 1, 1 + self._capacity), np.float32)
-        own[..., 0] = 1
         state: Array = step.tokens
         values: dict[int, FloatArray] = {}
         for number in (turn.start for turn in chain.turns(range(len(chain.blocks)))):
@@ -326,44 +299,13 @@ class ChainSpeaker:
                 behind = np.empty((rows, 1, self._blocks.routing(number).leaving), np.float32)
                 calls[number], state = partial(self._through_experts, number, state, behind), behind
                 continue
-            given: dict[str, Array] = {"tokens": state, "state": state}
-            given |= {
-                f"{TAKEN}{index}": values[value] for index, value in enumerate(chain.blocks[number].takes)
-            }
-            for index, table in enumerate(chain.blocks[number].tables):
-                if chain.tables[table].kind not in ("causal", *RELATIONS):
-                    given[f"{TABLE}{index}"] = table_of(table)
-            for index, module in enumerate(chain.blocks[number].modules):
-                matrices = matrices_of(chain.modules[module].name)
-                given[f"lora_a.{index}"], given[f"lora_b.{index}"] = matrices
-            answers: dict[str, Array] = {}
-            for name, array in self._carried.get(number, {}).items():
-                given[name], answers[name] = array[:rows], np.empty((rows, *array.shape[1:]), np.float32)
-                step.carried.append((array, answers[name]))
-            mask = chain.causal_table(number)
-            if mask is not None:
-                heads = self._blocks.heads(number)
-                caches = {name: self._caches[place] for name, place in self._kept(number)}
-                key = mask.window, heads.count
-                step.seen.setdefault(key, np.empty((rows * heads.count, 1, 1 + self._capacity), np.float32))
-                given |= {
-                    PAST_KEYS: past(number, PAST_KEYS, caches[KEYS]),
-                    PAST_VALUES: past(number, PAST_VALUES, caches[VALUES]),
-                    SEEN: step.seen[key],
-                    OWN: own,
-                }
-                if not chain.blocks[number].past:
-                    for name, width in ((KEYS, heads.key_width), (VALUES, heads.value_width)):
-                        answers[name] = np.empty((rows, heads.count, width), np.float32)
-                        step.kept.append((caches[name], answers[name]))
-            for index, value in enumerate(chain.gives(number)):
-                width = self._blocks.shared_width(value)
-                answers[f"{GIVEN}{index}"] = values[value] = np.empty((rows, 1, width), np.float32)
-                if (cache := self._caches.get((TAKEN, value))) is not None:
-                    step.kept.append((cache, values[value].reshape(rows, cache.shape[1], -1)))
+            given = self._given(step, number, state, values)
+            answers = self._carried_on(step, number, given)
+            if chain.attends(number):
+                answers |= self._attending(step, number, given)
+            answers |= self._giving(step, number, values)
             if number < chain.end:
-                answers["state"] = np.empty((rows, 1, self._blocks.width(number + 1)), np.float32)
-                state = answers["state"]
+                answers["state"] = state = np.empty((rows, 1, self._blocks.width(number + 1)), np.float32)
             else:
                 answers["logits"] = pieces[number - chain.end]
             interface = self._blocks.interface(number, DECODE)
@@ -371,8 +313,82 @@ class ChainSpeaker:
                 [given[name] for name in interface.inputs],
                 [answers[name] for name in interface.outputs],
             )
-        step.compute = self._blocks.in_a_row(DECODE, calls, restore if step.read else None)
+        restore = partial(self._restore, step) if step.read else None
+        step.compute = self._blocks.in_a_row(DECODE, calls, restore)
         return step
+
+    def _given(
+        self, step: _Step, number: int, state: Array, values: Mapping[int, FloatArray]
+    ) -> dict[str, Array]:
+        """What a block takes of a step: the state, shared values, tables, and the sequences' adapters."""
+        chain, block, rows = self._chain, self._chain.blocks[number], len(step.sequences)
+        given: dict[str, Array] = {"tokens": state, "state": state}
+        given |= {f"{TAKEN}{index}": values[value] for index, value in enumerate(block.takes)}
+        for index, table in enumerate(block.tables):
+            if chain.tables[table].kind in ("causal", *RELATIONS):
+                continue
+            if table not in step.tables:
+                dtype, shape = self._blocks.tables.tensor(table, 1)
+                step.tables[table] = np.zeros((rows, *shape[1:]), dtype)
+            given[f"{TABLE}{index}"] = step.tables[table]
+        adapters = [self._sequences[sequence].adapter for sequence in step.sequences]
+        for index, module in enumerate(block.modules):
+            name = chain.modules[module].name
+            given[f"lora_a.{index}"] = np.stack([self._lora_a(adapter)[name] for adapter in adapters])
+            given[f"lora_b.{index}"] = np.stack([adapter.lora_b[name] for adapter in adapters])
+        return given
+
+    def _carried_on(self, step: _Step, number: int, given: dict[str, Array]) -> dict[str, Array]:
+        """Answers for what a block carries from token to token, which is added to what is given."""
+        rows, answers = len(step.sequences), dict[str, Array]()
+        for name, array in self._carried.get(number, {}).items():
+            given[name], answers[name] = array[:rows], np.empty((rows, *array.shape[1:]), np.float32)
+            step.carried.append((array, answers[name]))
+        return answers
+
+    def _attending(self, step: _Step, number: int, given: dict[str, Array]) -> dict[str, Array]:
+        """Answers for the keys and values of a block of its own; the past is added to what is given."""
+        mask, heads, rows = self._chain.causal_table(number), self._blocks.heads(number), len(step.sequences)
+        assert mask is not None
+        caches = {name: self._caches[place] for name, place in self._kept(number)}
+        key, places = (mask.window, heads.count), 1 + self._capacity
+        step.seen.setdefault(key, np.empty((rows * heads.count, 1, places), np.float32))
+        given |= {
+            PAST_KEYS: self._past(step, number, PAST_KEYS, caches[KEYS]),
+            PAST_VALUES: self._past(step, number, PAST_VALUES, caches[VALUES]),
+            SEEN: step.seen[key],
+            OWN: np.eye(1, places, dtype=np.float32)[None],
+        }
+        answers: dict[str, Array] = {}
+        if not self._chain.blocks[number].past:
+            for name, width in ((KEYS, heads.key_width), (VALUES, heads.value_width)):
+                answers[name] = np.empty((rows, heads.count, width), np.float32)
+                step.kept.append((caches[name], answers[name]))
+        return answers
+
+    def _past(self, step: _Step, number: int, name: str, kept: Array) -> FloatArray:
+        """What a block reads of the first slots, [rows x heads, 1 + capacity, width]."""
+        slots = kept[: len(step.sequences)].reshape(-1, *kept.shape[2:])
+        if slots.dtype == np.float32:
+            return slots
+        array = step.in_float32.setdefault((name, slots.shape), np.empty(slots.shape, np.float32))
+        step.read.setdefault(number, []).append((slots, array))
+        return array
+
+    def _restore(self, step: _Step, number: int) -> None:
+        """Fill the arrays in float32 that a block is about to read."""
+        for kept, array in step.read.get(number, ()):
+            np.copyto(array, kept)
+
+    def _giving(self, step: _Step, number: int, values: dict[int, FloatArray]) -> dict[str, Array]:
+        """Answers for the shared values that a block makes, which are added to those of before."""
+        rows, answers = len(step.sequences), dict[str, Array]()
+        for index, value in enumerate(self._chain.gives(number)):
+            width = self._blocks.shared_width(value)
+            answers[f"{GIVEN}{index}"] = values[value] = np.empty((rows, 1, width), np.float32)
+            if (cache := self._caches.get((TAKEN, value))) is not None:
+                step.kept.append((cache, values[value].reshape(rows, cache.shape[1], -1)))
+        return answers
 
     def _through_experts(self, number: int, state: FloatArray, behind: FloatArray) -> None:
         """Write the state behind a layer's experts."""

@@ -18,6 +18,7 @@ from device_runner.session.settings import RunSettings
 from prge.contract import AdaptedModule
 from prge.engine import Array
 from prge.files.adapter import Adapter
+from prge.files.journal import Record
 from prge.learning.checkpoint import Progress, TrainingState, optimizer_arrays
 from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.guide import Guide
@@ -70,13 +71,18 @@ def replay_steps(
             return False
         if steps.first != state.step or not plan.by_scalars:
             raise MessageError(f"steps from {steps.first} on, the state is at step {state.step}")
-        with np.errstate(over="ignore", invalid="ignore"):
-            for record in steps.records(number, plan.seed, plan.shape):
-                gradient = estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
-                state.apply(record, gradient)
-        if problem := state.overflow():
+        if problem := take_steps(state, steps.records(number, plan.seed, plan.shape), estimator):
             raise MessageError(f"steps from {steps.first} on after which {problem}")
     return True
+
+
+def take_steps(state: TrainingState, records: Iterable[Record], estimator: Estimator) -> str:
+    """Take common steps; what is no longer finite after them, in words, empty if all is."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        for record in records:
+            gradient = estimator.gradient(record, record["seed"], state.step, state.adapter.modules)
+            state.apply(record, gradient)
+    return state.overflow()
 
 
 def start_sha256(state: TrainingState) -> str:

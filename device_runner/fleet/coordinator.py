@@ -29,7 +29,7 @@ from device_runner.fleet.combining import (
     shortened_answers,
     values_of,
 )
-from device_runner.fleet.common import common_settings, pack_state, replayer
+from device_runner.fleet.common import common_settings, pack_state, replayer, take_steps
 from device_runner.fleet.local import rates_of
 from device_runner.fleet.messages import (
     Answer,
@@ -450,13 +450,7 @@ class Coordinator:
     def _tried(self, records: Sequence[Record]) -> tuple[TrainingState, Record | None, str]:
         """The state after common steps, its scores where they are due, and why it is absurd, if it is."""
         state = self.state.copy()
-        with np.errstate(over="ignore", invalid="ignore"):
-            for record in records:
-                state.apply(
-                    record,
-                    self.estimator.gradient(record, record["seed"], state.step, state.adapter.modules),
-                )
-        if problem := state.overflow():
+        if problem := take_steps(state, records, self.estimator):
             return state, None, problem
         if self._score is None or not self._is_due(self.round + 1):
             return state, None, ""

@@ -13,7 +13,7 @@ from device_runner.session.settings import RunSettings
 from prge.errors import shortened
 from prge.files.curves import labels, series, smooth
 from prge.files.documents import mapping
-from prge.files.run_folder import CHECKPOINTS, FINAL, LOG, Record
+from prge.files.run_folder import CHECKPOINTS, FINAL, FINISHED, LOG, Record
 from prge.files.signatures import DECODE, PREFILL
 from prge.host.progress import duration
 from prge.learning.estimators.table import ESTIMATORS
@@ -34,7 +34,6 @@ _STATUS = {
     "diverged": "It diverged, which ended it: start a new run with a lower learning rate",
     "failed": "It failed; its log says why",
 }
-_FINISHED = ("completed", "stopped early")
 
 
 def compose(runs: Sequence[RunFacts]) -> list[Block]:
@@ -316,7 +315,7 @@ def _places(run: RunFacts) -> Iterator[Block]:
 def _next(run: RunFacts) -> Iterator[Block]:
     if run.status == "running":
         return
-    finished = run.status in _FINISHED and (run.folder / FINAL).is_dir()
+    finished = run.status in FINISHED and (run.folder / FINAL).is_dir()
     roles = run.run.get("roles")
     writes = isinstance(roles, list) and {PREFILL, DECODE} <= set(map(str, roles))
     steps = next_steps(run.folder, run.config, finished, writes)

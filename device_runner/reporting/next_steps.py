@@ -19,9 +19,7 @@ class NextStep:
     command: str
 
 
-def next_steps(
-    run: Path, settings: Mapping[str, Any], finished: bool, writes: bool, adapter: str = "adapter"
-) -> list[NextStep]:
+def next_steps(run: Path, settings: Mapping[str, Any], finished: bool, writes: bool) -> list[NextStep]:
     """The commands that come after a run, the likeliest first.
 
     Args:
@@ -29,7 +27,6 @@ def next_steps(
         settings: of `prge run`, by name.
         finished: whether it has a result.
         writes: whether its bundle can write text.
-        adapter: folder to publish to.
     """
     if not finished:
         return [NextStep("go on with it", _command("run", "--resume", run))]
@@ -48,7 +45,7 @@ def next_steps(
     return [
         *steps,
         NextStep("see all of the run on a page", _command("report", run, "--out", Path(run, "report.html"))),
-        NextStep("give the adapter to PEFT", _command("publish", run, *on, "--out", adapter)),
+        NextStep("give the adapter to PEFT", _command("publish", run, *on, "--out", "adapter")),
     ]
 
 

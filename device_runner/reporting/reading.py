@@ -60,7 +60,9 @@ class RunFacts:
     @property
     def evaluations(self) -> list[Record]:
         """Evaluations of development rows whose loss is finite, in order."""
-        return [each for each in self.metrics if each["event"] == "evaluation" and _has_loss(each)]
+        return [
+            each for each in self.metrics if each["event"] == "evaluation" and each.get("loss") is not None
+        ]
 
     @property
     def before(self) -> Record | None:
@@ -153,7 +155,3 @@ def _words(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return ", ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
-
-
-def _has_loss(record: Record) -> bool:
-    return record.get("loss") is not None

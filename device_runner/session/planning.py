@@ -72,28 +72,24 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
     estimator = settings.estimator or names[0]
     entry = ESTIMATORS[estimator]
     if estimator not in names:
-        raise ConfigError(
-            "the settings don't fit the bundle:",
-            [f"--estimator is {estimator}, the bundle has the roles {', '.join(chain.roles)}"],
-            remedy=f"choose one of {', '.join(names)}, or export with the role {entry.role}",
+        raise _unfit(
+            f"--estimator is {estimator}, the bundle has the roles {', '.join(chain.roles)}",
+            f"choose one of {', '.join(names)}, or export with the role {entry.role}",
         )
     if settings.trunk_cache_bytes and chain.lowest_adapted == 1:
-        raise ConfigError(
-            "the settings don't fit the bundle:",
-            ["--trunk-cache-bytes is given, and no block lies below the first adapted layer"],
-            remedy="leave it out, or export with --adapt-layers top:k",
+        raise _unfit(
+            "--trunk-cache-bytes is given, and no block lies below the first adapted layer",
+            "leave it out, or export with --adapt-layers top:k",
         )
     if settings.lora_plus != 1 and not chain.trains_a:
-        raise ConfigError(
-            "the settings don't fit the bundle:",
-            [f"--lora-plus is {settings.lora_plus:g}, and the bundle trains lora_b alone"],
-            remedy="leave it out, or export with --adapter lora",
+        raise _unfit(
+            f"--lora-plus is {settings.lora_plus:g}, and the bundle trains lora_b alone",
+            "leave it out, or export with --adapter lora",
         )
     if settings.sample_prompts and not {PREFILL, DECODE} <= set(chain.roles):
-        raise ConfigError(
-            "the settings don't fit the bundle:",
-            [f"--sample-prompts is given, and the bundle has the roles {', '.join(chain.roles)}"],
-            remedy="leave it out, or export with the roles prefill and decode",
+        raise _unfit(
+            f"--sample-prompts is given, and the bundle has the roles {', '.join(chain.roles)}",
+            "leave it out, or export with the roles prefill and decode",
         )
     queries = settings.queries or DEFAULT_QUERIES if entry.has_directions else None
     is_guided = settings.guided and entry.has_directions and GUIDE in bundle.manifest.get("files", {})
@@ -108,6 +104,10 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
         optimizer=settings.optimizer or ("adam-norm" if is_guided else "adam"),
         beta2=entry.beta2 if settings.beta2 is None else settings.beta2,
     )
+
+
+def _unfit(problem: str, remedy: str) -> ConfigError:
+    return ConfigError("the settings don't fit the bundle:", [problem], remedy=remedy)
 
 
 def _paced(settings: RunSettings, contract: Contract, examples: Sequence[Example]) -> RunSettings:

@@ -11,8 +11,9 @@ shared values that it takes and gives, and `<n>` of an adapter's inputs counts t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
 
 from prge.contract import LARGEST_SIZE, STEP_ROLES, AdaptedModule, Contract
 from prge.errors import BundleError, ConfigError, shown
@@ -226,6 +227,17 @@ class Chain:
             ) from None
 
     def _problems(self) -> Iterator[str]:
+        yield from self._size_problems()
+        makers = len(self.shared)
+        if makers > _MOST_SHARED or any(not 0 <= maker < len(self.blocks) for maker in self.shared):
+            yield f"its {makers} shared values come from the blocks {shown(self.shared)}"
+            return
+        yield from self._part_problems()
+        for number, block in enumerate(self.blocks):
+            yield from self._block_problems(number, block)
+
+    def _size_problems(self) -> Iterator[str]:
+        """What is wrong with the number of blocks, their weights files, the head, and bounds."""
         if not 2 <= len(self.blocks) <= _MOST_BLOCKS:
             yield f"it has {len(self.blocks)} blocks, must be 2 to {_MOST_BLOCKS}"
         for number, first in enumerate(self.first_of_weights):
@@ -248,10 +260,9 @@ class Chain:
             yield f"pieces of rows have {shown(self.bounds.piece)} tokens, rows {shown(self.bounds.tokens)}"
         if self.bounds.has_pieces and self.bounds.context < self.bounds.tokens:
             yield f"rows have {shown(self.bounds.tokens)} tokens, texts {shown(self.bounds.context)}"
-        makers = len(self.shared)
-        if makers > _MOST_SHARED or any(not 0 <= maker < len(self.blocks) for maker in self.shared):
-            yield f"its {makers} shared values come from the blocks {shown(self.shared)}"
-            return
+
+    def _part_problems(self) -> Iterator[str]:
+        """What is wrong with the tables, modules and kinds of all blocks."""
         for table in self.tables:
             window = 1 if table.window is None else table.window
             if (
@@ -271,16 +282,16 @@ class Chain:
             yield f"its blocks have the modules {shown(used)}, the chain {len(self.modules)}"
         if unused := {*range(len(self.kinds))} - {block.kind for block in self.blocks}:
             yield f"no block is of kind {min(unused)}"
-        for number, block in enumerate(self.blocks):
-            if not 0 <= block.kind < len(self.kinds):
-                yield f"block {number} is of kind {shown(block.kind)}, there are {len(self.kinds)}"
-                continue
-            if any(not 0 <= table < len(self.tables) for table in block.tables):
-                yield f"block {number} has the tables {shown(block.tables)}, there are {len(self.tables)}"
-                continue
-            if problem := self._sharing_problem(number, block):
-                yield problem
-                continue
+
+    def _block_problems(self, number: int, block: Block) -> Iterator[str]:
+        """What is wrong with a block; without its kind, tables or shared values no more can be told of it."""
+        if not 0 <= block.kind < len(self.kinds):
+            yield f"block {number} is of kind {shown(block.kind)}, there are {len(self.kinds)}"
+        elif any(not 0 <= table < len(self.tables) for table in block.tables):
+            yield f"block {number} has the tables {shown(block.tables)}, there are {len(self.tables)}"
+        elif problem := self._sharing_problem(number, block):
+            yield problem
+        else:
             if block.modules and (number == 0 or self.is_head(number)):
                 yield f"block {number}, the first or a head, has adapted modules"
             is_between = 0 < number < min(self.end, len(self.blocks) - 1)
@@ -513,65 +524,18 @@ class Chain:
     @classmethod
     def from_json(cls, block: Any) -> Chain:
         """Read a manifest's `chain` block; raises BundleError on anything missing or of another type."""
-        if _get(block, "readout", str) == "verbalizer":
+        readout = block.get("readout") if isinstance(block, Mapping) else None
+        if _checked("readout", readout, str) == "verbalizer":
             raise BundleError(
                 "the bundle answers among label words alone, which version 0.1 could",
                 remedy="export it again without --label-words: tasks compare their words over the vocabulary",
             )
-        return cls(
-            readout=_get(block, "readout", str),
-            pooling=_get(block, "pooling", str),
-            width=_get(block, "width", int),
-            vocabulary_size=_get(block, "vocabulary_size", int),
-            modules=tuple(
-                AdaptedModule(
-                    _get(m, "name", str),
-                    _get(m, "rank", int),
-                    _get(m, "in_features", int),
-                    _get(m, "out_features", int),
-                    # Bundles before 0.2.0 are of LoRA-FA, and don't say so.
-                    "trains_a" in m and _get(m, "trains_a", bool),
-                )
-                for m in _all(block, "modules", Mapping)
-            ),
-            bounds=_bounds(_get(block, "bounds", Mapping)),
-            tables=tuple(
-                Table(
-                    _get(t, "kind", str),
-                    None if t.get("window") is None else _get(t, "window", int),
-                    _get(t, "first", int),
-                    _get(t, "members", int),
-                )
-                for t in _all(block, "tables", Mapping)
-            ),
-            kinds=tuple(
-                Kind(
-                    _get(kind, "program", str),
-                    {
-                        role: Interface(_all(method, "inputs", str), _all(method, "outputs", str))
-                        for role, method in _get(kind, "methods", Mapping).items()
-                    },
-                    # Older bundles have none, and don't say so.
-                    "experts" in kind and _get(kind, "experts", bool),
-                )
-                for kind in _all(block, "kinds", Mapping)
-            ),
-            blocks=tuple(
-                Block(
-                    _get(b, "kind", int),
-                    _get(b, "weights", str),
-                    _all(b, "tables", int),
-                    _all(b, "modules", int),
-                    # Most bundles share no values, and older ones don't say so.
-                    _all({"takes": [], **b}, "takes", int),
-                    _all({"past": [], **b}, "past", int),
-                )
-                for b in _all(block, "blocks", Mapping)
-            ),
-            shared=_all({"shared": [], **block}, "shared", int),
-        )
+        chain: Chain = _read(cls, block, "chain")
+        return chain
 
 
+# Fields that manifests of older versions lack.
+_LATER = ("trains_a", "experts", "takes", "past", "shared", "piece", "window")
 _IN_WORDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -579,16 +543,24 @@ _IN_WORDS: dict[type, str] = {
     list: "a list",
     Mapping: "a mapping",
 }
+_hints = cache(get_type_hints)
 
 
-def _get(block: Any, name: str, kind: type) -> Any:
-    """A value of a JSON mapping; raises BundleError if it is missing or of another type."""
-    return _checked(name, block.get(name) if isinstance(block, Mapping) else None, kind)
-
-
-def _all(block: Any, name: str, kind: type) -> tuple[Any, ...]:
-    """The values of a list in a JSON mapping, as `_get`."""
-    return tuple(_checked(f"one of {name}", value, kind) for value in _get(block, name, list))
+def _read(kind: Any, value: Any, name: str) -> Any:
+    """A JSON value as a field's type has it; raises BundleError if it is of another, or lacks a field."""
+    parts = get_args(kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        block = _checked(name, value, Mapping)
+        held = [field for field in _hints(kind) if field in block or field not in _LATER]
+        return kind(**{field: _read(_hints(kind)[field], block.get(field), field) for field in held})
+    if get_origin(kind) is tuple:
+        return tuple(_read(parts[0], each, f"one of {name}") for each in _checked(name, value, list))
+    if get_origin(kind) is Mapping:
+        named = _checked(name, value, Mapping).items()
+        return {key: _read(parts[1], each, f"one of {name}") for key, each in named}
+    if parts:  # it, or None
+        return None if value is None else _read(parts[0], value, name)
+    return _checked(name, value, kind)
 
 
 def _checked(name: str, value: Any, kind: type) -> Any:
@@ -599,9 +571,3 @@ def _checked(name: str, value: Any, kind: type) -> Any:
             remedy=_REMEDY,
         )
     return value
-
-
-def _bounds(block: Mapping[str, Any]) -> Bounds:
-    # Bundles before 0.2.0 have whole rows, and don't say so.
-    block = {"piece": 0, **block}
-    return Bounds(**{item.name: _get(block, item.name, int) for item in fields(Bounds)})

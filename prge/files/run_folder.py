@@ -29,8 +29,9 @@ LOCK = "run.lock"
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
 TRUNK_CACHE = "trunk_cache"
-# Statuses in the summary of a run that can't go on.
-ENDED = ("completed", "stopped early", "diverged")
+# Statuses in the summary of a run with a result, and of one that can't go on.
+FINISHED = ("completed", "stopped early")
+ENDED = (*FINISHED, "diverged")
 # What `prge tune` decided, beside its run: `decisions` is a list of {name, value, why}.
 DECISIONS = "tune.json"
 

@@ -35,7 +35,7 @@ STACK, TANGENT, BACK = STEP_ROLES
 PREFILL, DECODE = "prefill", "decode"
 PREFILL_TANGENT, PREFILL_BACK = "prefill_tangent", "prefill_back"
 SAVED = "saved"
-CARRIED, SLOPE_CARRIED = "carried", "slope_carried"
+CARRIED = "carried"
 # What an export is asked for; `back` brings those of `OF_BACK` along, rows longer than a piece theirs.
 ROLES = (*STEP_ROLES, PREFILL, DECODE)
 OF_BACK = SAVE, BACK_SAVED = "save", "back_saved"

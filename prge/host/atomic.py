@@ -62,7 +62,8 @@ def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
             for name in names:
                 # Some libraries write files that only their owner reads.
                 (Path(directory) / name).chmod(file_mode)
-                _flush_file(Path(directory) / name)
+                with (Path(directory) / name).open("rb") as stream:
+                    os.fsync(stream.fileno())
             flush_folder(Path(directory))
         _put_in_place(partial, folder, overwrite)
         flush_folder(folder.parent)
@@ -127,11 +128,6 @@ def _usual_modes() -> tuple[int, int]:
     mask = os.umask(0o077)  # the only way to read it is to set it
     os.umask(mask)
     return 0o666 & ~mask, 0o777 & ~mask
-
-
-def _flush_file(path: Path) -> None:
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 def _put_in_place(partial: Path, folder: Path, overwrite: bool) -> None:

@@ -277,54 +277,29 @@ def run_memory(
             all weights may, and all is saved.
     """
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
-    role = contract.role
     saved = _saved(outline, contract, weights, memory) if contract.is_exact and engine == "native" else 0
-    loaded = {STACK, BACK, *([SAVE] if saved else [])} if contract.is_exact else {role}
-    kept = weights.packed + (weights.packed_transposed if contract.is_exact else 0)
-    if memory is not None:
-        # The bound counts whole files, of which a run maps what its roles need.
-        kept = round(kept * min(1, memory / (weights.layers + weights.transposed)))
-    # Rows that pass a block together, and questions that the head is asked together.
-    rows = min(contract.copies, bounds.copies) * min(contract.batch_size, bounds.batch)
-    queries = min(contract.queries, bounds.queries)
-    asked = min(contract.rows * contract.positions, bounds.states // (1 + queries))
-    whole = contract.sequence_length
-    length, past = min(whole, bounds.piece), 0
-    state = 4 * contract.rows * whole * (1 + contract.queries) * outline.width
-    # Around experts lie what they see, what they say, and what passes by.
-    states = 4 if outline.experts else 1
-    checkpoints = (states * outline.adapted_blocks + 1) * state if contract.is_exact else 0
-    if whole > length:
-        rows, past = 1, _past(outline, bounds, queries, whole)
-        if contract.is_exact:
-            checkpoints += outline.adapted_blocks * contract.rows * whole * 8 * outline.key_width
-    block, head = _block_arena(outline, role, rows, queries, length), _head_arena(outline, queries, asked)
-    # Both begin where the arena does, and spread over what is planned for the largest call.
-    arena = past + max(block, head) + min(block, head) // 2
-    if engine == "torch":
-        arena = _torch_arena(outline, role, loaded, roles, bounds)
-    forward = max(
-        _workspace(outline, TANGENT if queries else STACK, rows, queries, length),
-        _head_logits(outline, asked),
-    )
-    workspace = forward
-    if contract.is_exact and (back := _workspace(outline, BACK, rows, 0, length)) > forward:
-        # One that grows has the smaller one beside it for a moment.
-        workspace += back
+    loaded = {STACK, BACK, *([SAVE] if saved else [])} if contract.is_exact else {contract.role}
+    call = _largest_call(contract, bounds)
+    if engine == "native":
+        arena = _arena(outline, contract, bounds, call)
+    else:
+        arena = _torch_arena(outline, contract.role, loaded, roles, bounds)
+    state = 4 * contract.rows * contract.sequence_length * (1 + contract.queries) * outline.width
+    checkpoints = _checkpoints(outline, contract, bounds, state) if contract.is_exact else 0
     in_file = memory is not None and checkpoints > memory
-    mapped = checkpoints if in_file else 0
     # What no adapter changes is computed once for all copies.
-    table = min(weights.table, contract.batch_size * whole * _READ_AROUND)
+    table = min(weights.table, contract.batch_size * contract.sequence_length * _READ_AROUND)
+    held = _kept(weights, contract, memory) + table
     width = sum(matrix.rank + matrix.width for matrix in matrices(outline.modules))
     of_a_number = BYTES_OF_A_NUMBER if contract.is_exact else 4 * contract.copies
     return RunMemory(
         runtime=RUNTIME_BYTES[engine],
         libraries=_LIBRARY_BYTES[engine],
-        mapped=mapped + (kept + table if engine == "native" else 0),
-        weights=0 if engine == "native" else kept + table,
+        mapped=(checkpoints if in_file else 0) + (held if engine == "native" else 0),
+        weights=0 if engine == "native" else held,
         methods=outline.blocks * sum(_METHOD_BYTES[name] for name in loaded),
         arena=arena,
-        workspace=workspace,
+        workspace=_run_workspace(outline, contract, call),
         # In and out, collected, and beside it what entered; then what an exact call keeps.
         states=3 * state + (0 if in_file else checkpoints),
         saved=saved,
@@ -332,6 +307,63 @@ def run_memory(
         # Float32 inputs of the call, and the signs that they are filled from.
         directions=contract.queries * contract.rows * width * (4 + 1),
     )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Rows and queries that pass a block together, tokens of each row, questions that the head is asked."""
+
+    rows: int
+    queries: int
+    length: int
+    asked: int
+
+
+def _largest_call(contract: Contract, bounds: Bounds) -> _Call:
+    """The largest call of a block in a contract's steps: of a row in pieces one alone."""
+    queries, whole = min(contract.queries, bounds.queries), contract.sequence_length
+    rows = min(contract.copies, bounds.copies) * min(contract.batch_size, bounds.batch)
+    asked = min(contract.rows * contract.positions, bounds.states // (1 + queries))
+    return _Call(1 if whole > bounds.piece else rows, queries, min(whole, bounds.piece), asked)
+
+
+def _arena(outline: Outline, contract: Contract, bounds: Bounds, call: _Call) -> int:
+    """Bytes that programs plan: a block's and the head's begin at one place, and spread over what is planned
+    for the largest call."""
+    whole = contract.sequence_length
+    past = _past(outline, bounds, call.queries, whole) if whole > call.length else 0
+    block = _block_arena(outline, contract.role, call.rows, call.queries, call.length)
+    head = _head_arena(outline, call.queries, call.asked)
+    return past + max(block, head) + min(block, head) // 2
+
+
+def _run_workspace(outline: Outline, contract: Contract, call: _Call) -> int:
+    """Bytes of XNNPACK's workspace; one that grows has the smaller one beside it for a moment."""
+    role = TANGENT if call.queries else STACK
+    forward = max(
+        _workspace(outline, role, call.rows, call.queries, call.length), _head_logits(outline, call.asked)
+    )
+    back = _workspace(outline, BACK, call.rows, 0, call.length) if contract.is_exact else 0
+    return forward + back if back > forward else forward
+
+
+def _checkpoints(outline: Outline, contract: Contract, bounds: Bounds, state: int) -> int:
+    """Bytes of the states that an exact step keeps, and of a row in pieces its keys and values."""
+    # Around experts lie what they see, what they say, and what passes by.
+    states = 4 if outline.experts else 1
+    kept = (states * outline.adapted_blocks + 1) * state
+    if contract.sequence_length > bounds.piece:
+        kept += outline.adapted_blocks * contract.rows * contract.sequence_length * 8 * outline.key_width
+    return kept
+
+
+def _kept(weights: Weights, contract: Contract, memory: int | None) -> int:
+    """Bytes of weights that stay loaded, as the engine packs them."""
+    kept = weights.packed + (weights.packed_transposed if contract.is_exact else 0)
+    if memory is None:
+        return kept
+    # The bound counts whole files, of which a run maps what its roles need.
+    return round(kept * min(1, memory / (weights.layers + weights.transposed)))
 
 
 def _past(outline: Outline, bounds: Bounds, queries: int, length: int) -> int:

@@ -29,10 +29,9 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Code:
-    """What somebody would type, or what a program said; the language is Markdown's name of it."""
+    """What somebody would type, or what a program said."""
 
     text: str
-    language: str = ""
 
 
 @dataclass(frozen=True)

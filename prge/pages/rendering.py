@@ -54,7 +54,7 @@ def _markdown(block: Block, folder: str) -> str:
     if isinstance(block, Code):
         # Longer than any in the text, which so can't end it.
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", block.text)), default=0))
-        return f"{fence}{block.language}\n{block.text}\n{fence}"
+        return f"{fence}\n{block.text}\n{fence}"
     if isinstance(block, Quote):
         return "\n".join(f"> {_plain(line)}" for line in block.text.splitlines())
     if isinstance(block, Picture):

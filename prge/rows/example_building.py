@@ -26,7 +26,7 @@ from prge.contract import Contract
 from prge.errors import DataError
 from prge.learning.examples import Example
 from prge.rows.conversations import chat_examples
-from prge.rows.forms import TEXT, Form, column_names, columns_text, find_form, present_columns
+from prge.rows.forms import TEXT, Form, column_names, columns_text, find_form, present_columns, text_of
 from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.report import CUTS, DataReport
 from prge.rows.sources import Source, read_source
@@ -50,8 +50,6 @@ class BuildOptions:
     """Learn an end-of-sequence token after completions and answers, where the model has one."""
     max_dropped: float | None = None
     """Largest share of target tokens that may be left out; None: any."""
-    control_tokens: bool = False
-    """Read control tokens written in texts, such as </s>, as such."""
     skip_unusable: bool = False
     """Leave out rows that can't be used, as long as there are others; the report has them."""
 
@@ -121,7 +119,7 @@ def build_examples(
         make = partial(_of_form, form, chat)
         usual = "split" if form is TEXT or chat is not None else "truncate"
     overflow = usual if options.overflow == "auto" else options.overflow
-    reading = Reading(tokenizer, contract, overflow, options.append_eos, options.control_tokens)
+    reading = Reading(tokenizer, contract, overflow, options.append_eos)
     report = DataReport(f"{source} ({kind})", reading.length, columns_text(read, present, renamed or {}))
     examples = _built(rows, partial(make, reading), report)
     if report.unusable and not (options.skip_unusable and examples):
@@ -171,10 +169,11 @@ def _of_form(form: Form, chat: ChatTemplate | None, reading: Reading, row: Row) 
         return chat_examples(reading, chat, row)
     if form is TEXT:
         begin = reading.tokenizer.begin
-        tokens = reading.tokenizer.ids(_text(row, "text"), control=reading.control_tokens, before=begin)
+        tokens = reading.tokenizer.ids(text_of(row.fields, "text"), before=begin)
         masked = Masked(tokens, learnt_after(len(begin), len(tokens)), len(begin))
         return learnt(reading, row.number, masked)
-    return completion(reading, row.number, _text(row, "prompt"), _text(row, "completion"))
+    prompt, answer = (text_of(row.fields, column) for column in ("prompt", "completion"))
+    return completion(reading, row.number, prompt, answer)
 
 
 def _form_of(
@@ -253,12 +252,3 @@ def _check_dropped(report: DataReport, source: str, limit: float | None) -> None
             remedy="keep them all with --overflow split, or export with a larger --sequence-length; or "
             "leave them out with a larger --max-dropped",
         )
-
-
-def _text(row: Row, column: str) -> str:
-    value = row.fields.get(column)
-    if not isinstance(value, str):
-        raise RowError(
-            f"column {column!r} is {'missing' if value is None else type(value).__name__}, must be a text"
-        )
-    return value

@@ -46,6 +46,10 @@ class Form:
     optional: tuple[str, ...] = ()
     chat: Literal["needs", "takes", ""] = ""
 
+    def needed(self, asked: bool) -> tuple[str, ...]:
+        """Columns that a row must have; `asked`: it may lack what is to be answered."""
+        return self.asked if asked else self.columns
+
     def row(self, row: Row, *, chat: bool, asked: bool = False) -> Row:
         """A row as text, prompt and completion, or messages.
 
@@ -57,7 +61,7 @@ class Form:
         Raises:
             RowError: it lacks a column, or has what isn't of this form.
         """
-        if any(column not in row.fields for column in (self.asked if asked else self.columns)):
+        if any(column not in row.fields for column in self.needed(asked)):
             raise RowError(
                 f"is no row of {self.name}: its columns are {', '.join(map(str, row.fields)) or 'none'}"
             )
@@ -93,12 +97,12 @@ def _message(number: int, turn: object) -> dict[str, str]:
 
 
 def _of_instruction(fields: Fields, chat: bool) -> Fields:
-    instruction, given = _string(fields, "instruction"), fields.get("input")
-    given = "" if given is None else _string(fields, "input")
+    instruction, given = text_of(fields, "instruction"), fields.get("input")
+    given = "" if given is None else text_of(fields, "input")
     asked = [text for text in (instruction, given) if text.strip()]
     if not asked:
         raise RowError("its instruction is empty: there is nothing to answer")
-    answer = _string(fields, "output") if "output" in fields else ""
+    answer = text_of(fields, "output") if "output" in fields else ""
     if not chat:
         headings = (("Instruction", instruction), ("Input", given))
         parts = [f"### {heading}:\n{text}\n\n" for heading, text in headings if text.strip()]
@@ -109,10 +113,13 @@ def _of_instruction(fields: Fields, chat: bool) -> Fields:
     return {"messages": [{"role": role, "content": text} for role, text in roles if text]}
 
 
-def _string(fields: Fields, column: str) -> str:
-    if not isinstance(fields[column], str):
-        raise RowError(f"column {column!r} is {type(fields[column]).__name__}, must be a text")
-    return str(fields[column])
+def text_of(fields: Fields, column: str) -> str:
+    """A column's text; raises RowError where it is missing, or no text."""
+    value = fields.get(column)
+    if not isinstance(value, str):
+        kind = "missing" if value is None else type(value).__name__
+        raise RowError(f"column {column!r} is {kind}, must be a text")
+    return value
 
 
 TEXT = Form("text", ("text",), ("text",), _as_it_is)
@@ -139,11 +146,11 @@ def find_form(rows: Sequence[Row], source: str, named: Collection[str] = (), *, 
     """
     what = f"{source} can't be used"
     forms = [form for form in FORMS if set(named) <= {*form.columns, *form.optional}]
-    found = {_form_of(row.fields, forms, asked) for row in rows} - {None}
+    found = {
+        next((form for form in forms if {*form.needed(asked)} <= row.fields.keys()), None) for row in rows
+    } - {None}
     if not found:
-        known = "; ".join(
-            f"{form.name}: {', '.join(form.asked if asked else form.columns)}" for form in FORMS
-        )
+        known = "; ".join(f"{form.name}: {', '.join(form.needed(asked))}" for form in FORMS)
         raise DataError(
             what,
             [f"its columns are {column_names(present_columns(rows))}; known are {known}"],
@@ -153,17 +160,6 @@ def find_form(rows: Sequence[Row], source: str, named: Collection[str] = (), *, 
         names = ", ".join(form.name for form in FORMS if form in found)
         raise DataError(what, [f"it mixes rows of several forms: {names}"], remedy="make a file of each")
     return next(form for form in forms if form in found)
-
-
-def _form_of(fields: Fields, forms: Sequence[Form], asked: bool) -> Form | None:
-    return next(
-        (
-            form
-            for form in forms
-            if all(column in fields for column in (form.asked if asked else form.columns))
-        ),
-        None,
-    )
 
 
 def present_columns(rows: Sequence[Row]) -> list[str]:

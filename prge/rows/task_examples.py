@@ -22,7 +22,7 @@ SPELLED = 8
 def completion(reading: Reading, row: int, prompt: str, text: str) -> Made:
     """Examples that learn a completion, the end-of-sequence token after it."""
     tokenizer = reading.tokenizer
-    pair = tokenizer.encode_pair(prompt, text, control=reading.control_tokens)
+    pair = tokenizer.encode_pair(prompt, text)
     if not len(pair.completion):
         raise RowError("its completion is empty: there is nothing to learn from")
     eos, targets = tokenizer.eos_id, pair.completion
@@ -54,10 +54,7 @@ def task_examples(task: Task, training: bool, reading: Reading, row: Row) -> Mad
     answers = task.answers(row.fields) or (candidates[label],)
     is_alone = training and task.objective == "completion"
     texts = [task.candidate_text(prompt, candidate, row.fields) for candidate in candidates]
-    pairs = [
-        reading.tokenizer.encode_pair(prompt, text, control=reading.control_tokens)
-        for text in ([texts[label]] if is_alone else texts)
-    ]
+    pairs = [reading.tokenizer.encode_pair(prompt, text) for text in ([texts[label]] if is_alone else texts)]
     if not all(len(pair.completion) for pair in pairs):
         raise RowError("has an empty candidate")
     sequences, is_cut = _candidates(reading, texts, pairs)
@@ -135,7 +132,7 @@ def _encoder_example(reading: Reading, task: Task, row: Row) -> Made:
         raise RowError("has an empty text: there is nothing to learn from")
     label = task.label(row.fields)
     begin, end = reading.tokenizer.begin, reading.tokenizer.end
-    tokens = reading.tokenizer.ids(text, control=reading.control_tokens)
+    tokens = reading.tokenizer.ids(text)
     room = reading.length - len(begin) - len(end)
     if room < 1:
         raise RowError(f"the bundle takes {reading.length} tokens, too few for any text: export a longer one")

@@ -87,17 +87,10 @@ def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hasha
     return len(second) - bin(row).count("1")
 
 
-def perplexity(negative_log_likelihoods: Sequence[float], counts: Sequence[int] | None = None) -> float:
-    """exp of the mean negative log-likelihood of a token.
-
-    Args:
-        negative_log_likelihoods: means over the tokens of each text.
-        counts: tokens of each text; equal where absent.
-    """
-    weights: Sequence[int] = [1] * len(negative_log_likelihoods) if counts is None else counts
-    _check(negative_log_likelihoods, weights)
-    total = math.fsum(value * weight for value, weight in zip(negative_log_likelihoods, weights, strict=True))
-    mean = total / sum(weights)
+def perplexity(losses: Sequence[float], counts: Sequence[int]) -> float:
+    """exp of the mean loss of a token, by the mean and the number of tokens of each text."""
+    _check(losses, counts)
+    mean = math.fsum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
     # Python's exp raises where a float overflows; an untrained model may get there.
     return math.exp(mean) if mean < 709 else math.inf
 

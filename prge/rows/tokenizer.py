@@ -65,7 +65,6 @@ class _Prompt:
     """An encoded prompt: its ids after `begin`, and the last window, which what follows may change."""
 
     text: str
-    control: bool
     ids: Ids
     start: int
     tail: Tokens
@@ -129,23 +128,22 @@ class Tokenizer:
                 return tuple(whole[:start]), tuple(whole[start + len(bare) :])
         return (), ()
 
-    def encode(self, text: str, *, special: bool = False, control: bool = False) -> list[int]:
-        """Token ids of a text.
-
-        Args:
-            special: put `begin` before and `end` after it, as for a whole text.
-            control: read control tokens written in the text, as a chat template does, instead of taking
-                `</s>` for the four characters that it is.
-        """
+    def encode(self, text: str, *, control: bool = False) -> list[int]:
+        """Token ids of a text; `control` as `ids`."""
         ids: list[int] = self.ids(text, control=control).tolist()
-        return [*self.begin, *ids, *self.end] if special else ids
+        return ids
 
     def ids(
         self, text: str, *, control: bool = False, before: Sequence[int] = (), most: int | None = None
     ) -> Ids:
-        """Token ids of a text of any length, i32, with those of `before` in front.
+        """Token ids of a text, i32.
 
-        Of a text with more than `most` there are a few more than these, and the rest isn't read.
+        Args:
+            text: of any length.
+            control: read control tokens written in the text, as a chat template does, instead of taking
+                `</s>` for the four characters that it is.
+            before: ids in front.
+            most: of a text with more there are a few more than these, and the rest isn't read.
         """
         count = len(before)
         # Seldom has a text more tokens than characters, but for a space in front; what isn't written takes no
@@ -172,47 +170,47 @@ class Tokenizer:
         for _, tokens in self._parts(text, control):
             yield tokens
 
-    def encode_pair(self, prompt: str, completion: str, *, control: bool = False) -> Pair:
+    def encode_pair(self, prompt: str, completion: str) -> Pair:
         """Encode a prompt and what follows it, with an exact boundary between them.
 
         Where the joined text's ids begin with the prompt's, the completion is the rest. Where a token would
         straddle the boundary (a prompt that ends in a space, say) the prompt keeps its own ids, because these
         are all that a model sees before it answers, and the completion is encoded by itself.
         """
-        head = self._prompt(prompt, control)
+        head = self._prompt(prompt)
         # What follows a prompt changes tokens near its end at most, so the last window is enough of it.
         joined = array("i")
         anchor = head.tail[:1] if head.start else None
-        for _, part in self._parts(prompt[head.start :] + completion, control, anchor):
+        for _, part in self._parts(prompt[head.start :] + completion, False, anchor):
             joined.frombytes(np.ascontiguousarray(part[:, 0]).tobytes())
         ids = np.frombuffer(joined, np.int32)
         count = len(head.tail)
         exact = np.array_equal(ids[:count], head.tail[:, 0])
-        tail = ids[count:] if exact else self._continuation(completion, control)
+        tail = ids[count:] if exact else self._continuation(completion)
         return Pair(head.ids, tail, exact)
 
-    def _continuation(self, text: str, control: bool) -> Ids:
+    def _continuation(self, text: str) -> Ids:
         """Token ids of a text that follows another one.
 
         SentencePiece-like tokenizers put a space before a text; after a line break they don't.
         """
-        anchor = self.ids("\n", control=control)
-        joined = self.ids("\n" + text, control=control)
+        anchor = self.ids("\n")
+        joined = self.ids("\n" + text)
         if np.array_equal(joined[: len(anchor)], anchor):
             return joined[len(anchor) :]
-        return self.ids(text, control=control)
+        return self.ids(text)
 
-    def _prompt(self, text: str, control: bool) -> _Prompt:
+    def _prompt(self, text: str) -> _Prompt:
         """An encoded prompt; the last one is kept, since every candidate of a row has the same."""
         kept = self._last_prompt
-        if kept is None or kept.text != text or kept.control != control:
+        if kept is None or kept.text != text:
             ids = array("i", self.begin)
             last = 0, np.empty((0, 3), np.int32)
-            for last in self._parts(text, control):
+            for last in self._parts(text, control=False):
                 ids.frombytes(np.ascontiguousarray(last[1][:, 0]).tobytes())
             start, tail = last
             tail = tail - np.array([0, start, start], np.int32)
-            kept = self._last_prompt = _Prompt(text, control, np.frombuffer(ids, np.int32), start, tail)
+            kept = self._last_prompt = _Prompt(text, np.frombuffer(ids, np.int32), start, tail)
         return kept
 
     def _parts(self, text: str, control: bool, first: Tokens | None = None) -> Iterator[tuple[int, Tokens]]:

@@ -26,14 +26,13 @@ Mask = NDArray[np.bool_]
 class Reading:
     """How the rows of one file are read: for which bundle, with which tokenizer, and what is too long.
 
-    `overflow` is never `auto`; `append_eos` and `control_tokens` as in BuildOptions.
+    `overflow` is never `auto`; `append_eos` as in BuildOptions.
     """
 
     tokenizer: Tokenizer
     contract: Contract
     overflow: Overflow
     append_eos: bool = True
-    control_tokens: bool = False
 
     @property
     def length(self) -> int:

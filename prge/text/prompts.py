@@ -58,12 +58,12 @@ class Prompts:
             ) from None
         return ChatTemplate(source, self._tokenizer.special_tokens)
 
-    def of_text(self, text: str, *, control: bool = False, most: int | None = None) -> Prompt:
-        """A text as it is, after the model's `begin`; `control` reads control tokens written in it.
+    def of_text(self, text: str, *, most: int | None = None) -> Prompt:
+        """A text as it is, after the model's `begin`.
 
         What has more than `most` tokens is read a little further than that.
         """
-        tokens = self._tokenizer.ids(text, control=control, before=self._tokenizer.begin, most=most)
+        tokens = self._tokenizer.ids(text, before=self._tokenizer.begin, most=most)
         return Prompt(tuple(tokens.tolist()))
 
     def of_messages(self, messages: Sequence[Message]) -> Prompt:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,6 @@ DEVICE_VERBS = ("run", "eval", "inspect", "probe", "replay", "report")
 # What the verbs import when they are called.
 _IMPORTED_LATE = ("jinja2", "tokenizers", "tqdm", "yaml")
 _TAIL, _MOST_OUTPUT = 3000, 4 << 20
-_STOPPED = 130
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,6 @@ class Child:
         words: of the command line.
         limits: which it ends by.
         folder: where it works.
-        environment: what is changed of the parent's.
         prepare: called in the child before anything else, after its output was redirected.
         call: what is called instead of `prge`; its exit code.
     """
@@ -100,7 +98,6 @@ class Child:
     words: Sequence[object]
     limits: Limits = field(default_factory=Limits)
     folder: Path | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[], object] | None = None
     call: Callable[[], int] | None = None
 
@@ -166,7 +163,6 @@ class Child:
             for number in (1, 2):
                 os.dup2(self._log.fileno(), number)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.environ.update(self.environment)
             if self.folder is not None:
                 os.chdir(self.folder)
             if self.prepare is not None:
@@ -179,7 +175,7 @@ class Child:
         except BaseException as error:
             within = error.__traceback__ is not None and error.__traceback__.tb_next is not None
             if isinstance(error, KeyboardInterrupt) and not (begun and within):  # as while Python starts
-                os._exit(_STOPPED)
+                os._exit(prge.cli.INTERRUPTED)
             traceback.print_exc()
         finally:
             for stream in (sys.stdout, sys.stderr):
@@ -198,9 +194,9 @@ class Child:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
 
 
-def prge_ends(words: Sequence[object], limits: Limits | None = None, folder: Path | None = None) -> Ended:
+def prge_ends(words: Sequence[object], limits: Limits | None = None) -> Ended:
     """Call `prge` and wait for its end."""
-    return Child(words, limits or Limits(), folder).wait()
+    return Child(words, limits or Limits()).wait()
 
 
 def _mapped() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -157,9 +156,9 @@ def mutated(value: Any, random: Random, times: int = 1) -> Any:
     return value
 
 
-def spelled(value: Any, indent: int | None = None) -> bytes:
+def spelled(value: Any) -> bytes:
     """A mutated value as JSON text."""
-    text = json.dumps(value, indent=indent)
+    text = json.dumps(value)
     for mark, spelling in _SPELLED.items():
         text = text.replace(mark, spelling)
     return text.encode()
@@ -205,9 +204,7 @@ def mutate_manifest(path: Path, random: Random) -> None:
     """Change some values of a manifest, and its own hash to fit where it has one."""
     manifest = mutated(json.loads(path.read_bytes()), random, random.randint(1, 2))
     if isinstance(manifest, dict):
-        content = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
-        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-        manifest["manifest_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        manifest["manifest_sha256"] = manifest_sha256(manifest)
     path.write_bytes(spelled(manifest))
 
 

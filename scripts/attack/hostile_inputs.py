@@ -98,8 +98,8 @@ def _run(workshop: Workshop, folder: Path, *more: object, kind: str = "decoder")
     return [*words, *"--steps 2 --threads 1 --quiet --keep-gradients --out".split(), folder / "out", *more]
 
 
-def _eval(workshop: Workshop, *more: object, kind: str = "decoder") -> list[object]:
-    words = ["eval", "--bundle", workshop.bundle(kind), "--data", workshop.folder / "dev.jsonl"]
+def _eval(workshop: Workshop, *more: object) -> list[object]:
+    words = ["eval", "--bundle", workshop.bundle("decoder"), "--data", workshop.folder / "dev.jsonl"]
     return [*words, "--threads", 1, "--task", workshop.folder / "task.yaml", *more]
 
 

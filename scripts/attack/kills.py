@@ -17,12 +17,14 @@ from pathlib import Path
 from random import Random
 
 from child import Child, Limits, prge_ends
-from outcome import STOPPED, Case, Found, Verdict, judged, worked
+from damaged_files import WORKSTATION_LIMITS
+from outcome import Case, Found, Verdict, judged, worked
 from tables import TABLES
 from workshop import KINDS, Bench, Workshop
 
+from prge.cli import INTERRUPTED
+
 LIMITS = Limits(seconds=300, processor_seconds=120, memory=None)
-WORKSTATION_LIMITS = Limits(seconds=600, processor_seconds=200, memory=4 << 30)
 _KILLS, _WORKSTATION_KILLS = (6, 16), 3
 
 
@@ -62,7 +64,7 @@ def _attacked(name: str, words: list[str], random: Random, folder: Path) -> Foun
         child = Child(resume if (killed / "config.yaml").is_file() else [*words, "--out", killed], LIMITS)
         how = _killed(child, killed, seconds, random) if left > 0 else ""
         ended = child.wait()
-        if how and ended.code in (-signal.SIGKILL, -signal.SIGTERM, STOPPED):
+        if how and ended.code in (-signal.SIGKILL, -signal.SIGTERM, INTERRUPTED):
             left -= 1
             counts["kills"] += 1
             counts[f"kills by {how}"] += 1

@@ -14,8 +14,7 @@ from typing import Any
 
 from child import Ended
 
-# Of a run that a signal told to stop.
-STOPPED = 130
+from prge.cli import INTERRUPTED
 
 
 class Verdict(str, Enum):
@@ -90,7 +89,7 @@ def judged(ended: Ended) -> Verdict | None:
     told = f"prge {ended.words[0]}: "
     messages = [line for line in ended.output.splitlines() if line.startswith(told)]
     is_refused = ended.code in (1, 2) and len(messages) == 1 and messages[0].startswith(told + "error: ")
-    is_ended = ended.code == STOPPED and messages[-1:] == [told + "interrupted"]
+    is_ended = ended.code == INTERRUPTED and messages[-1:] == [told + "interrupted"]
     is_compared = ended.code == 1 and ended.words[0] == "replay" and ended.output.endswith(": DIFFERENT\n")
     return Verdict.REFUSED if is_refused or is_ended or is_compared else Verdict.UNEXPLAINED
 

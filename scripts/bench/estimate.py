@@ -38,17 +38,7 @@ def compare(scheme: str, arguments: argparse.Namespace, folder: Path) -> dict[st
     bounds = {"": [], "least": [least_memory(bundle)], "weights": [weights_memory(bundle)]}
     for method, (estimator, kind) in ENGINE.items():
         for rows, tokens in arguments.shapes:
-            told = [
-                "--model",
-                model,
-                *same,
-                "--estimator",
-                estimator,
-                "--batch-size",
-                rows,
-                "--tokens",
-                tokens,
-            ]
+            told = ["--estimator", estimator, "--batch-size", rows, "--tokens", tokens]
             told += [word for bound in bounds[kind] for word in ("--memory", bound)]
             estimated = json.loads(answer_of("estimate", "--json", "--model", model, *same, *told))
             sizes = (rows, tokens, THREADS, QUERIES)

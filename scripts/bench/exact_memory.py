@@ -36,6 +36,7 @@ from processes import forget, watched
 from reports import parser_of, report_models
 from timing import export, least_memory
 
+from prge.files.run_folder import read_metrics
 from prge.verbs.starting import command_of
 
 # By version of control groups: where they are, the files of the limit and of the most that was taken.
@@ -117,8 +118,7 @@ def group(limit: int) -> Iterator[tuple[Path, Path]]:
 
 def step_seconds(run: Path) -> float:
     """The median over the steps of a run."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    taken = [record for record in map(json.loads, lines) if record["event"] == "step"]
+    taken = [record for record in read_metrics(run) if record["event"] == "step"]
     return float(statistics.median(record["engine_seconds"] + record["host_seconds"] for record in taken))
 
 

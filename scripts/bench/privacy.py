@@ -89,10 +89,12 @@ class Hiding:
         return answers, gradients
 
     def _hidden_rows(self, inputs: Mapping[str, Array]) -> list[int]:
-        return [row for row, tokens in enumerate(inputs["tokens"]) if self._is_hidden(tokens.tolist())]
-
-    def _is_hidden(self, tokens: list[int]) -> bool:
-        return any(tuple(tokens[: len(own)]) == own and not any(tokens[len(own) :]) for own in self._hidden)
+        rows = enumerate(inputs["tokens"].tolist())
+        return [
+            row
+            for row, tokens in rows
+            if any(tuple(tokens[: len(own)]) == own and not any(tokens[len(own) :]) for own in self._hidden)
+        ]
 
 
 class Server:
@@ -301,12 +303,8 @@ class Trick:
     share: float = 1.0
 
 
-def _each_alone(examples: Sequence[Any]) -> list[list[Any]]:
-    return [[example] for example in examples]
-
-
 _FORGETFUL = [(Ledger, name, lambda *_: None) for name in ("line", "begin")]
-_BY_WINDOW = [(place, "by_row", _each_alone) for place in (local, device)]
+_BY_WINDOW = [(place, "by_row", lambda examples: [[each] for each in examples]) for place in (local, device)]
 TRICKS = {
     "plain": Trick(projected),
     "averaging": Trick(

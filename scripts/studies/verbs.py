@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from prge.files.run_folder import read_metrics
 from prge.verbs.starting import command_of, json_of
 
 DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
@@ -26,12 +27,11 @@ def parser_of(description: str | None, seeds: Sequence[int] = (42, 1337, 2025)) 
     return parser
 
 
-def report(results: dict[str, Any], out: Path, show: bool = True) -> None:
+def report(results: dict[str, Any], out: Path) -> None:
     """Keep a study's results as JSON in its folder, and print them."""
     text = json.dumps(results, indent=2)
     (out / "results.json").write_text(text + "\n", encoding="utf-8")
-    if show:
-        print(text)
+    print(text)
 
 
 def prge(verb: str, *words: object, **flags: Any) -> None:
@@ -78,8 +78,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 def evaluations(run: Path) -> list[dict[str, Any]]:
     """Evaluation records of a run's metrics, in order."""
-    records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [record for record in records if record["event"] == "evaluation"]
+    return [record for record in read_metrics(run) if record["event"] == "evaluation"]
 
 
 def trained(run: Path) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from prge.errors import shown
-from prge.files.run_folder import DECISIONS, reported
+from prge.files.run_folder import DECISIONS, write_json
 from prge.host.progress import duration
 from prge.host.terminal import best_effort
 from prge.verbs.settings import parse_settings
@@ -34,8 +33,7 @@ def main(argv: Sequence[str]) -> int:
         raise
     print("\n".join(_text(settings.out, result)))
     if settings.json:
-        with reported(settings.json):
-            settings.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_json(settings.json, result)
     return 0
 
 

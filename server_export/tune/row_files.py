@@ -101,7 +101,10 @@ class RowFiles:
         """Write prompts of the first development rows; returns their file."""
         rows = read_rows(self.dev or self.train)[:SAMPLES]
         path = self.folder / "prompts.jsonl"
-        _write_lines(path, [*self._prompts(rows, tokenizer.chat_template is not None)])
+        prompts = self._prompts(rows, tokenizer.chat_template is not None)
+        write_file(
+            path, "".join(json.dumps(dict(each), ensure_ascii=False) + "\n" for each in prompts).encode()
+        )
         return path
 
     def _prompts(self, rows: Sequence[Row], chat: bool) -> Iterator[Mapping[str, Any]]:
@@ -130,8 +133,3 @@ def _asked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """A conversation up to its last answer."""
     answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     return [*messages[: answers[-1]]] if answers else [*messages]
-
-
-def _write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    text = "".join(json.dumps(dict(line), ensure_ascii=False) + "\n" for line in lines)
-    write_file(path, text.encode())

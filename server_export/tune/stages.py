@@ -165,7 +165,7 @@ class _Tuning:
         if (
             settings.bundle is None
             and settings.estimator in having("queries")
-            and not _has_guide(self._folder)
+            and GUIDE not in read_manifest(self._folder)["files"]
         ):
             rows = {"data": self._rows.train, "task": settings.task}
             self._verb("guide", {"bundle": self._folder, "model": settings.model, **rows})
@@ -410,7 +410,3 @@ class _Tuning:
         if self._rows.are_messages and bundle_tokenizer(open_bundle(self._folder)).chat_template:
             return ["chat", out]
         return ["generate", out, "--prompt", "PROMPT"]
-
-
-def _has_guide(bundle: Path) -> bool:
-    return GUIDE in read_manifest(bundle)["files"]

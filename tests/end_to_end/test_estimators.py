@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from prge.files.signatures import ROLES
 from tests.verbs import prge
 from tests.workshop import write_rows
 
@@ -78,14 +77,6 @@ def test_a_batch_that_is_too_small_is_told_before_a_run_begins(
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_replay_makes_the_same_bits(runs: dict[str, Path], tmp_path: Path, name: str) -> None:
     assert "the same bits" in prge("replay", runs[name], "--out", tmp_path / "replayed").stdout
-
-
-def test_inspect_shows_what_the_export_wrote(bundle: Path) -> None:
-    report = json.loads(prge("inspect", bundle, "--json").stdout)
-    assert report["roles"] == list(ROLES)
-    assert report["weights"]["bytes"] == sum(p.stat().st_size for p in (bundle / "weights").iterdir())
-    assert not report["unlisted_files"]
-    assert not any(entry["problem"] for entry in report["files"].values())
 
 
 def test_a_baseline_takes_a_batch_with_room_for_all_candidates(

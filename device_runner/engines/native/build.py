@@ -176,12 +176,9 @@ def _compiler_names() -> Sequence[str]:
 def _version(package: Path) -> str:
     """The package's version file, which names the commit too; its libraries' sizes tell copies apart."""
     version = package / "version.py"
-    sizes = [(package / "lib" / f"lib{name}.so").stat().st_size for name in LINKED if _exists(package, name)]
+    libraries = (package / "lib" / f"lib{name}.so" for name in LINKED)
+    sizes = [library.stat().st_size for library in libraries if library.is_file()]
     return (version.read_text(encoding="utf-8") if version.is_file() else "") + str(sizes)
-
-
-def _exists(package: Path, name: str) -> bool:
-    return (package / "lib" / f"lib{name}.so").is_file()
 
 
 def _digest(*parts: object) -> str:

@@ -68,9 +68,9 @@ def log_to(path: Path) -> None:
         logger.propagate = False
 
 
-def last_lines(path: Path, count: int = 16) -> list[str]:
+def last_lines(path: Path) -> list[str]:
     """The end of a log; empty where there is none."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-16:]
     except OSError:
         return []

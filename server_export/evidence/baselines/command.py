@@ -14,13 +14,11 @@ from pathlib import Path
 from prge.errors import RunError
 from prge.files.bundle import open_bundle
 from prge.files.documents import DocumentError, read_json
-from prge.files.run_folder import CONFIG, FINAL, JOURNAL, LOG, METRICS, SUMMARY, run_lock
+from prge.files.run_folder import CONFIG, FINAL, FINISHED, JOURNAL, LOG, METRICS, SUMMARY, run_lock
 from prge.host.atomic import write_file
 from prge.verbs.settings import parse_settings, settings_to_yaml
 from server_export.evidence.baselines.inputs import read_inputs
 from server_export.evidence.baselines.settings import BEST, BaselineSettings
-
-FINISHED = ("completed", "stopped early")
 
 
 def main(argv: Sequence[str]) -> int:

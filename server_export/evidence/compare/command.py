@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from prge.files.run_folder import environment, reported, run_lock
+from prge.files.run_folder import environment, run_lock, write_json
 from prge.host.atomic import write_file
 from prge.verbs.settings import parse_settings, settings_to_yaml
 from server_export.evidence.compare.children import idle_memory, run_verb
@@ -76,5 +76,4 @@ def write_report(result: Mapping[str, Any], out: Path, json_file: Path | None = 
     write_file(out / MARKDOWN, to_markdown(blocks, FIGURES).encode())
     write_file(out / PAGE, to_html(blocks).encode())
     if json_file is not None:
-        with reported(json_file):
-            json_file.write_text(json.dumps(to_json(result, outcome), indent=2) + "\n", encoding="utf-8")
+        write_json(json_file, to_json(result, outcome))

@@ -163,7 +163,7 @@ class Comparison:
         folder = self.out / "runs" / f"{method.name}-{plan.seed}"
         try:
             run = self._train(method, plan, folder)
-            test = None if method.estimator is None else self._score(method, run, folder)
+            test = None if method.estimator is None else self._score(run, folder)
             examples = method.examples(self.settings.batch_size)
             memory = step_memory(self.out / "measured" / method.name / RUN)
             result["runs"].append({"seed": plan.seed, **read_run(run, examples, memory, test)})
@@ -236,7 +236,7 @@ class Comparison:
             raise _failed(place, words[0], code, log)
         return run
 
-    def _score(self, method: Method, run: Path, folder: Path) -> dict[str, Any]:
+    def _score(self, run: Path, folder: Path) -> dict[str, Any]:
         """Test figures of an engine run; those of PyTorch have them."""
         path, partial = folder / TEST, folder / f".{TEST}"
         if not path.is_file():

@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prge.files.run_folder import SUMMARY, read_metrics
+from prge.files.run_folder import FINISHED, SUMMARY, read_metrics
 
 Record = dict[str, Any]
-
-FINISHED = ("completed", "stopped early")
 
 
 def summary_of(run: Path) -> Record:

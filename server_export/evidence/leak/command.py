@@ -5,14 +5,13 @@ rows -> gradients -> report -> attack -> guess -> score, beside that of a guess 
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
 
-from prge.files.run_folder import environment, reported
+from prge.files.run_folder import environment, write_json
 from prge.host.atomic import write_file
 from prge.verbs.settings import parse_settings, settings_to_yaml
 from server_export.evidence.leak.settings import LeakSettings
@@ -28,8 +27,7 @@ def main(argv: Sequence[str]) -> int:
     found = leak(settings, lambda line: print(line, flush=True))
     found = {"command": f"prge leak {shlex.join(argv)}", **found}
     if settings.json is not None:
-        with reported(settings.json):
-            settings.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        write_json(settings.json, found)
     if settings.out is not None:
         from server_export.evidence.leak.figure import draw
 

@@ -102,6 +102,19 @@ def room(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS) -> list[
     return [np.full(shape, np.nan, np.float32) for shape in shapes[method]]
 
 
+def answers(kind: Kind, blocks: list[dict[str, Any]]) -> list[bytes]:
+    """Those of the loaded methods of both blocks in turns, at every shape, compared with PyTorch's."""
+    found = []
+    for shape in kind.shapes:
+        for name in METHODS:
+            for block, methods in enumerate(blocks):
+                inputs, outputs = example(name, *shape), room(name, *shape)
+                assert methods[name].run(inputs, outputs) == [output.shape for output in outputs]
+                kind.assert_right(block, name, inputs, outputs)
+                found += [output.tobytes() for output in outputs]
+    return found
+
+
 def make_kinds(folder: Path, scheme: str) -> dict[bool, Kind]:
     """Lower two blocks; by whether rows and tokens are dynamic.
 

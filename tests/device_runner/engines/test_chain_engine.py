@@ -32,7 +32,6 @@ pytestmark = needs_compiler
 # Copies, rows, queries and questions beyond the bounds of one call, which are 8, 4, 8 and 128.
 STACKS = [(1, 3), (3, 2), (1, 37), (10, 5)]
 TANGENTS = [(2, 3), (9, 6)]
-ROWS = [3, 9]
 
 
 @pytest.fixture(scope="module", params=["llama", *rest("llama lora", "bert", "bert lora", "gemma3n")])

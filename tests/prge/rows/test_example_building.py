@@ -107,12 +107,9 @@ def test_completion_that_a_token_would_join_to_its_prompt() -> None:
     )
 
 
-def test_control_tokens_in_data() -> None:
-    data = rows({"prompt": "a</s>", "completion": " b"})
-    [plain], _ = build_examples(data, TOKENIZER, contract())
-    [read], _ = build_examples(data, TOKENIZER, contract(), options=BuildOptions(control_tokens=True))
-    assert plain.sequences[0].tokens.count(2) == 1
-    assert read.sequences[0].tokens.count(2) == 2
+def test_control_tokens_in_data_are_text() -> None:
+    [example], _ = build_examples(rows({"prompt": "a</s>", "completion": " b"}), TOKENIZER, contract())
+    assert example.sequences[0].tokens.count(2) == 1
 
 
 @given(known=st.integers(0, 5), unknown=st.integers(0, 5), asked=st.integers(0, 3))

@@ -12,7 +12,6 @@ from prge.rows.readers import Row
 from prge.rows.splitting import FEWEST, MOST, Parts, content_hash, split_rows, wanted
 
 TEXTS = st.lists(st.sampled_from("abcdefghijklmnopqrst"), max_size=60)
-SHARES = st.sampled_from([0.0, 0.05, 0.1, 0.5])
 
 
 def rows(texts: Sequence[str]) -> list[Row]:
@@ -28,34 +27,31 @@ def numbers(part: Sequence[Row]) -> list[int]:
 
 
 def texts_of(parts: Parts) -> list[set[str]]:
-    return [{row.fields["text"] for row in part} for part in (parts.train, parts.dev, parts.test)]
+    return [{row.fields["text"] for row in part} for part in (parts.train, parts.dev)]
 
 
-@given(TEXTS, SHARES, SHARES)
-def test_every_row_is_in_one_part_with_its_equals(texts: list[str], dev: float, test: float) -> None:
-    parts = split_rows(rows(texts), dev, test)
-    found = [*numbers(parts.train), *numbers(parts.dev), *numbers(parts.test)]
-    assert sorted(found) == list(range(1, len(texts) + 1))
-    first, second, third = texts_of(parts)
-    assert not (first & second or first & third or second & third)
-    for part in (parts.train, parts.dev, parts.test):
+@given(TEXTS)
+def test_every_row_is_in_one_part_with_its_equals(texts: list[str]) -> None:
+    parts = split_rows(rows(texts))
+    assert sorted([*numbers(parts.train), *numbers(parts.dev)]) == list(range(1, len(texts) + 1))
+    train, dev = texts_of(parts)
+    assert not train & dev
+    for part in (parts.train, parts.dev):
         assert numbers(part) == sorted(numbers(part))
 
 
-@given(TEXTS, SHARES, SHARES, st.randoms())
-def test_the_order_of_rows_changes_no_part(texts: list[str], dev: float, test: float, random: object) -> None:
+@given(TEXTS, st.randoms())
+def test_the_order_of_rows_changes_no_part(texts: list[str], random: object) -> None:
     shuffled = list(texts)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert texts_of(split_rows(rows(texts), dev, test)) == texts_of(split_rows(rows(shuffled), dev, test))
+    assert texts_of(split_rows(rows(texts))) == texts_of(split_rows(rows(shuffled)))
 
 
-@given(TEXTS, SHARES, SHARES)
-def test_something_is_left_to_train_and_to_score(texts: list[str], dev: float, test: float) -> None:
-    parts = split_rows(rows(texts), dev, test)
-    different = len(set(texts))
+@given(TEXTS)
+def test_something_is_left_to_train_and_to_score(texts: list[str]) -> None:
+    parts = split_rows(rows(texts))
     assert bool(parts.train) == bool(texts)
-    assert bool(parts.dev) == (dev > 0 and different >= 2)
-    assert bool(parts.test) == (test > 0 and different >= 2 + (dev > 0))
+    assert bool(parts.dev) == (len(set(texts)) >= 2)
 
 
 @given(st.integers(2, 400), st.integers(1, 30))
@@ -70,23 +66,22 @@ def test_more_rows_move_few_of_the_others(count: int, more: int) -> None:
     [(3, 1), (10, 2), (50, 10), (100, FEWEST), (1000, 100), (5000, MOST), (100_000, MOST)],
 )
 def test_a_part_has_its_share_within_bounds(count: int, expected: int) -> None:
-    assert wanted(count, 0.1) == expected
+    assert wanted(count) == expected
     if count <= 1000:
         assert len(split_rows(several(count)).dev) == expected
 
 
 def test_three_rows_give_one_and_say_that_it_says_little() -> None:
     parts = split_rows(several(3))
-    assert (len(parts.train), len(parts.dev), parts.test) == (2, 1, [])
+    assert (len(parts.train), len(parts.dev)) == (2, 1)
     assert parts.notes == ["dev: 1 of 3 rows, by a hash of their content; figures of so few say little"]
 
 
 def test_of_equal_rows_none_can_be_split_off() -> None:
-    parts = split_rows(rows(["same"] * 50), test=0.1)
-    assert (len(parts.train), parts.dev, parts.test) == (50, [], [])
+    parts = split_rows(rows(["same"] * 50))
+    assert (len(parts.train), parts.dev) == (50, [])
     assert parts.notes == [
         "no dev rows can be split off: all rows are equal",
-        "no test rows can be split off: all rows are equal",
         "49 rows repeat others: equal rows are in one part",
     ]
 
@@ -108,8 +103,3 @@ def test_columns_that_nobody_reads_make_no_difference() -> None:
     assert {tuple(numbers(parts.train)), tuple(numbers(parts.dev))} == {(1, 2), (3,)}
     assert content_hash(twins[0]) != content_hash(twins[1])
     assert content_hash(Row(1, {"a": 1, "b": 2})) == content_hash(Row(9, {"b": 2, "a": 1}))
-
-
-def test_another_seed_gives_other_parts() -> None:
-    data = several(200)
-    assert numbers(split_rows(data, seed=1).dev) != numbers(split_rows(data, seed=2).dev)

@@ -95,9 +95,9 @@ def test_longest_common_subsequence(first: list[int], second: list[int]) -> None
 
 
 def test_perplexity() -> None:
-    assert perplexity([math.log(4)]) == pytest.approx(4)
+    assert perplexity([math.log(4)], [5]) == pytest.approx(4)
     assert perplexity([math.log(2), math.log(16)], [3, 1]) == pytest.approx(2 ** (7 / 4))
-    assert perplexity([1000.0]) == math.inf
+    assert perplexity([1000.0], [1]) == math.inf
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1))

@@ -24,7 +24,7 @@ def tokenizing(folder: Path, architecture: str = "llama") -> Tokenizing:
 
 
 def sequences(tokenizer: Tokenizer) -> Sequences:
-    return [tokenizer.encode(text, special=True) for text in TEXTS]
+    return [[*tokenizer.begin, *tokenizer.encode(text)] for text in TEXTS]
 
 
 def no_rows(tokenizer: Tokenizer) -> Sequences:

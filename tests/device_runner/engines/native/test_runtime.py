@@ -27,7 +27,16 @@ from prge.engine import Array
 from prge.errors import PrgeError
 from prge.files.bundle import file_sha256
 from tests.compilers import needs_compiler
-from tests.device_runner.engines.blocks import METHODS, MOST_ROWS, MOST_TOKENS, WIDTH, Kind, example, room
+from tests.device_runner.engines.blocks import (
+    METHODS,
+    MOST_ROWS,
+    MOST_TOKENS,
+    WIDTH,
+    Kind,
+    answers,
+    example,
+    room,
+)
 
 pytestmark = needs_compiler
 
@@ -73,19 +82,6 @@ def pack(kind: Kind, folder: Path) -> list[Path]:
         methods = [program.load(name, weights=packing) for name in METHODS]
         del methods, packing
     return paths
-
-
-def answers(kind: Kind, blocks: list[dict[str, Method]]) -> list[bytes]:
-    """Those of both blocks in turns, at every shape, compared with PyTorch's."""
-    found = []
-    for shape in kind.shapes:
-        for name in METHODS:
-            for block, methods in enumerate(blocks):
-                inputs, outputs = example(name, *shape), room(name, *shape)
-                assert methods[name].run(inputs, outputs) == [output.shape for output in outputs]
-                kind.assert_right(block, name, inputs, outputs)
-                found += [output.tobytes() for output in outputs]
-    return found
 
 
 def test_both_blocks_of_a_kind_are_right_however_they_are_loaded(kind: Kind, tmp_path: Path) -> None:

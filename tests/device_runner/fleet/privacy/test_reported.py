@@ -90,7 +90,6 @@ def test_a_bound_of_zero_is_none() -> None:
     assert "inf after this round, for earlier rounds had no noise" in spent(math.inf, 4.0)
 
 
-finite = st.floats(allow_nan=False, allow_infinity=False)
 anything = st.lists(st.lists(st.floats(), min_size=3, max_size=3), min_size=1, max_size=4)
 
 

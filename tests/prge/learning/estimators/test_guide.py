@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from prge.contract import AdaptedModule
 from prge.errors import BundleError, RunError
-from prge.files.adapter import adapter_size
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
 from prge.learning.estimators.differences import Antithetic, Differences
@@ -24,7 +23,6 @@ from tests.bundles import make_bundle
 
 MODULES = (AdaptedModule("q", rank=2, in_features=4, out_features=7), AdaptedModule("v", 1, 4, 5))
 AXES = (3, 2)
-SIZE = adapter_size(MODULES)
 
 
 def make_guide(modules: tuple[AdaptedModule, ...] = MODULES, axes: tuple[int, ...] = AXES) -> Guide:
