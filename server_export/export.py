@@ -86,12 +86,13 @@ def export(config: ExportConfig) -> Path:
 def _tokenizer(config: ExportConfig, source: Source) -> Any:
     """The model's tokenizer, with the template and the first token that the settings ask for."""
     from server_export.model.chat_templates import give_template
+    from server_export.model.loading import vocabulary_size
     from server_export.model.tokenization import load_tokenizer, tokenizer_block
 
     loaded = source.loaded
     tokenizer = load_tokenizer(config.model, loaded.revision)
     give_template(tokenizer, config.chat_template, config.prepend_bos)
-    tokenizer_block(tokenizer, config.prepend_bos, loaded.model.get_input_embeddings().weight.shape[0])
+    tokenizer_block(tokenizer, config.prepend_bos, vocabulary_size(loaded.model))
     return tokenizer
 
 
@@ -115,10 +116,10 @@ def _from_rows(
 
 def _reader(config: ExportConfig, source: Source, tokenizer: Any) -> tuple[Tokenizer, Contract]:
     """What `--init-rows` are read with: the device's tokenizer, and a contract with room for any row."""
+    from server_export.model.loading import vocabulary_size
     from server_export.model.tokenization import on_device
 
-    costs = source.costs
-    vocabulary = costs.table_numbers // costs.width
+    costs, vocabulary = source.costs, vocabulary_size(source.loaded.model)
     contract = Contract(
         role="stack",
         readout=source.readout,
