@@ -167,7 +167,7 @@ def trace(
         for number, layer in enumerate(layers.values()):
             layer.number = number
     for module in model.modules():
-        if hasattr(module, "is_causal"):
+        if is_decoder or hasattr(module, "is_causal"):
             module.tables = tables
             # Some leave it to the mask that they give.
             module.is_causal = is_decoder or module.is_causal
@@ -195,7 +195,12 @@ def trace(
             except Exception:
                 if is_decoder:
                     raise
-            if exported is None or not (is_decoder or _adds(exported)):
+            is_asked = model.config._attn_implementation == attention.NAME
+            if is_decoder and is_asked and _lacks_masks(exported, tables):
+                # Its own attention gets masks that transformers makes; that of its other parts is asked.
+                model.set_attn_implementation("eager")
+                exported = exported_with(False)
+            elif not is_decoder and (exported is None or not _adds(exported)):
                 # It makes masks of its own, of what is a token and what is padding.
                 model.set_attn_implementation(attention.PADDED)
                 exported = exported_with(True)
@@ -248,6 +253,12 @@ def _put_back(graph_module: GraphModule, own: Mapping[str, torch.Tensor]) -> Non
         if (table := own.get(str(node.target).removeprefix(WHOLE_PREFIX))) is not None:
             replace_tensor(graph_module, str(node.target), table)
             node.meta["val"] = table
+
+
+def _lacks_masks(exported: ExportedProgram, tables: ModelTables) -> bool:
+    """Whether a traced decoder has attention and none that asks for a causal mask."""
+    has_attention = any(exported.graph.find_nodes(op="call_function", target=aten.softmax.int))
+    return has_attention and not any(table.kind == "causal" for table in tables.all)
 
 
 def _adds(exported: ExportedProgram) -> bool:
