@@ -95,8 +95,9 @@ def longest_context(loaded: LoadedModel, asked: int | None, longest: int) -> int
 
 def position_count(loaded: LoadedModel) -> int | None:
     """Positions that a row may have; None: any number."""
-    limit = getattr(loaded.config, "max_position_embeddings", None)
-    return None if limit is None else limit - first_position(loaded.model)
+    limit = getattr(loaded.config, "max_position_embeddings", None) or 0
+    # Some say -1 for any number.
+    return limit - first_position(loaded.model) if limit > 0 else None
 
 
 def _within(loaded: LoadedModel, name: str, asked: int | None, usual: int, most: int | None) -> int:
