@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.contract import AdaptedModule, Contract
-from prge.errors import RunError
+from prge.errors import BundleError, RunError
 from prge.files.adapter import adapter_size
 from prge.host.atomic import new_folder
 from prge.learning.costs import MOST_COMPARED
@@ -72,7 +72,7 @@ def export(config: ExportConfig) -> Path:
         # An adapted layer has another name once the model is traced.
         _tell_targets(config, source)
         with stage("tracing") as note:
-            chain = source.chain(config.quantize, context)
+            chain = _traced(config, source, context)
             check_operators(chain, config.roles)
             note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
         _hint_about_bos(config, source, tokenizer)
@@ -81,6 +81,18 @@ def export(config: ExportConfig) -> Path:
         manifest = _write(config, folder, source, tokenizer, context, chain)
     _summarize(out, manifest)
     return out
+
+
+def _traced(config: ExportConfig, source: Source, context: int) -> ModelChain:
+    """The model's blocks; a model that no decoder is refused as such, whatever tracing says of it."""
+    from server_export.check.chain import check_causal
+
+    try:
+        return source.chain(config.quantize, context)
+    except BundleError:
+        if source.loaded.is_decoder and source.start.parameters <= MOST_COMPARED:
+            check_causal(config.model, config.revision)
+        raise
 
 
 def _tokenizer(config: ExportConfig, source: Source) -> Any:

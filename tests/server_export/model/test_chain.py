@@ -12,6 +12,7 @@ import transformers
 
 from prge.errors import BundleError, ConfigError
 from server_export.check.chain import difference_from_model
+from server_export.export import export
 from server_export.model.adapted import (
     convert_conv1d,
     default_target_modules,
@@ -132,6 +133,17 @@ def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(BundleError, match="sees tokens that come later"):
         difference_from_model(chain, str(tmp_path), None)
+
+
+@pytest.mark.parametrize("model_type", ["cpmant", "xlnet"])
+def test_what_sees_later_tokens_and_cant_be_traced_is_refused_for_the_former(
+    model_type: str, tmp_path: Path
+) -> None:
+    """They are among transformers' causal language models, but let all tokens see all."""
+    make_tiny(model_type).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    with pytest.raises(BundleError, match="sees tokens that come later"):
+        export(ExportConfig(str(tmp_path / "model"), tmp_path / "bundle", sequence_length=24))
 
 
 def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
