@@ -231,6 +231,12 @@ def _check_constants(blocks: Sequence[ModelBlock], weights: Weights) -> None:
 
 
 def _check_adapter(blocks: Sequence[ModelBlock], adapter: Mapping[str, Matrix], end: int) -> None:
+    names = ", ".join(dict.fromkeys(each.of for each in adapter.values()))
+    if adapter and not any(block.adapter for block in blocks):
+        raise BundleError(
+            f"{names} can't be adapted: nothing that the model answers depends on what they compute",
+            remedy="name other layers with --target-modules, or take another checkpoint",
+        )
     for number in (0, *range(end, len(blocks))):
         if adapted := list(dict.fromkeys(adapter[name].of for name in blocks[number].adapter)):
             raise BundleError(

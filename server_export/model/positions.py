@@ -26,7 +26,22 @@ _BIASES = "max_seq_len"
 def first_position(model: nn.Module) -> int:
     """The number of a row's first position: RoBERTa's family counts from after the padding token."""
     padding = (getattr(module, "padding_idx", None) for module in _position_tables(model))
-    return next((int(index) + 1 for index in padding if index is not None), 0)
+    return next((int(index) + 1 for index in padding if index is not None), _rows_before(model))
+
+
+def _rows_before(model: nn.Module) -> int:
+    """Rows of a table of positions that come before those which the model's own numbers look up."""
+    for module in model.modules():
+        numbers = _own_numbers(module)
+        tables = (getattr(module, name, None) for name in _TABLES)
+        for table in tables:
+            if numbers is not None and isinstance(table, nn.Embedding):
+                return max(0, table.num_embeddings - numbers.shape[-1])
+    return 0
+
+
+def _own_numbers(module: nn.Module) -> torch.Tensor | None:
+    return dict(module.named_buffers(recurse=False)).get(_NUMBERS)
 
 
 def _position_tables(model: nn.Module) -> Iterator[nn.Module]:
@@ -112,7 +127,8 @@ def position_count(loaded: LoadedModel) -> int | None:
     """Positions that a row may have; None: any number."""
     limit = getattr(loaded.config, "max_position_embeddings", None) or 0
     # Some say -1 for any number.
-    return limit - first_position(loaded.model) if limit > 0 else None
+    model = loaded.model
+    return limit + _rows_before(model) - first_position(model) if limit > 0 else None
 
 
 def _within(loaded: LoadedModel, name: str, asked: int | None, usual: int, most: int | None) -> int:

@@ -91,6 +91,7 @@ _WAYS = {
     "layoutlm": "it calls its pooler",
     "mobilebert": "it moves rows by a token",
     "molmo2_text": "queries, keys and values are stored as one",
+    "nystromformer": "it numbers positions from two, and convolves what each head reads",
     "neomme": "all layers read the embeddings",
     "tapas": "it has seven types of tokens",
     "xmod": "it has layers for one language of two",
@@ -194,6 +195,14 @@ def start_of(folder: Path, targets: str | None = None) -> dict[str, torch.Tensor
     twin = outline_model(str(folder)).model
     names = match_target_modules(twin, [targets] if targets else default_target_modules(twin))
     return {name: torch.randn(RANK, twin.get_submodule(name).in_features) for name in names}
+
+
+def test_layers_that_change_no_answer_are_refused(tmp_path: Path) -> None:
+    """Without a kernel for another device transformers' MRA attends to nothing."""
+    make_tiny("mra").save_pretrained(tmp_path)
+    outline, start = outline_model(str(tmp_path)), start_of(tmp_path)
+    with pytest.raises(BundleError, match="nothing that the model answers depends on what they compute"):
+        build_chain(outline, find_files(str(tmp_path)), start, longest=LONGEST)
 
 
 def test_attention_that_an_indexer_chooses_for_is_refused(tmp_path: Path) -> None:

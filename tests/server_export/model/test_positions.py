@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from server_export.model.loading import LoadedModel, outline_model
-from server_export.model.positions import any_length, position_count
+from server_export.model.positions import any_length, first_position, position_count
 from tests.tiny_models import make_model
 from tests.tiny_types import POSITIONS, make_tiny
 
@@ -49,6 +49,16 @@ def test_biases_of_all_positions_are_made_for_the_row_alone() -> None:
     with any_length(model, TOKENS, MORE):
         assert config.max_seq_len == TOKENS
     assert config.max_seq_len == POSITIONS
+
+
+@pytest.mark.parametrize(("model_type", "first"), [("bert", 0), ("roberta", 2), ("nystromformer", 2)])
+def test_positions_are_numbered_as_the_model_does(model_type: str, first: int, tmp_path: Path) -> None:
+    """RoBERTa counts from after its padding, Nystromformer from two, in a table that has two rows more."""
+    model = make_tiny(model_type)
+    assert first_position(model) == first
+    count = position_count(LoadedModel(model, model_type, None, False))
+    table = next(each for name, each in model.named_modules() if name.endswith("position_embeddings"))
+    assert count == table.num_embeddings - first
 
 
 def test_a_model_without_a_number_of_positions_has_any() -> None:
