@@ -11,7 +11,7 @@ So a place comes with the key that it belongs to, wherever that is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -209,15 +209,26 @@ def give_numbers(writer: Writer, known: Known) -> None:
         known: numbers of nodes.
     """
     graph = writer.graph_module.graph
+    place = {node: number for number, node in enumerate(graph.nodes)}
     for user in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         for value, scores in (user.args, user.args[::-1]):
             numbers = _of_each_key(value) if isinstance(value, Node) and known(value) is None else None
             found = _product(scores, known) if numbers is not None and isinstance(scores, Node) else None
-            if found is not None:
+            if found is not None and numbers in place and _meet(numbers, value, scores, found[0], place):
                 user.replace_all_uses_with(scores)
                 graph.erase_node(user)
                 writer.replace(found[0], _with_numbers, *found, numbers)
                 break
+
+
+def _meet(numbers: Any, value: Any, scores: Node, product: Any, place: Mapping[Node, int]) -> bool:
+    """Whether numbers are there before a product, one for each of its keys, and scores lie as it does."""
+    if place[numbers] > place.get(product, -1):
+        return False
+    sizes = [each.meta["val"].numel() for each in (value, scores, product)]
+    *lead, _, keys = product.args[1].meta["val"].shape
+    lasts = {each.meta["val"].shape[-1] for each in (value, scores)}
+    return len({*sizes}) == 1 and lasts == {keys} and numbers.meta["val"].numel() == math.prod(lead) * keys
 
 
 def _of_each_key(value: Node) -> Node | None:

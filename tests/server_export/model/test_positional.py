@@ -144,6 +144,19 @@ def test_a_number_of_each_key_is_one_of_the_keys() -> None:
     assert scaled.args[0] is product
 
 
+def test_a_number_of_each_key_that_comes_of_the_scores_stays_where_it_is() -> None:
+    def biased(state: torch.Tensor) -> torch.Tensor:
+        scores = state @ state.mT
+        hidden = (~triangle(state)).float() * -1e9
+        return read(
+            torch.softmax(scores + hidden + scores.sum(1, keepdim=True).expand(scores.shape), -1), state
+        )
+
+    graph_module, _ = folded(biased)
+    (product,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default)
+    assert product.all_input_nodes[0].meta["val"].shape[-1] == WIDTH
+
+
 @pytest.mark.parametrize("count", [LONGEST, LONGEST - 1])
 def test_tokens_that_are_chosen_are_all_where_a_row_has_no_more(count: int) -> None:
     def chosen(state: torch.Tensor) -> torch.Tensor:
