@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.contract import AdaptedModule, Contract
-from prge.errors import RunError
+from prge.errors import BundleError, RunError
 from prge.files.adapter import adapter_size
 from prge.host.atomic import new_folder
 from prge.learning.costs import MOST_COMPARED
@@ -72,7 +72,7 @@ def export(config: ExportConfig) -> Path:
         # An adapted layer has another name once the model is traced.
         _tell_targets(config, source)
         with stage("tracing") as note:
-            chain = source.chain(config.quantize, context)
+            chain = _traced(config, source, context)
             check_operators(chain, config.roles)
             note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
         _hint_about_bos(config, source, tokenizer)
@@ -83,15 +83,28 @@ def export(config: ExportConfig) -> Path:
     return out
 
 
+def _traced(config: ExportConfig, source: Source, context: int) -> ModelChain:
+    """The model's blocks; a model that no decoder is refused as such, whatever tracing says of it."""
+    from server_export.check.chain import check_causal
+
+    try:
+        return source.chain(config.quantize, context)
+    except BundleError:
+        if source.loaded.is_decoder and source.start.parameters <= MOST_COMPARED:
+            check_causal(config.model, config.revision)
+        raise
+
+
 def _tokenizer(config: ExportConfig, source: Source) -> Any:
     """The model's tokenizer, with the template and the first token that the settings ask for."""
     from server_export.model.chat_templates import give_template
+    from server_export.model.loading import vocabulary_size
     from server_export.model.tokenization import load_tokenizer, tokenizer_block
 
     loaded = source.loaded
     tokenizer = load_tokenizer(config.model, loaded.revision)
     give_template(tokenizer, config.chat_template, config.prepend_bos)
-    tokenizer_block(tokenizer, config.prepend_bos, loaded.model.get_input_embeddings().weight.shape[0])
+    tokenizer_block(tokenizer, config.prepend_bos, vocabulary_size(loaded.model))
     return tokenizer
 
 
@@ -115,10 +128,10 @@ def _from_rows(
 
 def _reader(config: ExportConfig, source: Source, tokenizer: Any) -> tuple[Tokenizer, Contract]:
     """What `--init-rows` are read with: the device's tokenizer, and a contract with room for any row."""
+    from server_export.model.loading import vocabulary_size
     from server_export.model.tokenization import on_device
 
-    costs = source.costs
-    vocabulary = costs.table_numbers // costs.width
+    costs, vocabulary = source.costs, vocabulary_size(source.loaded.model)
     contract = Contract(
         role="stack",
         readout=source.readout,

@@ -20,7 +20,7 @@ from server_export.lower.chain import LoweredChain
 from server_export.model.attention import padding_mask
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock, through_experts
-from server_export.model.loading import load_model
+from server_export.model.loading import load_model, vocabulary_size
 from server_export.model.readout import log_probabilities
 from server_export.quiet import quiet_engine
 from server_export.stage import count_parts
@@ -141,6 +141,20 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
             remedy=_REMEDY,
         )
     return difference
+
+
+def check_causal(name_or_path: str, revision: str | None) -> None:
+    """Raise BundleError if what a decoder answers depends on tokens that come later.
+
+    The model is in memory as a whole.
+    """
+    model: Any = load_model(name_or_path, pooled=False, revision=revision).model
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, vocabulary_size(model), (_ROWS, _TOKENS), generator=generator)
+    tokens[1, :_ALIKE_TOKENS] = tokens[0, :_ALIKE_TOKENS]
+    with torch.no_grad():
+        answers = torch.log_softmax(model(input_ids=tokens).logits, -1)
+    _check_causal(type(model).__name__, answers[:, :_ALIKE_TOKENS])
 
 
 def _is_alike(found: torch.Tensor, expected: torch.Tensor) -> bool:

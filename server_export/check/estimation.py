@@ -104,6 +104,7 @@ def estimate(config: ExportConfig) -> Estimate:
 
 def estimate_of(config: ExportConfig, source: Source) -> Estimate:
     """The same of a source that is open."""
+    from server_export.model.loading import vocabulary_size
     from server_export.model.positions import position_count
     from server_export.model.quantization import EMBEDDING_BYTES
 
@@ -112,8 +113,7 @@ def estimate_of(config: ExportConfig, source: Source) -> Estimate:
     of_texts = () if readout == "logprobs" else (PREFILL, DECODE)
     roles = tuple(role for role in dict.fromkeys((STACK, *config.roles)) if role not in of_texts)
     weights = weights_of(outline, config.quantize, int8_table, roles)
-    vocabulary = outline.table_numbers // outline.width
-    most = position_count(source.loaded)
+    vocabulary, most = vocabulary_size(source.loaded.model), position_count(source.loaded)
     return Estimate(outline, weights, config.quantize, roles, readout, vocabulary, most)
 
 

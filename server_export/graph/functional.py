@@ -22,6 +22,15 @@ from server_export.graph.writing import Rule, Writer, apply_rules, registrar
 aten = torch.ops.aten
 
 _TRANSPOSED = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default)
+# What has the shape of something else, and one number everywhere.
+_FILLS: dict[Any, Any] = {
+    aten.zeros_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.ones_like.default: 1,
+    aten.new_ones.default: 1,
+    aten.full_like.default: None,
+    aten.new_full.default: None,
+}
 _MATRIX = 2
 _STACK = "nn_module_stack"
 RULES: dict[str, Rule] = {}
@@ -45,6 +54,7 @@ def functional_graph(program: ExportedProgram) -> GraphModule:
     for node in graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
         graph.erase_node(node)
     _drop_empty(graph)
+    _write_fills(graph)
     _fold_numbers(graph_module)
     _write_layers(graph_module)
     if changes_values:
@@ -71,6 +81,16 @@ def _drop_empty(graph: Graph) -> None:
             if len(kept) == 1:
                 node.replace_all_uses_with(kept[0])
                 graph.erase_node(node)
+
+
+def _write_fills(graph: Graph) -> None:
+    """Write what doesn't depend on the value whose shape it has without that value, in place."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _FILLS:
+            number, value = _FILLS[node.target], node.meta["val"]
+            number = node.args[-1] if number is None else number
+            node.target, node.args = aten.full.default, ([*value.shape], number)
+            node.kwargs = {"dtype": value.dtype, "device": torch.device("meta")}
 
 
 def _fold_numbers(graph_module: GraphModule) -> None:

@@ -2,6 +2,7 @@
 
     softmax((q [r h t w]) (k^T [r h w t]) + mask [1 1 t t])     with a change of shape around each product
     softmax((q [rh t w]) (k [rh t w])^T + mask [t t])           with none between the products
+    softmax(scores) v, softmax(scores) w                        softmax(scores) [v, w]
 
 Of unknown sizes a change of the scores' shape would leave the delegate.
 """
@@ -15,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from server_export.graph.cutting import TABLE_PREFIX
+from server_export.graph.rewriting import share_equal_calls
 from server_export.graph.writing import Writer
 
 aten = torch.ops.aten
@@ -36,8 +38,49 @@ def join_heads(graph_module: GraphModule) -> None:
             _join(writer, scores, chain)
     for softmax in graph_module.graph.find_nodes(op="call_function", target=aten.softmax.int):
         _leave_joined(softmax, softmax)
+    _join_values(writer)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
+
+
+def _join_values(writer: Writer) -> None:
+    """Let one product mix all values that equal scores weigh."""
+    graph = writer.graph_module.graph
+    if len(graph.find_nodes(op="call_function", target=aten.softmax.int)) > 1:
+        share_equal_calls(graph)
+    for softmax in graph.find_nodes(op="call_function", target=aten.softmax.int):
+        products = [user for user in softmax.users if user.target is aten.bmm.default]
+        if len(products) > 1 and _put_before(products[0], [product.args[1] for product in products]):
+            writer.replace(products[0], _mixed, softmax, products)
+
+
+def _put_before(node: Node, values: Sequence[Any]) -> bool:
+    """Move what makes some values in front of a node, in place; False if they depend on it."""
+    needed, ahead = set[Node](), [*values]
+    while ahead:
+        value = ahead.pop()
+        if value not in needed:
+            needed.add(value)
+            ahead.extend(value.all_input_nodes)
+    if node in needed:
+        return False
+    behind = [*node.graph.nodes]
+    for value in behind[behind.index(node) :]:
+        if value in needed:
+            node.prepend(value)
+    return True
+
+
+def _mixed(writer: Writer, softmax: Node, products: Sequence[Any]) -> Node:
+    values = [product.args[1] for product in products]
+    mixed = writer.call(aten.bmm.default, softmax, writer.call(aten.cat.default, values, 2))
+    parts, start = [], 0
+    for product, value in zip(products, values, strict=True):
+        end = start + _shape(value)[2]
+        parts.append(writer.call(aten.slice.Tensor, mixed, 2, start, end))
+        product.replace_all_uses_with(parts[-1])
+        start = end
+    return parts[0]
 
 
 def _shape(node: Node) -> list[int]:

@@ -106,8 +106,8 @@ def grouped_attention(
         elif sliding_window is not None and sliding_window < tables.longest:
             scores = scores + tables.window(length, sliding_window, members).reshape(-1, length)
         if attention_mask is not None:
-            padding = attention_mask.expand(rows, groups, 1, length)
-            scores = scores + padding.reshape(rows * groups, 1, length)
+            own = (heads, length) if attention_mask.shape[2] == length else (groups, 1)
+            scores = scores + attention_mask.expand(rows, *own, length).reshape(rows * groups, -1, length)
     weights = torch.softmax(scores, dim=-1)
     mixed = torch.bmm(weights, value.reshape(rows * groups, length, value_width))
     mixed = mixed.reshape(rows, heads, length, value_width)

@@ -24,7 +24,7 @@ from server_export.model.adapted import CallInputs, conv1d_names, convert_conv1d
 from server_export.model.experts import expert_blocks, expert_layers
 from server_export.model.files import ModelFiles
 from server_export.model.frozen import ADAPTER_WEIGHT, Frozen, freeze
-from server_export.model.loading import LoadedModel
+from server_export.model.loading import LoadedModel, vocabulary_size
 from server_export.model.positional import fold_positions
 from server_export.model.positions import first_position
 from server_export.model.quantization import GROUP_SIZE, QuantizationReport
@@ -183,6 +183,7 @@ def build_chain(
     check_attention(model)
     transposed = {*transposed, *plain_layers(model)}
     weights = Weights(files, model, transposed)
+    vocabulary = vocabulary_size(model)
     head_rows, head = _head_rows(model) if outline.is_decoder else ([], "")
     inputs, tables = CallInputs(), ModelTables(longest)
     modules = insert_lora(model, {name: a.to("meta") for name, a in lora_a.items()}, inputs, scales)
@@ -214,7 +215,7 @@ def build_chain(
         lora_a,
         head_rows,
         head,
-        int(model.get_input_embeddings().weight.shape[0]),
+        vocabulary,
         scheme,
     )
 
@@ -230,6 +231,12 @@ def _check_constants(blocks: Sequence[ModelBlock], weights: Weights) -> None:
 
 
 def _check_adapter(blocks: Sequence[ModelBlock], adapter: Mapping[str, Matrix], end: int) -> None:
+    names = ", ".join(dict.fromkeys(each.of for each in adapter.values()))
+    if adapter and not any(block.adapter for block in blocks):
+        raise BundleError(
+            f"{names} can't be adapted: nothing that the model answers depends on what they compute",
+            remedy="name other layers with --target-modules, or take another checkpoint",
+        )
     for number in (0, *range(end, len(blocks))):
         if adapted := list(dict.fromkeys(adapter[name].of for name in blocks[number].adapter)):
             raise BundleError(

@@ -30,6 +30,7 @@ _DECODER_HEADS = ("ForCausalLM", "LMHeadModel")
 # Heads that a model without one has no use for.
 _HEADS = re.compile(r"^(cls|lm_head|classifier|pre_classifier|score|qa_outputs|pooler|vocab_\w+)\.")
 _POOLER = "pooler."
+_OTHER_PARTS = ("vision_config", "audio_config")
 _MOST_BUFFER_BYTES = 1 << 30
 _MOST_NAMES = 5
 
@@ -111,6 +112,8 @@ def outline_model(
     files = find_files(name_or_path, revision)
     opened = _open_config(files, pooled)
     outline = _outline(files, opened)
+    for name in _other_parts(outline):
+        outline.set_submodule(name, nn.Identity())
     return prepare_model(outline, name_or_path, opened.is_decoder, files.revision, opened.part_of)
 
 
@@ -136,8 +139,17 @@ def prepare_model(
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Parameters of a model, tied ones counted once."""
-    return sum(math.prod(parameter.shape) for parameter in model.parameters())
+    """Parameters of a model, tied ones counted once, those for more than texts not at all."""
+    others = tuple(f"{name}." for name in _other_parts(model))
+    counted = (each for name, each in model.named_parameters() if not name.startswith(others))
+    return sum(math.prod(parameter.shape) for parameter in counted)
+
+
+def vocabulary_size(model: Any) -> int:
+    """Words that a model reads, and says if it has a head: either may have some that the other lacks."""
+    head = model.get_output_embeddings()
+    tables = [model.get_input_embeddings()] + ([] if head is None else [head])
+    return min(int(table.weight.shape[0]) for table in tables)
 
 
 @dataclass(frozen=True)
@@ -243,6 +255,26 @@ def _outline(files: ModelFiles, opened: _Opened) -> Any:
     return model
 
 
+def _needs_other_parts(config: Any) -> bool:
+    """Whether a configuration has parts beside texts, and isn't that of a language model without them."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as DECODERS
+
+    kind = type(config)
+    goes_without = kind in DECODERS and DECODERS[kind].config_class is kind
+    return any(hasattr(config, part) for part in _OTHER_PARTS) and not goes_without
+
+
+def _other_parts(model: Any) -> list[str]:
+    """The modules for images and sounds, which texts never come to: those with a configuration for these."""
+    kinds = {type(getattr(model.config, part, None)) for part in _OTHER_PARTS} - {type(None)}
+    found = list[str]()
+    for name, module in model.named_modules():
+        is_inner = name.startswith(tuple(f"{other}." for other in found))
+        if type(getattr(module, "config", None)) in kinds and not is_inner:
+            found.append(name)
+    return found
+
+
 def _has_experts(model: nn.Module, config: Any) -> bool:
     """Whether layers of a model have several experts; its configuration may count some that none has."""
     counts = (getattr(config, name, None) or 0 for name in ("num_local_experts", "num_experts"))
@@ -317,7 +349,7 @@ def _check_kind(config: Any, whole: Any, name: str) -> None:
     elif codes:
         method = codes.get("quant_method") if isinstance(codes, Mapping) else None
         reason, remedy = f"quantized already{f' ({shown(method)})' if method else ''}", UNQUANTIZED
-    elif config is whole and any(hasattr(config, part) for part in ("vision_config", "audio_config")):
+    elif config is whole and _needs_other_parts(config):
         reason = "a model of more than texts, whose text part transformers has no class of its own for"
     elif not getattr(config, "vocab_size", None):
         reason = "not a text model"

@@ -97,6 +97,8 @@ def _convolved(writer: Writer, moving: _Moving, node: Any) -> Node | None:
     else:
         bias, stride, padding, dilation, *_, groups = more
     out, part, *sizes = weight.meta["val"].shape
+    if len(sizes) == 2 and sizes[1] == 1:
+        return _convolved_by_heads(writer, moving, node)
     if len(sizes) != 1:
         return None
     taps = sizes[0]
@@ -117,6 +119,25 @@ def _convolved(writer: Writer, moving: _Moving, node: Any) -> Node | None:
             return None
         answer = term if answer is None else writer.plus(answer, term)
     return answer if bias is None or answer is None else writer.plus(answer, writer.reshape(bias, [out, 1]))
+
+
+def _convolved_by_heads(writer: Writer, moving: _Moving, node: Any) -> Node | None:
+    """Taps for each head [rows, heads, tokens, width] alone."""
+    source, weight, bias, stride, padding, dilation, *_, groups = node.args
+    rows, heads, tokens, width = source.meta["val"].shape
+    taps = weight.meta["val"].shape[2]
+    half = taps // 2
+    is_centred = taps % 2 == 1 and (*stride, *padding, *dilation) == (1, 1, half, 0, 1, 1)
+    if bias is not None or not is_centred or tokens != moving.tokens or groups != heads:
+        return None
+    turned = writer.call(aten.permute.default, source, [0, 1, 3, 2])
+    line = writer.reshape(turned, [rows, heads * width, tokens])
+    answer = None
+    for tap, moved in enumerate(moving.all_of(writer, line, range(-half, taps - half), node)):
+        own = writer.call(aten.select.int, weight, 2, tap)
+        term = writer.times(writer.reshape(moved, [rows, heads, width, tokens]), own)
+        answer = term if answer is None else writer.plus(answer, term)
+    return None if answer is None else writer.call(aten.permute.default, answer, [0, 1, 3, 2])
 
 
 def _side_by_side(writer: Writer, moving: _Moving, node: Any) -> Node | None:
@@ -141,5 +162,6 @@ _RULES: dict[Any, Callable[[Writer, _Moving, Node], Node | None]] = {
     aten.pad.default: _padded,
     aten.convolution.default: _convolved,
     aten.conv1d.default: _convolved,
+    aten.conv2d.default: _convolved,
     aten.im2col.default: _side_by_side,
 }

@@ -7,6 +7,7 @@ which table holds them: the numbers of positions, a causal mask, or rows of one 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from server_export.model.scores import (
     add_masks,
     causal_window,
     drop_least,
+    give_numbers,
     give_places,
     slopes_and_places,
 )
@@ -62,8 +64,11 @@ def fold_positions(
     Raises:
         BundleError: numbers that depend on positions are of no kind that a table has.
     """
+    _choose_all(graph_module, tables.longest)
     positions = _Positions(graph_module, tables, buffers)
     _choose_rows(graph_module, positions)
+    if _is_decoder(graph_module):
+        give_numbers(Writer(graph_module), positions.known)
     ends = [node for node in positions.ends() if not _is_written(graph_module, node, positions, tables)]
     for node in ends:
         if node.users:
@@ -114,6 +119,11 @@ class _Positions:
                     found[node] = None
         return list(found)
 
+    def known(self, value: Any) -> torch.Tensor | None:
+        """A node's numbers in the longest row, if it depends on positions alone."""
+        found = self.of(value, self.longest) if value in self.is_made else None
+        return found if isinstance(found, torch.Tensor) else None
+
     def of(self, node: Node, length: int) -> Any:
         """A node's value in a row of so many tokens."""
         if (node, length) not in self._known:
@@ -153,11 +163,39 @@ class _Positions:
         return tensor if is_known and not isinstance(tensor, torch.nn.Parameter) else None
 
 
+def _choose_all(graph_module: GraphModule, longest: int) -> None:
+    """Write marks of tokens that are chosen without a choice, in place: a row has no more than those.
+
+    Raises:
+        BundleError: a row may have more.
+    """
+    for node in graph_module.graph.find_nodes(op="call_function", target=aten.scatter.value):
+        marked, dim, chosen, number = node.args
+        choice: Any = chosen.args[0] if chosen.target is operator.getitem else chosen
+        if choice.target is not aten.topk.default or marked.meta["val"].shape[dim] != TOKENS:
+            continue
+        if choice.args[1] < longest:
+            raise BundleError(
+                f"the model chooses {choice.args[1]} tokens of a row, and rows have up to {longest}",
+                remedy=f"--sequence-length and --context of at most {choice.args[1]} leave it no choice",
+            )
+        with graph_module.graph.inserting_before(node):
+            new = graph_module.graph.call_function(
+                aten.full.default, ([*node.meta["val"].shape], number), {"dtype": node.meta["val"].dtype}
+            )
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+
+
 def _choose_rows(graph_module: GraphModule, positions: _Positions) -> None:
     """Write what chooses all rows, or none, without a choice, in place, such as layers for one language."""
     graph = graph_module.graph
     changed = False
     for node in [*graph.nodes]:
+        if node.target is aten.masked_fill.Scalar and positions.is_made.get(node.args[1]):
+            if not bool(positions.of(node.args[1], positions.longest).any()):
+                node.replace_all_uses_with(node.args[0])
+            continue
         is_put = node.target is aten.index_put.default
         if not is_put and node.target is not aten.index.Tensor:
             continue
@@ -197,11 +235,7 @@ def _is_written(graph_module: GraphModule, node: Node, positions: _Positions, ta
     """Whether a decoder's mask or bias that meets scores in another way was written in that of blocks."""
     if not _is_decoder(graph_module):
         return False
-    shape, writer = _of_one_row(node), Writer(graph_module)
-
-    def known(value: Any) -> torch.Tensor | None:
-        found = positions.of(value, tables.longest) if value in positions.is_made else None
-        return found if isinstance(found, torch.Tensor) else None
+    shape, writer, known = _of_one_row(node), Writer(graph_module), positions.known
 
     def mask(before: Node, window: int) -> Node:
         table = _causal(before, tables, window)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +19,29 @@ _CHANGING = ("dynamic", "longrope")
 # What tables of positions are called, and buffers that number them.
 _TABLES = ("position_embedding", "position_embeddings")
 _NUMBERS = "position_ids"
+# How many positions some models make biases for, of which a row has the last.
+_BIASES = "max_seq_len"
 
 
 def first_position(model: nn.Module) -> int:
     """The number of a row's first position: RoBERTa's family counts from after the padding token."""
     padding = (getattr(module, "padding_idx", None) for module in _position_tables(model))
-    return next((int(index) + 1 for index in padding if index is not None), 0)
+    return next((int(index) + 1 for index in padding if index is not None), _rows_before(model))
+
+
+def _rows_before(model: nn.Module) -> int:
+    """Rows of a table of positions that come before those which the model's own numbers look up."""
+    for module in model.modules():
+        numbers = _own_numbers(module)
+        tables = (getattr(module, name, None) for name in _TABLES)
+        for table in tables:
+            if numbers is not None and isinstance(table, nn.Embedding):
+                return max(0, table.num_embeddings - numbers.shape[-1])
+    return 0
+
+
+def _own_numbers(module: nn.Module) -> torch.Tensor | None:
+    return dict(module.named_buffers(recurse=False)).get(_NUMBERS)
 
 
 def _position_tables(model: nn.Module) -> Iterator[nn.Module]:
@@ -34,37 +52,49 @@ def _position_tables(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def longer_tables(model: nn.Module, length: int) -> Iterator[dict[str, torch.Tensor]]:
-    """While a row of any length is traced, tables of positions are as long: models hold the row against them.
+def any_length(model: nn.Module, tokens: int, more: int) -> Iterator[dict[str, torch.Tensor]]:
+    """While a row of any length is traced, a model has all that it has for each position for that row.
 
     Args:
         model: without memory.
-        length: of the tables.
+        tokens: of the row.
+        more: positions that tables have beside the row's.
 
     Returns:
-        The model's own tables, by name.
+        The model's own tables and masks, by name.
     """
-    own: dict[str, torch.Tensor] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and name.endswith(_TABLES):
-            own[f"{name}.weight"] = module.weight
-        own |= {f"{name}.{part}".lstrip("."): table for part, table in _numbering(module).items()}
+    config: Any = model.config
+    own, biases = _by_position(model), getattr(config, _BIASES, None)
     try:
-        for name, table in own.items():
-            dim = table.dim() - 1 if name.endswith(_NUMBERS) else 0
-            shape = [length if place == dim else size for place, size in enumerate(table.shape)]
+        for name, (table, dims) in own.items():
+            shape = [tokens + more if dim in dims else size for dim, size in enumerate(table.shape)]
             longer = torch.empty(shape, dtype=table.dtype, device=table.device)
             is_parameter = isinstance(table, nn.Parameter)
             replace_module(model, name, nn.Parameter(longer, requires_grad=False) if is_parameter else longer)
-        yield own
+        if biases is not None:
+            setattr(config, _BIASES, tokens)
+        yield {name: table for name, (table, _) in own.items()}
     finally:
-        for name, table in own.items():
+        for name, (table, _) in own.items():
             replace_module(model, name, table)
+        if biases is not None:
+            setattr(config, _BIASES, biases)
 
 
-def _numbering(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A module's own buffer of the numbers of positions, if it has one."""
-    return {name: table for name, table in module.named_buffers(recurse=False) if name == _NUMBERS}
+def _by_position(model: nn.Module) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
+    """Tables of positions, buffers that number them, and masks of all of them; with their dimensions."""
+    count = getattr(model.config, "max_position_embeddings", None)
+    found: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
+        f"{name}.weight": (module.weight, (0,))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and name.endswith(_TABLES)
+    }
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name.rpartition(".")[2] == _NUMBERS:
+            found[name] = (buffer, (buffer.dim() - 1,))
+        elif [*buffer.shape] == [1, 1, count, count]:
+            found[name] = (buffer, (2, 3))
+    return found
 
 
 def longest_row(loaded: LoadedModel, asked: int | None) -> int:
@@ -95,8 +125,10 @@ def longest_context(loaded: LoadedModel, asked: int | None, longest: int) -> int
 
 def position_count(loaded: LoadedModel) -> int | None:
     """Positions that a row may have; None: any number."""
-    limit = getattr(loaded.config, "max_position_embeddings", None)
-    return None if limit is None else limit - first_position(loaded.model)
+    limit = getattr(loaded.config, "max_position_embeddings", None) or 0
+    # Some say -1 for any number.
+    model = loaded.model
+    return limit + _rows_before(model) - first_position(model) if limit > 0 else None
 
 
 def _within(loaded: LoadedModel, name: str, asked: int | None, usual: int, most: int | None) -> int:

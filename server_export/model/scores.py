@@ -3,6 +3,7 @@
     max(scores, least)                              scores
     where(seen, scores, least), masked_fill(scores, hidden, least), scores * seen + mask      scores + mask
     q k^T + slope * place                           [q, slope] [k, place]^T, as with ALiBi
+    q k^T + a number of each key                    [q, 1] [k, number]^T
 
 So a place comes with the key that it belongs to, wherever that is kept.
 """
@@ -10,13 +11,16 @@ So a place comes with the key that it belongs to, wherever that is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_aggregate
 
+from server_export.graph.shapes import resized
 from server_export.graph.writing import Writer
+from server_export.model.traced import BATCH, COPIES, TOKENS
 
 aten = torch.ops.aten
 
@@ -182,42 +186,114 @@ def give_places(
         Whether all that reads the bias was written so.
     """
     readers = [*_readers(node, known)]
-    products = [_product(user, known) if user.target is aten.add.Tensor else None for user in readers]
-    if not readers or None in products:
+    if not readers or any(user.target is not aten.add.Tensor for user in readers):
         return False
-    for user, found in zip(readers, products, strict=True):
+    scores = [_unknown(user, known)[0] for user in readers]
+    products = [_product(each, known) for each in scores]
+    if None in products:
+        return False
+    for user, each, found in zip(readers, scores, products, strict=True):
         assert found is not None
-        product, scale, scores = found
-        user.replace_all_uses_with(scores)
+        product, scale = found
+        user.replace_all_uses_with(each)
         user.graph.erase_node(user)
-        writer.replace(product, _wider, product, slopes / scale, places)
+        writer.replace(product, _with_places, product, slopes / scale, places)
     return True
 
 
-def _wider(writer: Writer, product: Node, slopes: torch.Tensor, places: Callable[[Node], Node]) -> Node:
+def give_numbers(writer: Writer, known: Known) -> None:
+    """Let keys have a number of their own that is added to their scores, in place.
+
+    Args:
+        writer: of the graph of a decoder.
+        known: numbers of nodes.
+    """
+    graph = writer.graph_module.graph
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    for user in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        for value, scores in (user.args, user.args[::-1]):
+            numbers = _of_each_key(value) if isinstance(value, Node) and known(value) is None else None
+            found = _product(scores, known) if numbers is not None and isinstance(scores, Node) else None
+            if found is not None and numbers in place and _meet(numbers, value, scores, found[0], place):
+                user.replace_all_uses_with(scores)
+                graph.erase_node(user)
+                writer.replace(found[0], _with_numbers, *found, numbers)
+                break
+
+
+def _meet(numbers: Any, value: Any, scores: Node, product: Any, place: Mapping[Node, int]) -> bool:
+    """Whether numbers are there before a product, one for each of its keys, and scores lie as it does."""
+    if place[numbers] > place.get(product, -1):
+        return False
+    sizes = [each.meta["val"].numel() for each in (value, scores, product)]
+    *lead, _, keys = product.args[1].meta["val"].shape
+    lasts = {each.meta["val"].shape[-1] for each in (value, scores)}
+    return len({*sizes}) == 1 and lasts == {keys} and numbers.meta["val"].numel() == math.prod(lead) * keys
+
+
+def _of_each_key(value: Node) -> Node | None:
+    """The numbers of keys that [..., queries, keys] repeats for all queries; None if it doesn't."""
+    steps = list[Node]()
+    while value.target in _LAYOUTS:
+        steps.insert(0, value)
+        (value,) = value.all_input_nodes
+
+    def small(size: Any) -> Any:
+        return resized(resized(resized(size, COPIES, 1), BATCH, 2), TOKENS, 3)
+
+    shape = map_aggregate([*value.meta["val"].shape], small)
+    found = numbers = torch.arange(math.prod(shape)).reshape(shape)
+    for step in steps:
+        target: Any = step.target
+        found = target(found, *map_aggregate(step.args[1:], small), **step.kwargs)
+    if found.dim() < 2 or found.shape[-2] == 1 or not bool((found == found[..., :1, :]).all()):
+        return None
+    return value if torch.equal(found[..., 0, :].reshape(-1).long(), numbers.reshape(-1)) else None
+
+
+def _with_numbers(writer: Writer, product: Node, scale: float, numbers: Node) -> Node:
+    """A product of queries, and keys with numbers of their own."""
+    query, keys = (each.meta["val"] for each in product.all_input_nodes)
+    one = writer.constant(torch.full([1] * query.dim(), 1 / scale))
+    own = writer.call(aten.expand.default, one, [*query.shape[:-1], 1])
+    return _wider(writer, product, own, writer.reshape(numbers, [*keys.shape[:-2], keys.shape[-1], 1]))
+
+
+def _with_places(writer: Writer, product: Node, slopes: torch.Tensor, places: Callable[[Node], Node]) -> Node:
     """A product of queries with slopes, and keys with places."""
-    query: Any
-    query, keys = product.args
+    query: Any = product.args[0]
     *lead, tokens, _ = query.meta["val"].shape
     column = [math.prod(lead) // len(slopes), len(slopes), tokens, 1]
     slope = writer.constant(slopes.reshape(1, -1, 1, 1))
     place = writer.reshape(places(product), [1, 1, tokens, 1])
     ends = [writer.call(aten.expand.default, each, column) for each in (slope, place)]
-    ends = [writer.reshape(each, [*lead, tokens, 1]) for each in ends]
-    both = writer.call(aten.cat.default, [writer.call(aten.transpose.int, keys, -1, -2), ends[1]], -1)
-    wide = writer.call(aten.cat.default, [query, ends[0]], -1)
+    return _wider(writer, product, *(writer.reshape(each, [*lead, tokens, 1]) for each in ends))
+
+
+def _wider(writer: Writer, product: Any, own: Node, given: Node) -> Node:
+    """A product of queries and keys that have one more number each, [..., tokens, 1]."""
+    query, keys = product.args
+    both = writer.call(aten.cat.default, [writer.call(aten.transpose.int, keys, -1, -2), given], -1)
+    wide = writer.call(aten.cat.default, [query, own], -1)
     return writer.call(product.target, wide, writer.call(aten.transpose.int, both, -1, -2))
 
 
-def _product(user: Node, known: Known) -> tuple[Node, float, Node] | None:
-    """The product that scores come from which a bias is added to, what they are scaled with, and they."""
-    (scores,) = (each for each in user.all_input_nodes if known(each) is None)
+def _product(scores: Node, known: Known) -> tuple[Node, float] | None:
+    """The product that scores come from, and what they are scaled with."""
     node, scale = scores, 1.0
     while node.target not in _PRODUCTS:
         if node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(node.args[1], int | float):
             scale = scale * node.args[1] if node.target is aten.mul.Tensor else scale / node.args[1]
-        elif node.target not in _LAYOUTS:
+        elif node.target not in (*_LAYOUTS, aten.add.Tensor):
             return None
-        (node,) = node.all_input_nodes
-    query, keys = (each.meta["val"] for each in node.args)
-    return (node, scale, scores) if query.shape[:-2] == keys.shape[:-2] else None
+        sources = _unknown(node, known)
+        if len(sources) != 1:
+            return None
+        (node,) = sources
+    query, keys = (each.meta["val"] for each in node.all_input_nodes)
+    return (node, scale) if query.shape[:-2] == keys.shape[:-2] else None
+
+
+def _unknown(node: Node, known: Known) -> list[Node]:
+    """What a node reads that depends on more than positions."""
+    return [each for each in node.all_input_nodes if known(each) is None]

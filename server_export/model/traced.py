@@ -7,8 +7,7 @@ graph has memory: the model's are named, and read when a block's are written.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention, experts
 from server_export.model.adapted import CallInputs
 from server_export.model.neighbours import write_neighbours
-from server_export.model.positions import longer_tables
+from server_export.model.positions import any_length
 from server_export.model.recurrent import traced_recurrences
 from server_export.model.tables import ModelTables
 
@@ -40,8 +39,6 @@ _LAID_OUT = {
     *(aten.slice.Tensor, aten.clone.default, aten.contiguous.default, aten.to.dtype, aten.alias.default),
     *(aten.detach_.default, aten._assert_tensor_metadata.default),
 }
-# The number of positions that some models make biases for, of which a row has the last.
-_LENGTH = "max_seq_len"
 # What a graph's names of weights have before transformers' own.
 WHOLE_PREFIX = "model."
 _REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
@@ -167,11 +164,10 @@ def trace(
         for number, layer in enumerate(layers.values()):
             layer.number = number
     for module in model.modules():
-        if hasattr(module, "is_causal"):
+        if is_decoder or hasattr(module, "is_causal"):
             module.tables = tables
             # Some leave it to the mask that they give.
             module.is_causal = is_decoder or module.is_causal
-    _widen_masks(model)
     rows = copies * BATCH
     with torch.device("meta"), torch.no_grad():
         tokens = torch.empty(rows, TOKENS, dtype=torch.long)
@@ -185,8 +181,8 @@ def trace(
             with _WithKnownNumbers(has_own_masks), traced_recurrences(model, tables):
                 return torch.export.export(whole, given, strict=False)
 
-        longer = longer_tables(model, first_position + TOKENS + 1)
-        with told_as_bundle_error("the model can't be traced", _REMEDY), _known_length(model), longer as own:
+        longer = any_length(model, TOKENS, first_position + 1)
+        with told_as_bundle_error("the model can't be traced", _REMEDY), longer as own:
             exported = None
             try:
                 exported = exported_with(False)
@@ -195,7 +191,12 @@ def trace(
             except Exception:
                 if is_decoder:
                     raise
-            if exported is None or not (is_decoder or _adds(exported)):
+            is_asked = model.config._attn_implementation == attention.NAME
+            if is_decoder and is_asked and _lacks_masks(exported, tables):
+                # Its own attention gets masks that transformers makes; that of its other parts is asked.
+                model.set_attn_implementation("eager")
+                exported = exported_with(False)
+            elif not is_decoder and (exported is None or not _adds(exported)):
                 # It makes masks of its own, of what is a token and what is padding.
                 model.set_attn_implementation(attention.PADDED)
                 exported = exported_with(True)
@@ -219,35 +220,18 @@ def check_attention(model: nn.Module) -> None:
         )
 
 
-def _widen_masks(model: nn.Module) -> None:
-    """Let masks of all positions be large enough for the marker of tokens, in place."""
-    count = getattr(model.config, "max_position_embeddings", None)
-    for module in model.modules():
-        for name, buffer in [*module.named_buffers(recurse=False)]:
-            if [*buffer.shape] == [1, 1, count, count]:
-                shape = (1, 1, 2 * TOKENS, 2 * TOKENS)
-                setattr(module, name, torch.empty(shape, dtype=buffer.dtype, device="meta"))
-
-
-@contextmanager
-def _known_length(model: nn.Module) -> Iterator[None]:
-    """While a row of any length is traced, biases that a model makes for all positions are for it alone."""
-    longest = getattr(model.config, _LENGTH, None)
-    if longest is not None:
-        setattr(model.config, _LENGTH, TOKENS)
-    try:
-        yield
-    finally:
-        if longest is not None:
-            setattr(model.config, _LENGTH, longest)
-
-
 def _put_back(graph_module: GraphModule, own: Mapping[str, torch.Tensor]) -> None:
     """Put a model's own tables in the place of those that it was traced with."""
     for node in graph_module.graph.find_nodes(op="get_attr"):
         if (table := own.get(str(node.target).removeprefix(WHOLE_PREFIX))) is not None:
             replace_tensor(graph_module, str(node.target), table)
             node.meta["val"] = table
+
+
+def _lacks_masks(exported: ExportedProgram, tables: ModelTables) -> bool:
+    """Whether a traced decoder has attention and none that asks for a causal mask."""
+    has_attention = any(exported.graph.find_nodes(op="call_function", target=aten.softmax.int))
+    return has_attention and not any(table.kind == "causal" for table in tables.all)
 
 
 def _adds(exported: ExportedProgram) -> bool:

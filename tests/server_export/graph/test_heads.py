@@ -71,3 +71,17 @@ def test_no_change_of_shape_is_left_between_the_products(form: str, mask: str) -
     assert first.args[1].target is aten.transpose.int
     inputs = (*(drawn(seed) for seed in range(3)), MASKS[mask])
     torch.testing.assert_close(graph_module(*inputs), FORMS[form](*inputs))
+
+
+def test_values_that_equal_scores_weigh_are_mixed_at_once() -> None:
+    """Differential attention asks the same queries and keys for two halves of its values."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        first, second = (torch.softmax(q @ k.mT + m, -1) @ values for values in (v, torch.tanh(v[..., :2])))
+        return torch.cat([first, second], -1)
+
+    graph_module = graph_of(attention, CAUSAL, "table_0")
+    assert len(graph_module.graph.find_nodes(op="call_function", target=aten.softmax.int)) == 1
+    assert len(graph_module.graph.find_nodes(op="call_function", target=aten.bmm.default)) == 2
+    inputs = (*(drawn(seed) for seed in range(3)), CAUSAL)
+    torch.testing.assert_close(graph_module(*inputs), attention(*inputs))

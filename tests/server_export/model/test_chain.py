@@ -12,6 +12,7 @@ import transformers
 
 from prge.errors import BundleError, ConfigError
 from server_export.check.chain import difference_from_model
+from server_export.export import export
 from server_export.model.adapted import (
     convert_conv1d,
     default_target_modules,
@@ -90,6 +91,7 @@ _WAYS = {
     "layoutlm": "it calls its pooler",
     "mobilebert": "it moves rows by a token",
     "molmo2_text": "queries, keys and values are stored as one",
+    "nystromformer": "it numbers positions from two, and convolves what each head reads",
     "neomme": "all layers read the embeddings",
     "tapas": "it has seven types of tokens",
     "xmod": "it has layers for one language of two",
@@ -132,6 +134,17 @@ def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(BundleError, match="sees tokens that come later"):
         difference_from_model(chain, str(tmp_path), None)
+
+
+@pytest.mark.parametrize("model_type", ["cpmant", "xlnet"])
+def test_what_sees_later_tokens_and_cant_be_traced_is_refused_for_the_former(
+    model_type: str, tmp_path: Path
+) -> None:
+    """They are among transformers' causal language models, but let all tokens see all."""
+    make_tiny(model_type).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    with pytest.raises(BundleError, match="sees tokens that come later"):
+        export(ExportConfig(str(tmp_path / "model"), tmp_path / "bundle", sequence_length=24))
 
 
 def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
@@ -182,6 +195,14 @@ def start_of(folder: Path, targets: str | None = None) -> dict[str, torch.Tensor
     twin = outline_model(str(folder)).model
     names = match_target_modules(twin, [targets] if targets else default_target_modules(twin))
     return {name: torch.randn(RANK, twin.get_submodule(name).in_features) for name in names}
+
+
+def test_layers_that_change_no_answer_are_refused(tmp_path: Path) -> None:
+    """Without a kernel for another device transformers' MRA attends to nothing."""
+    make_tiny("mra").save_pretrained(tmp_path)
+    outline, start = outline_model(str(tmp_path)), start_of(tmp_path)
+    with pytest.raises(BundleError, match="nothing that the model answers depends on what they compute"):
+        build_chain(outline, find_files(str(tmp_path)), start, longest=LONGEST)
 
 
 def test_attention_that_an_indexer_chooses_for_is_refused(tmp_path: Path) -> None:

@@ -14,8 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from prge.errors import BundleError
 from server_export.model import loading
-from server_export.model.loading import load_model, outline_model, read_use_cache
-from tests.tiny_models import ARCHITECTURES, DECODERS, make_config, save_model
+from server_export.model.loading import (
+    load_model,
+    outline_model,
+    parameter_count,
+    read_use_cache,
+    vocabulary_size,
+)
+from tests.tiers import rest
+from tests.tiny_models import ARCHITECTURES, DECODERS, make_config, make_model, save_model
+from tests.tiny_types import make_tiny
 
 
 @pytest.mark.parametrize(("architecture", "is_decoder"), [("llama", True), ("gpt2", True), ("bert", False)])
@@ -32,9 +40,30 @@ def test_pooled_loads_without_the_head(tmp_path: Path) -> None:
     assert not loaded.is_decoder
 
 
-def test_half_precision_checkpoint_is_loaded_as_float32(tmp_path: Path) -> None:
-    from tests.tiny_models import make_model
+def test_words_are_those_that_a_model_both_reads_and_says() -> None:
+    """Moshi reads one more than it says."""
+    words, width = 128, 64
+    model = make_model("llama")
+    assert vocabulary_size(model) == words
+    model.model.embed_tokens = torch.nn.Embedding(words + 1, width)
+    assert vocabulary_size(model) == words
+    model.model.embed_tokens = torch.nn.Embedding(words - 1, width // 2)
+    assert vocabulary_size(model) == words - 1
+    assert vocabulary_size(model.model) == words - 1
 
+
+@pytest.mark.parametrize("model_type", ["git", *rest("phi4_multimodal")])
+def test_a_language_model_that_may_be_given_images_is_one_of_texts_without_them(
+    model_type: str, tmp_path: Path
+) -> None:
+    make_tiny(model_type).save_pretrained(tmp_path)
+    loaded, outline = load_model(str(tmp_path)), outline_model(str(tmp_path))
+    assert parameter_count(loaded.model) == parameter_count(outline.model)
+    parts = {name.split(".")[1] for name, _ in outline.model.named_parameters()}
+    assert not any("encoder" in part and "image" in part for part in parts)
+
+
+def test_half_precision_checkpoint_is_loaded_as_float32(tmp_path: Path) -> None:
     make_model("llama").half().save_pretrained(tmp_path)
     assert load_model(str(tmp_path)).model.lm_head.weight.dtype == torch.float32
 

@@ -126,6 +126,52 @@ def test_slopes_by_heads_become_numbers_of_queries_and_places_those_of_keys() ->
     assert (query.meta["val"].shape[-1], keys.meta["val"].shape[-2]) == (WIDTH + 1, WIDTH + 1)
 
 
+def test_a_number_of_each_key_is_one_of_the_keys() -> None:
+    """As with ALiBi, whatever the number comes from: scores get a mask and nothing else."""
+
+    def biased(state: torch.Tensor) -> torch.Tensor:
+        number = torch.tanh(state[..., 0])[:, None, :].expand(-1, state.shape[1], -1)
+        hidden = (~triangle(state)).float() * -1e9
+        return read(torch.softmax(state @ state.mT * 0.5 + hidden + number, -1), state)
+
+    graph_module, tables = folded(biased)
+    assert [table.kind for table in tables.all] == ["causal"]
+    (product,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default)
+    query, keys = product.all_input_nodes
+    assert (query.meta["val"].shape[-1], keys.meta["val"].shape[-2]) == (WIDTH + 1, WIDTH + 1)
+    (softmax,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.softmax.int)
+    (scaled,) = (node for node in softmax.args[0].all_input_nodes if "mul" in node.name)
+    assert scaled.args[0] is product
+
+
+def test_a_number_of_each_key_that_comes_of_the_scores_stays_where_it_is() -> None:
+    def biased(state: torch.Tensor) -> torch.Tensor:
+        scores = state @ state.mT
+        hidden = (~triangle(state)).float() * -1e9
+        return read(
+            torch.softmax(scores + hidden + scores.sum(1, keepdim=True).expand(scores.shape), -1), state
+        )
+
+    graph_module, _ = folded(biased)
+    (product,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default)
+    assert product.all_input_nodes[0].meta["val"].shape[-1] == WIDTH
+
+
+@pytest.mark.parametrize("count", [LONGEST, LONGEST - 1])
+def test_tokens_that_are_chosen_are_all_where_a_row_has_no_more(count: int) -> None:
+    def chosen(state: torch.Tensor) -> torch.Tensor:
+        scores = state @ state.mT
+        places = torch.topk(scores, count, dim=-1).indices
+        marks = torch.zeros(scores.shape, device=state.device).scatter(-1, places, 1.0)
+        return torch.softmax(scores.masked_fill(marks == 0, LEAST), -1)
+
+    if count < LONGEST:
+        with pytest.raises(BundleError, match="chooses 8 tokens of a row, and rows have up to 9"):
+            folded(chosen)
+    else:
+        assert names(folded(chosen)[0]) == ["mT", "matmul", "softmax"]
+
+
 def test_numbers_of_pairs_of_positions_are_refused() -> None:
     def with_noise(state: torch.Tensor) -> torch.Tensor:
         places = torch.arange(state.shape[1], device=state.device).float()

@@ -1,0 +1,82 @@
+"""Decoders with ways of their own answer as the whole model does, by graphs of their blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from device_runner.engines.chain_engine import ChainEngine
+from device_runner.engines.speaking import ChainSpeaker
+from prge.contract import matrices
+from prge.files import chain
+from prge.files.chain import Bounds
+from server_export.model.adapted import default_target_modules, match_target_modules
+from server_export.model.loading import load_model, outline_model
+from tests.device_runner.engines.chains import Whole, inputs_of, loss_of, slope_of
+from tests.device_runner.engines.graph_blocks import GraphBlocks
+from tests.templates import random_adapter
+from tests.tiers import rest
+from tests.tiny_types import make_tiny
+
+torch.set_num_threads(1)
+
+TOKENS, PIECE, CONTEXT = 24, 8, 48
+WAYS = {
+    "diffllama": "the same scores weigh two halves of the values",
+    "doge": "each key has a number that is added to its scores",
+    "git": "it has an encoder of images, and asks for its mask itself",
+    "moshi": "it reads a word that it doesn't say",
+}
+
+
+@pytest.fixture(params=["doge", *rest(*(name for name in WAYS if name != "doge"))])
+def case(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[GraphBlocks, Whole]:
+    """Blocks for rows in pieces, and the model in double precision."""
+    for name, number in {"MOST_WHOLE_TOKENS": 2 * PIECE, "_SHORT": PIECE, "_SHORTEST_PIECE": 2}.items():
+        monkeypatch.setattr(chain, name, number)
+    make_tiny(request.param).save_pretrained(tmp_path)
+    outline: Any = outline_model(str(tmp_path)).model
+    generator = torch.Generator().manual_seed(0)
+    lora_a = {
+        name: 0.3 * torch.randn(2, outline.get_submodule(name).in_features, generator=generator)
+        for name in match_target_modules(outline, default_target_modules(outline))
+    }
+    blocks = GraphBlocks(tmp_path, lora_a, Bounds(tokens=TOKENS, context=CONTEXT, piece=PIECE))
+    model = load_model(str(tmp_path)).model.double()
+    return blocks, Whole(model, {name: each.double() for name, each in lora_a.items()}, 1.0, "mean")
+
+
+def test_gradients_and_logits_are_those_of_the_whole_model(case: tuple[GraphBlocks, Whole]) -> None:
+    blocks, whole = case
+    contract = blocks.chain.contract("back", 3)
+    given = inputs_of(contract)
+    adapter = {
+        each.name: torch.tensor(given[each.name], dtype=torch.float64, requires_grad=True)
+        for each in matrices(contract.modules)
+    }
+    expected = whole.answers(given, adapter)
+    loss_of(expected).backward()
+    answers, found = ChainEngine(contract, blocks, 1).gradient(given, slope_of)
+    np.testing.assert_allclose(answers, expected.detach().numpy(), atol=1e-5)
+    largest = max(float(each.grad.abs().max()) for each in adapter.values() if each.grad is not None)
+    for name, each in adapter.items():
+        assert each.grad is not None
+        assert np.abs(found[name] - each.grad.numpy()).max() < 1e-4 * largest
+
+    tokens = np.random.default_rng(0).integers(3, blocks.chain.vocabulary_size, TOKENS).tolist()
+    own = random_adapter(blocks.chain.modules, 1, 0.3)
+    values = {name: torch.from_numpy(each).double() for name, each in own.inputs().items()}
+    logits = whole.logits(torch.tensor([tokens]), values)[0].detach().numpy()
+    speaker = ChainSpeaker(blocks, 1)
+    sequence = speaker.open(own)
+    np.testing.assert_allclose(speaker.feed(sequence, tokens[:-2]), logits[-3], atol=1e-4)
+    for place in (-2, -1):
+        np.testing.assert_allclose(
+            speaker.step({sequence: tokens[place]})[sequence], logits[place], atol=1e-4
+        )
