@@ -138,6 +138,17 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    # All experts see all tokens, times shares that are 0 for most.
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **_EXPERTS,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 8,
+            "interleave_moe_layer_step": 1,
+            "head_dim": 16,
+        },
+    ),
     "lfm2_moe": (
         "Lfm2MoeConfig",
         {
@@ -241,6 +252,16 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             **{key: _COMMON[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
             "state_size": 6,
             **{key: _COMMON[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")},
+        },
+    ),
+    # Its convolution is a module, and its memory decays by gates.
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        {
+            **_GROUPED,
+            "lru_width": WIDTH,
+            "attention_window_size": WINDOW,
+            "block_types": ["recurrent", "attention"],
         },
     ),
     "falcon_h1": ("FalconH1Config", {**_GROUPED, "head_dim": 16, "mamba_d_ssm": 128, **_MAMBA}),

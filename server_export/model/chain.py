@@ -180,7 +180,7 @@ def build_chain(
             and the head.
     """
     model = outline.model
-    check_attention(model)
+    check_attention(model, longest)
     transposed = {*transposed, *plain_layers(model)}
     weights = Weights(files, model, transposed)
     head_rows, head = _head_rows(model) if outline.is_decoder else ([], "")

@@ -246,8 +246,8 @@ def _replace(graph_module: GraphModule, node: Node, positions: _Positions, table
         writer.replace(node, lambda writer: _spread(writer, node, writer.constant(ones)))
     elif value.dtype == torch.long and value.numel() == tables.longest and _counts(value):
         writer.replace(node, lambda writer: _numbers(writer, node, tables, int(value.reshape(-1)[0])))
-    elif len(long) == 1 and value.dtype == torch.float32:
-        writer.replace(node, lambda writer: _rows(writer, node, tables, long[0], value))
+    elif len(long) == 1 and (value.dtype == torch.float32 or _is_number(node)):
+        writer.replace(node, lambda writer: _rows(writer, node, tables, long[0], value.float()))
     elif len(long) == 2 and (window := _causal_window(value)) is not None:
         writer.replace(node, lambda writer: _mask(writer, node, tables, window))
     elif len(long) == 2 and not _is_decoder(graph_module) and (values := _by_distance(value)) is not None:
@@ -258,6 +258,11 @@ def _replace(graph_module: GraphModule, node: Node, positions: _Positions, table
             f"{tables.longest} tokens; masks, positions and tables with a row for each token are known",
             remedy=_REMEDY,
         )
+
+
+def _is_number(node: Node) -> bool:
+    """Whether what holds or doesn't is calculated with, as 1 or 0."""
+    return node.meta["val"].dtype is torch.bool and all(user.target in _ARITHMETIC for user in node.users)
 
 
 def _counts(value: torch.Tensor) -> bool:

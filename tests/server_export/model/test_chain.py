@@ -189,3 +189,12 @@ def test_attention_that_an_indexer_chooses_for_is_refused(tmp_path: Path) -> Non
     outline = outline_model(str(tmp_path))
     with pytest.raises(BundleError, match="only those tokens that an indexer chooses"):
         build_chain(outline, find_files(str(tmp_path)), {}, longest=LONGEST)
+
+
+def test_texts_longer_than_a_chunk_of_attention_are_refused(tmp_path: Path) -> None:
+    make_tiny("llama4_text").save_pretrained(tmp_path)
+    outline = outline_model(str(tmp_path))
+    outline.config.attention_chunk_size = 32
+    with pytest.raises(BundleError, match=r"sees only the tokens of a chunk of 32 .* may have 64") as found:
+        build_chain(outline, find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST)
+    assert found.value.remedy == "export it with --context 32"

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MiniMaxConfig, RecurrentGemmaConfig
+from transformers import AutoModelForCausalLM, MiniMaxConfig
 
 from prge.errors import BundleError
-from server_export.model.recurrent import RECURRENCES, REPLACED, _Operators, traced_recurrences
+from server_export.model.recurrent import RECURRENCES, REPLACED, _Operators, functions_of, traced_recurrences
 from server_export.model.tables import ModelTables
 from tests.tiny_models import RECURRENT, make_config
 
 CONVOLUTION = "causal_conv1d_fn"
-DELTA_RULE, STATE_SPACE, SELECTIVE_SCAN = RECURRENCES
-# By architecture, the functions of transformers' files that its layers call.
+DELTA_RULE, STATE_SPACE, SELECTIVE_SCAN, GATED_SCAN = RECURRENCES
+# By architecture, the functions of transformers' files, or methods of its layers, that its layers call.
 CALLED = {
     "lfm2": {CONVOLUTION},
     "qwen3_5": {CONVOLUTION, DELTA_RULE},
     "mamba": {CONVOLUTION, SELECTIVE_SCAN},
+    "recurrent_gemma": {GATED_SCAN},
     **{name: {CONVOLUTION, STATE_SPACE} for name in ("mamba2", "falcon_h1", "granite_hybrid")},
 }
 
@@ -34,25 +34,21 @@ def outlined(config: Any) -> Any:
 @pytest.mark.parametrize("architecture", RECURRENT)
 def test_the_functions_have_the_names_and_parameters_of_transformers_own(architecture: str) -> None:
     model = outlined(make_config(architecture))
-    file = sys.modules[type(model).__module__]
-    own = {name: getattr(file, name) for name in REPLACED if hasattr(file, name)}
-    assert set(own) == CALLED[architecture]
+    own = functions_of(model)
+    assert {name for _, name, _ in own} == CALLED[architecture]
     operators = _Operators(ModelTables(8))
-    for name, function in own.items():
+    for _, name, function in own:
         ours = inspect.signature(getattr(operators, REPLACED[name])).parameters.values()
         named = {each.name for each in ours if each.kind is not inspect.Parameter.VAR_KEYWORD}
         assert named - {"z"} <= set(inspect.signature(function).parameters)
     with traced_recurrences(model, ModelTables(8)):
-        assert all(getattr(file, name) is not function for name, function in own.items())
-    assert all(getattr(file, name) is function for name, function in own.items())
+        assert all(vars(place)[name] is not function for place, name, function in own)
+    assert all(vars(place)[name] is function for place, name, function in own)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        RecurrentGemmaConfig(
-            vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, lru_width=16
-        ),
         MiniMaxConfig(
             vocab_size=32,
             hidden_size=16,
@@ -64,7 +60,7 @@ def test_the_functions_have_the_names_and_parameters_of_transformers_own(archite
             layer_types=["linear_attention"],
         ),
     ],
-    ids=["recurrent gemma", "minimax"],
+    ids=["minimax"],
 )
 def test_a_recurrence_of_another_kind_is_refused(config: Any) -> None:
     with (
