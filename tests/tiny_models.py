@@ -254,6 +254,22 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             **{key: _COMMON[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")},
         },
     ),
+    # Each number of a key decays for itself.
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            **_GROUPED,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "mlp_layer_types": ["dense", "dense"],
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
     # Its convolution is a module, and its memory decays by gates.
     "recurrent_gemma": (
         "RecurrentGemmaConfig",

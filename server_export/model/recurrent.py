@@ -73,6 +73,7 @@ RECURRENCES = {
     "mamba2_chunk_scan": "state_space",
     "mamba_selective_scan": "selective_scan",
     "_rnn_scan": "gated_scan",
+    "chunk_kimi_delta_attention": "delta_rule",
 }
 REPLACED = {"causal_conv1d_fn": "convolution", **RECURRENCES}
 
@@ -113,7 +114,10 @@ class _Operators:
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Of [rows, tokens, heads, width], and decays and strengths [rows, tokens, heads]."""
+        """Of [rows, tokens, heads, width], and decays and strengths [rows, tokens, heads].
+
+        Decays may be those of each number of a key, [rows, tokens, heads, width].
+        """
         heads = value.shape[2]
         if use_qk_l2norm_in_kernel:
             query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
@@ -218,9 +222,12 @@ class _Operators:
             turned = by_token.transpose(1, 2)
             return turned.reshape(rows * heads, *turned.shape[2:])
 
-        halves, size = [], 1
-        while strength is not None and size < self._tables.piece:
+        halves, meeting, size = [], [], 1
+        own = decay.dim() == key.dim()
+        while (own or strength is not None) and size < self._tables.piece:
             halves.append(self._tables.relation("halves", tokens, size))
+            if own:
+                meeting.append(self._tables.relation("meeting", tokens, size))
             size *= 2
         found: torch.Tensor = RECURRENCE(
             *map(flat, (query, key, value, decay)),
@@ -228,6 +235,7 @@ class _Operators:
             self._tables.relation("behind", tokens),
             self._tables.relation("behind", tokens, 1),
             halves,
+            meeting,
         )
         turned = found.reshape(rows, heads, tokens, width).transpose(1, 2)
         # A copy, as a view of it needs: one that is called so is taken for none.

@@ -15,13 +15,14 @@ from server_export.model.tables import ModelTables
 from tests.tiny_models import RECURRENT, make_config
 
 CONVOLUTION = "causal_conv1d_fn"
-DELTA_RULE, STATE_SPACE, SELECTIVE_SCAN, GATED_SCAN = RECURRENCES
+DELTA_RULE, STATE_SPACE, SELECTIVE_SCAN, GATED_SCAN, OWN_DECAYS = RECURRENCES
 # By architecture, the functions of transformers' files, or methods of its layers, that its layers call.
 CALLED = {
     "lfm2": {CONVOLUTION},
     "qwen3_5": {CONVOLUTION, DELTA_RULE},
     "mamba": {CONVOLUTION, SELECTIVE_SCAN},
     "recurrent_gemma": {GATED_SCAN},
+    "kimi_linear": {CONVOLUTION, OWN_DECAYS},
     **{name: {CONVOLUTION, STATE_SPACE} for name in ("mamba2", "falcon_h1", "granite_hybrid")},
 }
 
