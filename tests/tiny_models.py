@@ -189,6 +189,20 @@ SHARING: dict[str, tuple[str, dict[str, Any]]] = {
             "use_double_wide_mlp": True,
         },
     ),
+    # Attention whose weights several layers share, and the embedding as well, in front of a state space.
+    "zamba2": (
+        "Zamba2Config",
+        {
+            **_GROUPED,
+            "num_key_value_heads": 4,
+            "n_mamba_heads": 8,
+            "mamba_d_state": 12,
+            "adapter_rank": 4,
+            "num_mem_blocks": 1,
+            "use_shared_attention_adapter": True,
+            "layers_block_type": ["hybrid", "hybrid"],
+        },
+    ),
 }
 # One whose layers have names that PEFT has no usual choice among.
 UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {

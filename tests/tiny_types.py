@@ -178,7 +178,7 @@ def _size(name: str, value: int, given: Mapping[str, Any]) -> int:
     if value <= 1 or name in ("attention_chunk_size", "num_buckets"):
         return value
     largest = _largest(name)
-    if largest == WIDTH // 2 and value == given.get("hidden_size"):
+    if largest in (WIDTH // 2, 2 * WIDTH) and value == given.get("hidden_size"):
         largest = WIDTH
     return min(value, WIDTH if largest is None else largest)
 

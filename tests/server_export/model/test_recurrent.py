@@ -10,8 +10,17 @@ import torch
 from transformers import AutoModelForCausalLM, MiniMaxConfig
 
 from prge.errors import BundleError
-from server_export.model.recurrent import RECURRENCES, REPLACED, _Operators, functions_of, traced_recurrences
+from server_export.graph.recurrences import CONVOLUTION as CONVOLVED
+from server_export.model.recurrent import (
+    RECURRENCES,
+    REPLACED,
+    _Operators,
+    functions_of,
+    traced_recurrences,
+    write_convolutions,
+)
 from server_export.model.tables import ModelTables
+from tests.server_export.derive.tangent.graphs import Function
 from tests.tiny_models import RECURRENT, make_config
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -69,3 +78,28 @@ def test_a_recurrence_of_another_kind_is_refused(config: Any) -> None:
         traced_recurrences(outlined(config), ModelTables(8)),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("padding", "groups", "cut", "is_found"),
+    [(2, 4, slice(None, 6), True), (2, 1, slice(None, 6), False), (2, 4, slice(2, None), False)],
+    ids=["the tokens before", "numbers of others", "the tokens behind"],
+)
+def test_a_convolution_of_the_tokens_before_has_a_memory(
+    padding: int, groups: int, cut: slice, is_found: bool
+) -> None:
+    layer = torch.nn.Conv1d(4, 4, 3, padding=padding, groups=groups).requires_grad_(False)
+    state = torch.randn(2, 4, 6)
+    graph_module = torch.export.export(Function(lambda x: layer(x)[..., cut]), (state,), strict=False).module(
+        check_guards=False
+    )
+    tables = ModelTables(8)
+    write_convolutions(graph_module, tables)
+    assert any(node.target is CONVOLVED for node in graph_module.graph.nodes) is is_found
+    assert [table.kind for table in tables.all] == is_found * [
+        "behind",
+        "entering",
+        "entering",
+        "leaving",
+        "staying",
+    ]
