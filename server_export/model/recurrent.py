@@ -42,8 +42,9 @@ def traced_recurrences(model: nn.Module, tables: ModelTables) -> Iterator[None]:
     recurs = getattr(model, "_is_stateful", False) or "linear_attention" in types
     if recurs and not any(name in RECURRENCES for _, name, _ in replaced):
         raise BundleError(
-            f"{type(model).__name__} has a recurrence of a kind that isn't known here; "
-            f"known are those that transformers calls {', '.join(RECURRENCES)}",
+            f"{type(model).__name__} has a recurrence of a kind that isn't known here; known are delta "
+            "rules, the state spaces of Mamba 1 and 2, and gated linear recurrences, where transformers "
+            f"calls them {', '.join(RECURRENCES)}",
             remedy="take a model with attention or one of these",
         )
     try:
