@@ -72,6 +72,14 @@ def test_quantized_layers_are_codes_and_scales(folder: Path) -> None:
     assert max(int(tensor.max()) for name, tensor in head.items() if name.endswith("_codes")) > 100
 
 
+@pytest.mark.parametrize("folder", ["llama4"], indirect=True)
+def test_what_turns_complex_numbers_is_not_quantized(folder: Path) -> None:
+    """Queries and keys would be rounded before they are turned."""
+    kinds = chain_of(folder, scheme="8da4w").kinds.values()
+    assert any(name.startswith("constant_") for kind in kinds for name in kind.frozen.stored)
+    assert not any(name.startswith("constant_") for kind in kinds for name in kind.frozen.layers)
+
+
 @pytest.mark.parametrize("folder", ["deberta-v2", *rest("mpnet", "modernbert", "albert")], indirect=True)
 def test_encoders_that_know_how_far_tokens_are_apart(folder: Path) -> None:
     """Rows are longer than windows and buckets; layers that read tables of distances aren't adapted."""
