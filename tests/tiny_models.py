@@ -138,6 +138,17 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    # All experts see all tokens, times shares that are 0 for most.
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **_EXPERTS,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 8,
+            "interleave_moe_layer_step": 1,
+            "head_dim": 16,
+        },
+    ),
     "lfm2_moe": (
         "Lfm2MoeConfig",
         {
@@ -176,6 +187,20 @@ SHARING: dict[str, tuple[str, dict[str, Any]]] = {
             **{name: value for name, value in _SHARING.items() if name != "query_pre_attn_scalar"},
             "global_head_dim": 32,
             "use_double_wide_mlp": True,
+        },
+    ),
+    # Attention whose weights several layers share, and the embedding as well, in front of a state space.
+    "zamba2": (
+        "Zamba2Config",
+        {
+            **_GROUPED,
+            "num_key_value_heads": 4,
+            "n_mamba_heads": 8,
+            "mamba_d_state": 12,
+            "adapter_rank": 4,
+            "num_mem_blocks": 1,
+            "use_shared_attention_adapter": True,
+            "layers_block_type": ["hybrid", "hybrid"],
         },
     ),
 }
@@ -241,6 +266,32 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             **{key: _COMMON[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
             "state_size": 6,
             **{key: _COMMON[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")},
+        },
+    ),
+    # Each number of a key decays for itself.
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            **_GROUPED,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "mlp_layer_types": ["dense", "dense"],
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    # Its convolution is a module, and its memory decays by gates.
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        {
+            **_GROUPED,
+            "lru_width": WIDTH,
+            "attention_window_size": WINDOW,
+            "block_types": ["recurrent", "attention"],
         },
     ),
     "falcon_h1": ("FalconH1Config", {**_GROUPED, "head_dim": 16, "mamba_d_ssm": 128, **_MAMBA}),

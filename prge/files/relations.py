@@ -2,6 +2,7 @@
 
 behind     [1, tokens, tokens]   the second is `first` to `first + window - 1` tokens before the first
 halves     [1, tokens, tokens]   of 2 `first` tokens in a row, one is of the second half, one of the first
+meeting    [1, tokens, tokens]   the second lies between the first and where the halves of its 2 `first` meet
 entering   [1, tokens, window]   the second, of `window` that came before the call, is `first` before it
 leaving    [1, tokens, window]   the token is the second of the last `window`
 staying    [1, window, window]   the first of `window` that came before is still the second of the last
@@ -15,12 +16,12 @@ import numpy as np
 
 from prge.engine import FloatArray
 
-RELATIONS = ("behind", "halves", "entering", "leaving", "staying")
+RELATIONS = ("behind", "halves", "meeting", "entering", "leaving", "staying")
 
 
 def relation_shape(kind: str, length: int, window: int | None) -> tuple[int, int, int]:
     """The shape of a table for calls of `length` tokens."""
-    if kind in ("behind", "halves"):
+    if kind in ("behind", "halves", "meeting"):
         return 1, length, length
     assert window is not None
     return 1, window if kind == "staying" else length, window
@@ -36,6 +37,10 @@ def relation(kind: str, length: int, first: int, window: int | None) -> FloatArr
         found = (apart >= first) & (apart < (length if window is None else first + window))
     elif kind == "halves":
         found = (row // first % 2 == 1) & (column // first == row // first - 1)
+    elif kind == "meeting":
+        # A token of the second half is itself among those, one of the first isn't.
+        within = column // first == row // first
+        found = within & np.where(row // first % 2 == 1, column <= row, column > row)
     elif kind == "entering":
         found = row + shape[2] - column == first
     elif kind == "leaving":

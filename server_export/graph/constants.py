@@ -15,7 +15,7 @@ from server_export.graph.modules import attribute
 aten = torch.ops.aten
 
 # How names of constants begin that are no weights.
-_MADE = "constant_"
+MADE = "constant_"
 _ENLARGING = {
     aten.expand.default,
     aten.expand_as.default,
@@ -37,7 +37,7 @@ class Constants:
         digest = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
         key = (tensor.dtype, tensor.shape, digest)
         if key not in self.names:
-            numbers = (f"{_MADE}{number}" for number in count(len(self.names)))
+            numbers = (f"{MADE}{number}" for number in count(len(self.names)))
             name = next(name for name in numbers if not hasattr(self.graph_module, name))
             self.graph_module.register_buffer(name, tensor, persistent=True)
             self.names[key] = name
@@ -57,7 +57,7 @@ class Constants:
             if node.op == "get_attr":
                 tensor = attribute(self.graph_module, str(node.target))
                 # A quantized weight is a subclass with its own meaning of every operator.
-                is_known = has_weights or str(node.target).startswith(_MADE)
+                is_known = has_weights or str(node.target).startswith(MADE)
                 if is_known and type(tensor) in (torch.Tensor, torch.nn.Parameter):
                     values[node] = tensor
             elif is_foldable(node, values):

@@ -11,9 +11,10 @@ sizes are those of attention, and of one token as its step; so what derives grap
 doesn't know. The memory that a call begins with is nothing, or an input; then what it ends with is answered.
 
 All tokens at once is "attention" without a softmax, whose scores decay (Dao and Gu, "Transformers are SSMs",
-arXiv 2405.21060); the delta rule first solves a triangular system for what each token adds (Yang et al.,
-"Parallelizing linear transformers with the delta rule", arXiv 2406.06484). A scan, whose numbers decay each
-for itself, adds what is 1, 2, 4, ... tokens before (Hillis and Steele, "Data parallel algorithms", 1986).
+arXiv 2405.21060), each number of a key for itself or all alike; the delta rule first solves a triangular
+system for what each token adds (Yang et al., "Parallelizing linear transformers with the delta rule", arXiv
+2406.06484). A scan, whose numbers decay each for itself, adds what is 1, 2, 4, ... tokens before (Hillis and
+Steele, "Data parallel algorithms", 1986).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from server_export.graph.decays import Decays, OwnDecays
 from server_export.graph.unit_inverse import UNIT_INVERSE
 from server_export.graph.writing import Writer
 
@@ -62,20 +64,23 @@ def recurrence(
     until: torch.Tensor,
     before: torch.Tensor,
     halves: Sequence[torch.Tensor],
+    meeting: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """A matrix [key, value] for each row and head that tokens add to and read.
 
     Args:
         query, key, value: f32 [rows x heads, tokens, width].
-        decay: f32 [rows x heads, tokens], the logarithm of a factor of at most 1.
+        decay: f32 [rows x heads, tokens], the logarithm of a factor of at most 1; or one for each number of a
+            key, [rows x heads, tokens, width].
         strength: f32 [rows x heads, tokens] of the delta rule; None for none.
         until, before: tables `behind` of all tokens up to each, with and without itself.
-        halves: tables of the same name, of the delta rule.
+        halves: tables of the same name, of the delta rule and of decays of each number.
+        meeting: tables of the same name, of decays of each number.
     """
     memory = query.new_zeros(query.shape[0], query.shape[2], value.shape[2])
     answers = []
     for token in range(query.shape[1]):
-        memory = memory * decay[:, token, None, None].exp()
+        memory = memory * decay[:, token].exp().reshape(len(memory), -1, 1)
         new = value[:, token]
         if strength is not None:
             new = (new - torch.einsum("rk,rkv->rv", key[:, token], memory)) * strength[:, token, None]
@@ -233,7 +238,7 @@ def _scanned(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, Nod
 
 
 def _recurred(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, Node | None]:
-    query, key, value, decay, strength, until, before, halves = node.args
+    query, key, value, decay, strength, until, before, halves, meeting = node.args
     count, tokens, width = key.meta["val"].shape
     call = writer.call
     if memory is not None:
@@ -241,42 +246,27 @@ def _recurred(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, No
         memory = writer.reshape(memory, [count, width, value.meta["val"].shape[-1]])
     if strength is not None:
         strength = writer.reshape(strength, [count, tokens, 1])
-    turned = call(aten.transpose.int, key, 1, 2)
     if tokens == 1 and memory is not None:
-        factor = call(aten.exp.default, writer.reshape(decay, [count, 1, 1]))
+        factor = call(aten.exp.default, writer.reshape(decay, [count, -1, 1]))
         memory = writer.times(memory, factor)
         if strength is not None:
             value = writer.times(writer.minus(value, call(aten.bmm.default, key, memory)), strength)
+        turned = call(aten.transpose.int, key, 1, 2)
         memory = writer.plus(memory, call(aten.bmm.default, turned, value))
         return call(aten.bmm.default, query, memory), writer.reshape(memory, shape)
-    # Of each token what its answer keeps of each token up to it: sums of decays of those between, and no
-    # differences of sums, which lose digits. Above the diagonal they are 0, and go once exp is taken.
-    line = writer.reshape(decay, [count, 1, tokens])
-    sums = writer.reshape(writer.times(line, until), [1, count * tokens, tokens])
-    between = writer.reshape(call(aten.bmm.default, sums, before), [count, tokens, tokens])
-    kept = writer.times(call(aten.exp.default, between), until)
-    if memory is not None:
-        flat = writer.reshape(decay, [1, count, tokens])
-        since, left = (
-            writer.reshape(call(aten.exp.default, call(aten.bmm.default, flat, table)), [count, tokens, 1])
-            for table in (call(aten.transpose.int, until, 1, 2), before)
-        )
+    of_keys = (writer, decay, key, until, before)
+    decays = OwnDecays(*of_keys, halves, meeting) if meeting else Decays(*of_keys)
     if strength is not None:
         if memory is not None:
-            known = writer.times(call(aten.bmm.default, key, memory), since)
-            value = writer.minus(value, known)
-        strong = writer.times(key, strength)
-        below = writer.times(writer.times(call(aten.bmm.default, strong, turned), kept), before)
+            value = writer.minus(value, decays.read(key, memory))
+        below = decays.products(writer.times(key, strength), itself=False)
         inverse = call(UNIT_INVERSE, below, writer.minus(until, before), list(halves))
         value = call(aten.bmm.default, inverse, writer.times(value, strength))
-    scores = writer.times(call(aten.bmm.default, query, turned), kept)
-    answer = call(aten.bmm.default, scores, value)
+    answer = call(aten.bmm.default, decays.products(query), value)
     if memory is None:
         return answer, None
-    answer = writer.plus(answer, writer.times(call(aten.bmm.default, query, memory), since))
-    whole = call(aten.exp.default, call(aten.sum.dim_IntList, line, [-1], True))
-    new = call(aten.bmm.default, turned, writer.times(value, left))
-    return answer, writer.reshape(writer.plus(writer.times(memory, whole), new), shape)
+    answer = writer.plus(answer, decays.read(query, memory))
+    return answer, writer.reshape(decays.behind(memory, value), shape)
 
 
 _STEPS: dict[Any, Step] = {CONVOLUTION: _convolved, RECURRENCE: _recurred, SCAN: _scanned}

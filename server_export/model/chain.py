@@ -180,7 +180,7 @@ def build_chain(
             and the head.
     """
     model = outline.model
-    check_attention(model)
+    check_attention(model, longest)
     transposed = {*transposed, *plain_layers(model)}
     weights = Weights(files, model, transposed)
     vocabulary = vocabulary_size(model)

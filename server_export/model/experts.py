@@ -2,14 +2,18 @@
 
 transformers asks a registered function for what the experts of a layer say, as it does for attention. What an
 expert computes is told by what its own such functions read of a module of experts: which weights it has, how
-they lie, and `_apply_gate`, a private name that they all call.
+they lie, and `_apply_gate`, a private name that they all call. Experts of some modules see all tokens
+instead, each times its share of the expert: what they compute is told by the shapes of their weights, and
+checked when blocks are compared with the model.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from server_export.graph.cutting import ModelBlock, whole_block
-from server_export.graph.experts import EXPERTS
+from server_export.graph.experts import ALL_EXPERTS, EXPERTS
 from server_export.graph.modules import remove_unused_attributes
 from server_export.graph.plain import take_apart
 
@@ -26,35 +30,66 @@ _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 _TRAITS = ("is_transposed", "has_gate", "has_bias", "has_post_expert_norm")
 
 
-def register() -> None:
-    """Make the function known to transformers as `prge`."""
+def register(model: Any) -> None:
+    """Let a model's experts be operators of its graph, in place."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    layers = [*expert_layers(model).values()]
     ALL_EXPERTS_FUNCTIONS.register(NAME, _asked)
+    for number, module in enumerate(layers):
+        module.number = number
+        if _sees_all(module):
+            module.forward = partial(_all_asked, module)
+    if any(not _sees_all(module) for module in layers):
+        model.set_experts_implementation(NAME)
 
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
-    """The modules of experts that transformers calls by such a function, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if all(hasattr(module, trait) for trait in _TRAITS)
-    }
+    """The modules of experts that transformers calls by such a function, or with all tokens, by name."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if _sees_all(module):
+            module.is_transposed = True
+            module.has_gate, module.has_bias, module.has_post_expert_norm = True, False, False
+        if all(hasattr(module, trait) for trait in _TRAITS):
+            found[name] = module
+    return found
+
+
+def _sees_all(module: Any) -> bool:
+    """Whether experts see all tokens; weights are [experts, in, 2 x inner] and [experts, inner, out]."""
+    if {name for name, _ in module.named_parameters(recurse=False)} != {"gate_up_proj", "down_proj"}:
+        return False
+    wide, narrow = module.gate_up_proj.shape, module.down_proj.shape
+    taken = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+    are_stacks = len(wide) == len(narrow) == 3 and wide[0] == narrow[0]
+    return len(taken) == 1 and are_stacks and wide[2] == 2 * narrow[1] and hasattr(module, "act_fn")
 
 
 def _asked(
     module: Any, states: torch.Tensor, index: torch.Tensor, shares: torch.Tensor, **_: Any
 ) -> torch.Tensor:
     """What the experts of a module say, an operator of the graph."""
-    out = module.down_proj.shape[-1 if module.is_transposed else -2]
-    said: torch.Tensor = EXPERTS(states, shares, index.float(), module.number, out)
+    said: torch.Tensor = EXPERTS(states, shares, index.float(), module.number, _width(module))
     return said
+
+
+def _all_asked(module: Any, states: torch.Tensor) -> torch.Tensor:
+    """What all experts say, an operator of the graph."""
+    said: torch.Tensor = ALL_EXPERTS(states, module.number, _width(module))
+    return said
+
+
+def _width(module: Any) -> int:
+    """Numbers that an expert answers."""
+    return int(module.down_proj.shape[-1 if module.is_transposed else -2])
 
 
 class _Expert(nn.Module):
     """One expert of a layer: [..., in + 1] -> [..., out], what it says times the share behind what it sees.
 
-    Its weights have the names of the layer's and the expert's number.
+    Where experts see all tokens, what it sees is times the share instead. Its weights have the names of the
+    layer's and the expert's number.
     """
 
     def __init__(self, name: str, module: Any, number: int) -> None:
@@ -78,6 +113,9 @@ class _Expert(nn.Module):
     def forward(self, state: torch.Tensor) -> torch.Tensor:
         (module,) = self.experts
         seen, share = state[..., :-1], state[..., -1:]
+        if _sees_all(module):
+            gate, up = self._layer("gate_up_proj", seen * share).chunk(2, -1)
+            return self._layer("down_proj", module.act_fn(gate) * up)
         wide = self._layer("gate_up_proj" if module.has_gate else "up_proj", seen)
         wide = module._apply_gate(wide) if module.has_gate else module.act_fn(wide)
         said = self._layer("down_proj", wide)

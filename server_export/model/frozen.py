@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from server_export.graph.constants import MADE
 from server_export.graph.cutting import ModelBlock
 from server_export.graph.modules import as_module, copied, remove_unused_attributes
 from server_export.graph.rewriting import remove_identities
@@ -179,11 +180,14 @@ def _tensor(graph_module: GraphModule, name: str, shape: tuple[int, ...], dtype:
 
 
 def _is_frozen_layer(node: Node) -> bool:
-    """Whether it is a layer whose weights are many enough to be rounded: one with a single output isn't."""
+    """Whether it is one of the model's layers whose weights are many enough to be rounded.
+
+    One with a single output isn't; nor is what turns pairs of complex numbers, which rules wrote.
+    """
     weight = node.args[1]
     if not isinstance(weight, Node) or weight.op != "get_attr" or len(weight.meta["val"]) == 1:
         return False
-    return not _is_of_adapter(str(weight.target))
+    return not _is_of_adapter(str(weight.target)) and not str(weight.target).startswith(MADE)
 
 
 def _chooses(layer: Node) -> bool:

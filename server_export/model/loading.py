@@ -31,6 +31,7 @@ _DECODER_HEADS = ("ForCausalLM", "LMHeadModel")
 _HEADS = re.compile(r"^(cls|lm_head|classifier|pre_classifier|score|qa_outputs|pooler|vocab_\w+)\.")
 _POOLER = "pooler."
 _OTHER_PARTS = ("vision_config", "audio_config")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MOST_BUFFER_BYTES = 1 << 30
 _MOST_NAMES = 5
 
@@ -277,7 +278,10 @@ def _other_parts(model: Any) -> list[str]:
 
 def _has_experts(model: nn.Module, config: Any) -> bool:
     """Whether layers of a model have several experts; its configuration may count some that none has."""
-    counts = (getattr(config, name, None) or 0 for name in ("num_local_experts", "num_experts"))
+    from transformers import PretrainedConfig
+
+    parts = [config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig))]
+    counts = (getattr(part, name, None) or 0 for part in parts for name in _EXPERTS)
     return max(counts) > 1 and any(hasattr(module, "experts") for module in model.modules())
 
 

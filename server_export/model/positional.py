@@ -70,9 +70,12 @@ def fold_positions(
     if _is_decoder(graph_module):
         give_numbers(Writer(graph_module), positions.known)
     ends = [node for node in positions.ends() if not _is_written(graph_module, node, positions, tables)]
+    ends = [node for node in ends if node.users]
     for node in ends:
-        if node.users:
-            _replace(graph_module, node, positions, tables)
+        # Before any is replaced: some are made of others.
+        positions.of(node, tables.longest)
+    for node in ends:
+        _replace(graph_module, node, positions, tables)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     names = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
@@ -280,8 +283,8 @@ def _replace(graph_module: GraphModule, node: Node, positions: _Positions, table
         writer.replace(node, lambda writer: _spread(writer, node, writer.constant(ones)))
     elif value.dtype == torch.long and value.numel() == tables.longest and _counts(value):
         writer.replace(node, lambda writer: _numbers(writer, node, tables, int(value.reshape(-1)[0])))
-    elif len(long) == 1 and value.dtype == torch.float32:
-        writer.replace(node, lambda writer: _rows(writer, node, tables, long[0], value))
+    elif len(long) == 1 and (value.dtype == torch.float32 or _is_number(node, positions)):
+        writer.replace(node, lambda writer: _rows(writer, node, tables, long[0], value.float()))
     elif len(long) == 2 and (window := _causal_window(value)) is not None:
         writer.replace(node, lambda writer: _mask(writer, node, tables, window))
     elif len(long) == 2 and not _is_decoder(graph_module) and (values := _by_distance(value)) is not None:
@@ -292,6 +295,12 @@ def _replace(graph_module: GraphModule, node: Node, positions: _Positions, table
             f"{tables.longest} tokens; masks, positions and tables with a row for each token are known",
             remedy=_REMEDY,
         )
+
+
+def _is_number(node: Node, positions: _Positions) -> bool:
+    """Whether what holds or doesn't is calculated with, as 1 or 0."""
+    users = [user for user in node.users if user not in positions.is_made]
+    return node.meta["val"].dtype is torch.bool and all(user.target in _ARITHMETIC for user in users)
 
 
 def _counts(value: torch.Tensor) -> bool:

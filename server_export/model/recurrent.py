@@ -1,8 +1,9 @@
 """A model's recurrences as operators of its graph, while it is traced.
 
 transformers' models call functions of their own files, such as `causal_conv1d_fn`, which packages with
-kernels take the place of by these names. So do the functions here: they compute the same of all tokens, and
-leave how to `server_export.graph.recurrences`.
+kernels take the place of by these names, or methods of a layer. So do the functions here: they compute the
+same of all tokens, and leave how to `server_export.graph.recurrences`. A convolution that reads the tokens
+before each is found in the graph, whoever calls it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx import GraphModule, Node
 
 from prge.errors import BundleError
+from prge.files.relations import relation_shape
 from server_export.graph.recurrences import CONVOLUTION, RECURRENCE, SCAN
-from server_export.model.tables import ModelTables
+from server_export.graph.writing import Writer
+from server_export.model.tables import ModelTable, ModelTables, asked
+
+aten = torch.ops.aten
 
 
 @contextmanager
@@ -36,27 +42,30 @@ def traced_recurrences(model: nn.Module, tables: ModelTables) -> Iterator[None]:
     recurs = getattr(model, "_is_stateful", False) or "linear_attention" in types
     if recurs and not any(name in RECURRENCES for _, name, _ in replaced):
         raise BundleError(
-            f"{type(model).__name__} has a recurrence of a kind that isn't known here; "
-            f"known are those that transformers calls {', '.join(RECURRENCES)}",
+            f"{type(model).__name__} has a recurrence of a kind that isn't known here; known are delta "
+            "rules, the state spaces of Mamba 1 and 2, and gated linear recurrences, where transformers "
+            f"calls them {', '.join(RECURRENCES)}",
             remedy="take a model with attention or one of these",
         )
     try:
-        for file, name, _ in replaced:
-            setattr(file, name, getattr(operators, REPLACED[name]))
+        for place, name, _ in replaced:
+            setattr(place, name, getattr(operators, REPLACED[name]))
         yield
     finally:
-        for file, name, function in replaced:
-            setattr(file, name, function)
+        for place, name, function in replaced:
+            setattr(place, name, function)
 
 
-def functions_of(model: nn.Module) -> list[tuple[ModuleType, str, Any]]:
-    """The functions that a model's recurrences and convolutions call: file, name, and what is there."""
-    files = [sys.modules[name] for name in dict.fromkeys(type(m).__module__ for m in model.modules())]
+def functions_of(model: nn.Module) -> list[tuple[ModuleType | type, str, Any]]:
+    """What a model's recurrences and convolutions call: a file or class, a name, and the function there."""
+    classes = [*dict.fromkeys(type(module) for module in model.modules())]
+    files = [sys.modules[name] for name in dict.fromkeys(each.__module__ for each in classes)]
+    places: list[ModuleType | type] = [*files, *classes]
     return [
-        (file, name, getattr(file, name))
-        for file in files
+        (place, name, vars(place)[name])
+        for place in places
         for name in REPLACED
-        if inspect.isfunction(getattr(file, name, None))
+        if inspect.isfunction(vars(place).get(name))
     ]
 
 
@@ -64,6 +73,8 @@ RECURRENCES = {
     "torch_chunk_gated_delta_rule": "delta_rule",
     "mamba2_chunk_scan": "state_space",
     "mamba_selective_scan": "selective_scan",
+    "_rnn_scan": "gated_scan",
+    "chunk_kimi_delta_attention": "delta_rule",
 }
 REPLACED = {"causal_conv1d_fn": "convolution", **RECURRENCES}
 
@@ -85,17 +96,9 @@ class _Operators:
         """Of states [rows, width, tokens] and a weight [width, taps]."""
         from transformers.activations import ACT2FN
 
-        (width, taps), tokens = weight.shape, hidden_states.shape[-1]
-        found: torch.Tensor = CONVOLUTION(
-            hidden_states,
-            [weight[:, taps - 1 - back].reshape(width, 1) for back in range(taps)],
-            self._tables.relation("behind", tokens, 1, 1),
-            [self._tables.relation("entering", tokens, back, taps - 1) for back in range(1, taps)],
-            self._tables.relation("leaving", tokens, 0, taps - 1),
-            self._tables.relation("staying", tokens, 0, taps - 1),
-        )
-        if bias is not None:
-            found = found + bias.reshape(width, 1)
+        width, taps = weight.shape
+        padded = F.conv1d(hidden_states, weight.unsqueeze(1), bias, padding=taps - 1, groups=width)
+        found = padded[..., : hidden_states.shape[-1]]
         if activation is None:
             return found
         act: Any = ACT2FN[activation] if isinstance(activation, str) else activation
@@ -112,7 +115,10 @@ class _Operators:
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Of [rows, tokens, heads, width], and decays and strengths [rows, tokens, heads]."""
+        """Of [rows, tokens, heads, width], and decays and strengths [rows, tokens, heads].
+
+        Decays may be those of each number of a key, [rows, tokens, heads, width].
+        """
         heads = value.shape[2]
         if use_qk_l2norm_in_kernel:
             query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
@@ -170,20 +176,38 @@ class _Operators:
         dt = F.softplus(dt) if delta_softplus else dt
         factor = torch.exp(A.reshape(width, size, 1) * dt.unsqueeze(2))
         source = (dt * hidden_states).unsqueeze(2) * B.unsqueeze(1)
-        shifts, back = [], 1
-        while back < self._tables.piece:
-            shifts.append(self._tables.relation("behind", tokens, back, 1))
-            back *= 2
-        states: torch.Tensor = SCAN(
-            factor.reshape(rows, width * size, tokens),
-            source.reshape(rows, width * size, tokens),
-            shifts,
-            self._tables.relation("entering", tokens, 1, 1),
-            self._tables.relation("leaving", tokens, 0, 1),
+        states = self._scan(
+            factor.reshape(rows, width * size, tokens), source.reshape(rows, width * size, tokens)
         )
         found = (states.reshape(rows, width, size, tokens) * C.unsqueeze(1)).sum(2)
         found = found if D is None else found + hidden_states * D.reshape(width, 1)
         return found if z is None else found * F.silu(z)
+
+    def gated_scan(
+        self,
+        hidden_states: torch.Tensor,
+        recurrent_gate: torch.Tensor,
+        reset: torch.Tensor,
+        recurrent_states: None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Of states and factors [rows, tokens, width], and where a text begins [1, tokens, 1]."""
+        factor = recurrent_gate * ~reset
+        return self._scan(factor.transpose(1, 2), hidden_states.transpose(1, 2)).transpose(1, 2), None
+
+    def _scan(self, factor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Of [rows, width, tokens]."""
+        tokens, shifts, back = source.shape[-1], [], 1
+        while back < self._tables.piece:
+            shifts.append(self._tables.relation("behind", tokens, back, 1))
+            back *= 2
+        found: torch.Tensor = SCAN(
+            factor,
+            source,
+            shifts,
+            self._tables.relation("entering", tokens, 1, 1),
+            self._tables.relation("leaving", tokens, 0, 1),
+        )
+        return found
 
     def _recurrence(
         self,
@@ -199,9 +223,12 @@ class _Operators:
             turned = by_token.transpose(1, 2)
             return turned.reshape(rows * heads, *turned.shape[2:])
 
-        halves, size = [], 1
-        while strength is not None and size < self._tables.piece:
+        halves, meeting, size = [], [], 1
+        own = decay.dim() == key.dim()
+        while (own or strength is not None) and size < self._tables.piece:
             halves.append(self._tables.relation("halves", tokens, size))
+            if own:
+                meeting.append(self._tables.relation("meeting", tokens, size))
             size *= 2
         found: torch.Tensor = RECURRENCE(
             *map(flat, (query, key, value, decay)),
@@ -209,10 +236,63 @@ class _Operators:
             self._tables.relation("behind", tokens),
             self._tables.relation("behind", tokens, 1),
             halves,
+            meeting,
         )
         turned = found.reshape(rows, heads, tokens, width).transpose(1, 2)
         # A copy, as a view of it needs: one that is called so is taken for none.
         return turned.reshape(rows, tokens, heads * width).reshape(rows, tokens, heads, width)
+
+
+def write_convolutions(graph_module: GraphModule, tables: ModelTables) -> None:
+    """Write convolutions that read the tokens before each as operators with a memory, in place.
+
+    Args:
+        graph_module: as it was traced.
+        tables: of the model; more are asked for.
+    """
+    writer = Writer(graph_module)
+    for node in list(graph_module.graph.nodes):
+        if node.target in (aten.conv1d.default, aten.convolution.default):
+            for part in list(node.users):
+                writer.replace(part, _convolved, tables, node, part)
+    graph_module.graph.eliminate_dead_code()
+
+
+def _convolved(writer: Writer, tables: ModelTables, node: Any, part: Any) -> Node | None:
+    """What a convolution answers of f32 [rows, width, tokens], without what is behind the last token."""
+    source, weight, *more = node.args
+    if node.target is aten.conv1d.default:
+        bias, stride, padding, dilation, groups = more + [None, [1], [0], [1], 1][len(more) :]
+    else:
+        bias, stride, padding, dilation, *_, groups = more
+    width, each, *sizes = weight.meta["val"].shape
+    tokens = source.meta["val"].shape[-1]
+    taps = sizes[0]
+    is_one = part.target is aten.slice.Tensor and part.meta["val"].shape[-1] == tokens
+    is_first = is_one and part.args[1] % 3 == 2 and part.args[2] in (None, 0)
+    is_causal = len(sizes) == 1 and (*stride, *padding, *dilation) == (1, taps - 1, 1)
+    if not (is_first and is_causal and (groups, each) == (width, 1) and taps > 1):
+        return None
+
+    def relation(kind: str, first: int, window: int) -> Node:
+        shape = [1, *relation_shape(kind, tokens, window)[1:]]
+        key, table = (kind, first, window), ModelTable(kind, window, first)
+        return asked(part, tables, key, table, shape, torch.float32)
+
+    columns = [
+        writer.reshape(writer.call(aten.select.int, weight, 2, taps - 1 - back), [width, 1])
+        for back in range(taps)
+    ]
+    found = writer.call(
+        CONVOLUTION,
+        source,
+        columns,
+        relation("behind", 1, 1),
+        [relation("entering", back, taps - 1) for back in range(1, taps)],
+        relation("leaving", 0, taps - 1),
+        relation("staying", 0, taps - 1),
+    )
+    return found if bias is None else writer.plus(found, writer.reshape(bias, [width, 1]))
 
 
 def _by_head(by_group: torch.Tensor, heads: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from prge.contract import Matrix
 from prge.errors import BundleError, PrgeError, told_as_bundle_error
+from server_export.graph.experts import choose_experts
 from server_export.graph.functional import functional_graph
 from server_export.graph.modules import remove_unused_attributes, replace_tensor
 from server_export.graph.plain import take_apart
@@ -28,7 +29,7 @@ from server_export.model import attention, experts
 from server_export.model.adapted import CallInputs
 from server_export.model.neighbours import write_neighbours
 from server_export.model.positions import any_length
-from server_export.model.recurrent import traced_recurrences
+from server_export.model.recurrent import traced_recurrences, write_convolutions
 from server_export.model.tables import ModelTables
 
 # No width, vocabulary or number of heads is known to have one of them as a factor.
@@ -158,11 +159,7 @@ def trace(
     """
     attention.register()
     model.set_attn_implementation(attention.NAME)
-    if layers := experts.expert_layers(model):
-        experts.register()
-        model.set_experts_implementation(experts.NAME)
-        for number, layer in enumerate(layers.values()):
-            layer.number = number
+    experts.register(model)
     for module in model.modules():
         if is_decoder or hasattr(module, "is_causal"):
             module.tables = tables
@@ -204,19 +201,33 @@ def trace(
     _put_back(graph_module, own)
     write_complex(graph_module)
     write_neighbours(graph_module, tables)
+    write_convolutions(graph_module, tables)
+    choose_experts(graph_module)
     take_apart(graph_module)
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
 
 
-def check_attention(model: nn.Module) -> None:
-    """Raise BundleError if a model's attention chooses what each token sees."""
+def check_attention(model: Any, longest: int) -> None:
+    """Raise BundleError if a model's attention chooses what each token sees.
+
+    Args:
+        model: which may lack its weights.
+        longest: tokens of the longest sequence.
+    """
     if any(hasattr(module, "index_topk") for module in model.modules()):
         raise BundleError(
             f"the attention of {type(model).__name__} sees only those tokens that an indexer chooses "
             "(index_topk), which no role can",
             remedy="take a model whose attention sees all tokens, or a window of them",
+        )
+    in_chunks = "chunked_attention" in (getattr(model.config, "layer_types", None) or ())
+    if in_chunks and longest > (chunk := int(model.config.attention_chunk_size)):
+        raise BundleError(
+            f"the attention of {type(model).__name__} sees only the tokens of a chunk of {chunk} "
+            f"(attention_chunk_size), and texts may have {longest}",
+            remedy=f"export it with --context {chunk}",
         )
 
 

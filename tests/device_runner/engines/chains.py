@@ -116,7 +116,7 @@ class Whole:
         # Some models make numbers as they run.
         torch.set_default_dtype(self.model.dtype)
         try:
-            return functional_call(self.model, self.merged(adapter), (), given)
+            return functional_call(self.model, self.merged(adapter), (), given, tie_weights=False)
         finally:
             torch.set_default_dtype(usual)
 
@@ -127,8 +127,8 @@ class Whole:
         return found
 
     def merged(self, adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model's parameters with one adapter."""
-        parameters: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        """The model's parameters with one adapter; layers that share a weight have adapters of their own."""
+        parameters: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         for name, frozen in self.lora_a.items():
             key, trained = f"{name}.weight", adapter.get(f"lora_a.{name}")
             lora_a = frozen if trained is None else trained * self.scale

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch.fx import GraphModule, Interpreter
 
-from device_runner.engines.interfaces import AttentionHeads
+from device_runner.engines.interfaces import AttentionHeads, read_routings
 from prge.engine import Array
 from prge.files import chain as manifest
 from prge.files.chain import PAST_KEYS, PAST_VALUES, Bounds, Interface
 from prge.files.relations import RELATIONS
-from prge.files.signatures import ALL_ROLES, DECODE, PREFILL, STACK
+from prge.files.signatures import ALL_ROLES, BACK, DECODE, PREFILL, STACK, TANGENT
+from prge.learning.experts import Routing
 from server_export.derive.backprop.layers import with_transposed
 from server_export.graph.cutting import moves
 from server_export.graph.modules import attribute
@@ -50,6 +51,8 @@ class GraphBlocks:
         self._methods: dict[int, dict[str, Interface]] = {}
         self._sharing = {number: self._derive(number) for number in self._model.kinds}
         self.chain = self._described(bounds)
+        widths = [(0, self._width(0)), *map(self._model.state_widths, range(1, len(self._model.blocks)))]
+        self._routings = read_routings(self.chain, widths)
         self.tables = SimpleNamespace(of=self._table, tensor=self._table_tensor)
         self._sized = lru_cache(None)(self._graph_of_sizes)
         self._tensors = lru_cache(None)(self._tensors_of)
@@ -61,12 +64,14 @@ class GraphBlocks:
         sharing = roles.sharing_of(graph, [changes[v] for v in block.takes], len(block.gives), ALL_ROLES)
         lowest = next(place for place, each in enumerate(model.blocks) if each.adapter)
         wanted = ALL_ROLES if number in model.kind_of[lowest:] else (STACK, PREFILL, DECODE)
+        if block.is_expert:
+            wanted = (STACK, TANGENT, BACK) if wanted is ALL_ROLES else (STACK,)
         layers = list(dict.fromkeys(model.adapter[name].of for name in block.adapter))
         place = {layer: str(index) for index, layer in enumerate(layers)}
         adapter = {
             name: replace(model.adapter[name], of=place[model.adapter[name].of]) for name in block.adapter
         }
-        graphs = roles.role_graphs(graph, adapter, wanted, is_head, sharing)
+        graphs = roles.role_graphs(graph, adapter, wanted, is_head, sharing, not block.is_expert)
         self._graphs[number] = graphs
         self._methods[number] = {
             role: roles._interface(each, role, adapter, is_head, sharing) for role, each in graphs.items()
@@ -94,8 +99,10 @@ class GraphBlocks:
         tables = [manifest.Table(t.kind, t.window, t.first, t.members) for t in model.tables.all]
         return manifest.Chain(
             "logprobs", "mean", self._width(model.end - 1), model.vocabulary_size, model.modules, bounds,
-            tuple(tables), tuple(manifest.Kind(f"{kind}.pte", self._methods[kind]) for kind in kinds),
-            tuple(blocks), tuple(model.shared),
+            tuple(tables), tuple(
+                manifest.Kind(f"{kind}.pte", self._methods[kind], model.blocks[kind].is_expert)
+                for kind in kinds
+            ), tuple(blocks), tuple(model.shared),
         )  # fmt: skip
 
     def _width(self, number: int) -> int:
@@ -104,7 +111,12 @@ class GraphBlocks:
         return int(graph.graph.output_node().args[0][0].meta["val"].shape[-1])
 
     def width(self, number: int) -> int:
-        return self._width(min(number, self._model.end) - 1) if number else 0
+        if routing := self._routings.get(number):
+            return routing.entering
+        return self._model.state_widths(number)[0] if number < len(self._model.blocks) else self.chain.width
+
+    def routing(self, number: int) -> Routing:
+        return self._routings[number]
 
     def shared_width(self, value: int) -> int:
         maker = self._model.shared[value]
@@ -175,13 +187,17 @@ class GraphBlocks:
     def in_a_row(
         self,
         role: str,
-        calls: Mapping[int, tuple[Sequence[Array], Sequence[Array]]],
+        calls: Mapping[int, tuple[Sequence[Array], Sequence[Array]] | Callable[[], None]],
         before: Callable[[int], None] | None = None,
     ) -> Callable[[], None]:
         def compute() -> None:
-            for number, (given, answers) in calls.items():
+            for number, call in calls.items():
                 if before is not None:
                     before(number)
+                if callable(call):
+                    call()
+                    continue
+                given, answers = call
                 interface = self.interface(number, role)
                 found = self.run(number, role, dict(zip(interface.inputs, given, strict=True)))
                 for name, array in zip(interface.outputs, answers, strict=True):

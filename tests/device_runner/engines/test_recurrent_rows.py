@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.func import jvp
+from torch.autograd.functional import jvp
 from transformers import AutoModelForCausalLM
 
 from device_runner.engines.chain_engine import ChainEngine
@@ -94,7 +94,11 @@ def test_tangents_are_the_models_derivatives(both: tuple[Any, Whole]) -> None:
                 for each in matrices(contract.modules)
             }
             rows = rows_of(given, slice(row, row + 1))
-            _, expected = jvp(lambda a, rows=rows: whole.answers(rows, a), (adapter,), (along,))
+            _, expected = jvp(
+                lambda *given, rows=rows: whole.answers(rows, dict(zip(adapter, given, strict=True))),
+                tuple(adapter.values()),
+                tuple(along[name] for name in adapter),
+            )
             atol = 1e-5 * float(expected.abs().max())
             np.testing.assert_allclose(found[query, row], expected[0].numpy(), atol=atol)
 

@@ -46,9 +46,9 @@ class Case:
         return contract, given
 
 
-# Both have streams or one state, inputs for each layer, and keys and values of layers before; with an adapter
-# on the last layer alone nothing changes what it takes.
-@pytest.fixture(scope="module", params=["gemma4", *rest("gemma3n", "gemma3n top", "gemma4 top")])
+# Gemmas have streams or one state, inputs for each layer, and keys and values of layers before; with an
+# adapter on the last layer alone nothing changes what it takes. Zamba's layers share weights.
+@pytest.fixture(scope="module", params=["gemma4", *rest("gemma3n", "gemma3n top", "gemma4 top", "zamba2")])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     architecture, *top = request.param.split()
     folder = save_model(tmp_path_factory.mktemp("shared") / "model", architecture)

@@ -73,6 +73,14 @@ def test_quantized_layers_are_codes_and_scales(folder: Path) -> None:
     assert max(int(tensor.max()) for name, tensor in head.items() if name.endswith("_codes")) > 100
 
 
+@pytest.mark.parametrize("folder", ["llama4"], indirect=True)
+def test_what_turns_complex_numbers_is_not_quantized(folder: Path) -> None:
+    """Queries and keys would be rounded before they are turned."""
+    kinds = chain_of(folder, scheme="8da4w").kinds.values()
+    assert any(name.startswith("constant_") for kind in kinds for name in kind.frozen.stored)
+    assert not any(name.startswith("constant_") for kind in kinds for name in kind.frozen.layers)
+
+
 @pytest.mark.parametrize("folder", ["deberta-v2", *rest("mpnet", "modernbert", "albert")], indirect=True)
 def test_encoders_that_know_how_far_tokens_are_apart(folder: Path) -> None:
     """Rows are longer than windows and buckets; layers that read tables of distances aren't adapted."""
@@ -210,3 +218,12 @@ def test_attention_that_an_indexer_chooses_for_is_refused(tmp_path: Path) -> Non
     outline = outline_model(str(tmp_path))
     with pytest.raises(BundleError, match="only those tokens that an indexer chooses"):
         build_chain(outline, find_files(str(tmp_path)), {}, longest=LONGEST)
+
+
+def test_texts_longer_than_a_chunk_of_attention_are_refused(tmp_path: Path) -> None:
+    make_tiny("llama4_text").save_pretrained(tmp_path)
+    outline = outline_model(str(tmp_path))
+    outline.config.attention_chunk_size = 32
+    with pytest.raises(BundleError, match=r"sees only the tokens of a chunk of 32 .* may have 64") as found:
+        build_chain(outline, find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST)
+    assert found.value.remedy == "export it with --context 32"

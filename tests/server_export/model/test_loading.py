@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import DbrxConfig
 
 from prge.errors import BundleError
 from server_export.model import loading
@@ -122,6 +123,21 @@ def test_experts_that_transformers_has_no_function_for_are_refused(
     config.save_pretrained(tmp_path)
     refused = pytest.raises(BundleError, match="a mixture of experts that transformers calls in a way of its")
     with refused if has_experts else contextlib.nullcontext():
+        outline_model(str(tmp_path))
+
+
+def test_a_part_of_a_configuration_counts_experts_too(tmp_path: Path) -> None:
+    config = DbrxConfig(
+        d_model=64,
+        n_heads=4,
+        n_layers=1,
+        vocab_size=128,
+        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 96, "moe_num_experts": 4, "hidden_size": 64},
+        architectures=["DbrxForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    with pytest.raises(BundleError, match=r"\(dbrx\) is a mixture of experts that transformers"):
         outline_model(str(tmp_path))
 
 

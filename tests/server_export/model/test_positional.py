@@ -50,6 +50,17 @@ def test_sines_of_positions_are_rows_of_a_table() -> None:
     assert torch.equal(table.of(5)[0], sines(torch.zeros(1, 5, WIDTH))[0])
 
 
+def test_what_holds_of_positions_is_calculated_with_as_1_or_0() -> None:
+    def after_the_first(state: torch.Tensor) -> torch.Tensor:
+        is_first = torch.arange(state.shape[1], device=state.device)[None, :, None] == 0
+        return is_first + state * ~is_first
+
+    graph_module, tables = folded(after_the_first)
+    assert names(graph_module).count("table") == 2
+    first, later = (table.of(3).flatten().tolist() for table in tables.all)
+    assert (first, later) in (([1, 0, 0], [0, 1, 1]), ([0, 1, 1], [1, 0, 0]))
+
+
 @pytest.mark.parametrize("first", [0, 2])
 def test_numbers_of_positions_are_counted_from_the_first(first: int) -> None:
     def looked_up(state: torch.Tensor) -> torch.Tensor:

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MiniMaxConfig, RecurrentGemmaConfig
+from transformers import AutoModelForCausalLM, MiniMaxConfig
 
 from prge.errors import BundleError
-from server_export.model.recurrent import RECURRENCES, REPLACED, _Operators, traced_recurrences
+from server_export.graph.recurrences import CONVOLUTION as CONVOLVED
+from server_export.model.recurrent import (
+    RECURRENCES,
+    REPLACED,
+    _Operators,
+    functions_of,
+    traced_recurrences,
+    write_convolutions,
+)
 from server_export.model.tables import ModelTables
+from tests.server_export.derive.tangent.graphs import Function
 from tests.tiny_models import RECURRENT, make_config
 
 CONVOLUTION = "causal_conv1d_fn"
-DELTA_RULE, STATE_SPACE, SELECTIVE_SCAN = RECURRENCES
-# By architecture, the functions of transformers' files that its layers call.
+DELTA_RULE, STATE_SPACE, SELECTIVE_SCAN, GATED_SCAN, OWN_DECAYS = RECURRENCES
+# By architecture, the functions of transformers' files, or methods of its layers, that its layers call.
 CALLED = {
     "lfm2": {CONVOLUTION},
     "qwen3_5": {CONVOLUTION, DELTA_RULE},
     "mamba": {CONVOLUTION, SELECTIVE_SCAN},
+    "recurrent_gemma": {GATED_SCAN},
+    "kimi_linear": {CONVOLUTION, OWN_DECAYS},
     **{name: {CONVOLUTION, STATE_SPACE} for name in ("mamba2", "falcon_h1", "granite_hybrid")},
 }
 
@@ -34,25 +44,21 @@ def outlined(config: Any) -> Any:
 @pytest.mark.parametrize("architecture", RECURRENT)
 def test_the_functions_have_the_names_and_parameters_of_transformers_own(architecture: str) -> None:
     model = outlined(make_config(architecture))
-    file = sys.modules[type(model).__module__]
-    own = {name: getattr(file, name) for name in REPLACED if hasattr(file, name)}
-    assert set(own) == CALLED[architecture]
+    own = functions_of(model)
+    assert {name for _, name, _ in own} == CALLED[architecture]
     operators = _Operators(ModelTables(8))
-    for name, function in own.items():
+    for _, name, function in own:
         ours = inspect.signature(getattr(operators, REPLACED[name])).parameters.values()
         named = {each.name for each in ours if each.kind is not inspect.Parameter.VAR_KEYWORD}
         assert named - {"z"} <= set(inspect.signature(function).parameters)
     with traced_recurrences(model, ModelTables(8)):
-        assert all(getattr(file, name) is not function for name, function in own.items())
-    assert all(getattr(file, name) is function for name, function in own.items())
+        assert all(vars(place)[name] is not function for place, name, function in own)
+    assert all(vars(place)[name] is function for place, name, function in own)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        RecurrentGemmaConfig(
-            vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, lru_width=16
-        ),
         MiniMaxConfig(
             vocab_size=32,
             hidden_size=16,
@@ -64,7 +70,7 @@ def test_the_functions_have_the_names_and_parameters_of_transformers_own(archite
             layer_types=["linear_attention"],
         ),
     ],
-    ids=["recurrent gemma", "minimax"],
+    ids=["minimax"],
 )
 def test_a_recurrence_of_another_kind_is_refused(config: Any) -> None:
     with (
@@ -72,3 +78,28 @@ def test_a_recurrence_of_another_kind_is_refused(config: Any) -> None:
         traced_recurrences(outlined(config), ModelTables(8)),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("padding", "groups", "cut", "is_found"),
+    [(2, 4, slice(None, 6), True), (2, 1, slice(None, 6), False), (2, 4, slice(2, None), False)],
+    ids=["the tokens before", "numbers of others", "the tokens behind"],
+)
+def test_a_convolution_of_the_tokens_before_has_a_memory(
+    padding: int, groups: int, cut: slice, is_found: bool
+) -> None:
+    layer = torch.nn.Conv1d(4, 4, 3, padding=padding, groups=groups).requires_grad_(False)
+    state = torch.randn(2, 4, 6)
+    graph_module = torch.export.export(Function(lambda x: layer(x)[..., cut]), (state,), strict=False).module(
+        check_guards=False
+    )
+    tables = ModelTables(8)
+    write_convolutions(graph_module, tables)
+    assert any(node.target is CONVOLVED for node in graph_module.graph.nodes) is is_found
+    assert [table.kind for table in tables.all] == is_found * [
+        "behind",
+        "entering",
+        "entering",
+        "leaving",
+        "staying",
+    ]
