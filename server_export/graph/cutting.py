@@ -285,12 +285,7 @@ def _block(
             placeholder(node, str(node.target))
     for whole, parts in packed:
         values |= packing.taken_apart(whole, parts)
-    for node in order:
-        if node not in values and node.op != "get_attr":
-            for weight in node.all_input_nodes:
-                if weight.op == "get_attr" and weight not in values:
-                    values[weight] = graph.node_copy(weight)
-            values[node] = graph.node_copy(node, values.__getitem__)
+    _copy(graph, order, values)
     is_last = stretch.ends[0] in graph_module.graph.output_node().args[0]
     answers = [values[stretch.ends[0]]] if is_last else [packing.side_by_side(stretch.ends, values)]
     answers += [packing.side_by_side((value,), values) for value in stretch.gives]
@@ -304,6 +299,16 @@ def _block(
         gives=gives,
         experts=stretch.experts,
     )
+
+
+def _copy(graph: Graph, order: Sequence[Node], values: dict[Node, Node]) -> None:
+    """Copy what computes values, and the weights it reads, behind a graph; `values` has it afterwards."""
+    for node in order:
+        if node not in values and node.op != "get_attr":
+            for weight in node.all_input_nodes:
+                if weight.op == "get_attr" and weight not in values:
+                    values[weight] = graph.node_copy(weight)
+            values[node] = graph.node_copy(node, values.__getitem__)
 
 
 def whole_block(graph_module: GraphModule) -> ModelBlock:

@@ -193,13 +193,7 @@ def build_chain(
     weights.buffers |= fold_positions(traced.graph_module, tables, weights.buffers)
     parts = cut(traced.graph_module, set(traced.adapter), TABLE)
     _check_constants(parts, weights)
-    layers = [*expert_layers(model).items()]
-    blocks = []
-    for block in parts:
-        blocks.append(block)
-        if block.experts is not None:
-            name, module = layers[block.experts]
-            blocks += expert_blocks(WHOLE_PREFIX + name, module, copies * BATCH, TOKENS)
+    blocks = _with_experts(parts, model, copies * BATCH)
     blocks += blocks[-1:] * (len(head_rows) - 1)
     kind_of = kinds(blocks)
     end = len(blocks) - len(head_rows)
@@ -218,6 +212,18 @@ def build_chain(
         vocabulary,
         scheme,
     )
+
+
+def _with_experts(parts: Sequence[ModelBlock], model: torch.nn.Module, rows: int) -> list[ModelBlock]:
+    """Blocks with the experts that they ask behind them."""
+    layers = [*expert_layers(model).items()]
+    blocks = list[ModelBlock]()
+    for block in parts:
+        blocks.append(block)
+        if block.experts is not None:
+            name, module = layers[block.experts]
+            blocks += expert_blocks(WHOLE_PREFIX + name, module, rows, TOKENS)
+    return blocks
 
 
 def _check_constants(blocks: Sequence[ModelBlock], weights: Weights) -> None:

@@ -7,8 +7,9 @@ graph has memory: the model's are named, and read when a block's are written.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,38 +166,10 @@ def trace(
             module.tables = tables
             # Some leave it to the mask that they give.
             module.is_causal = is_decoder or module.is_causal
-    rows = copies * BATCH
-    with torch.device("meta"), torch.no_grad():
-        tokens = torch.empty(rows, TOKENS, dtype=torch.long)
-        beside = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
-        trained = [torch.empty(copies, matrix.rank, matrix.width) for matrix in adapter]
-        shift = torch.empty(rows, TOKENS, 1)
-        given = (tokens, beside, shift, *trained)
-
-        def exported_with(has_own_masks: bool) -> ExportedProgram:
-            whole = _Whole(model, inputs, tables, adapter, first_position, has_own_masks).eval()
-            with _WithKnownNumbers(has_own_masks), traced_recurrences(model, tables):
-                return torch.export.export(whole, given, strict=False)
-
-        longer = any_length(model, TOKENS, first_position + 1)
-        with told_as_bundle_error("the model can't be traced", _REMEDY), longer as own:
-            exported = None
-            try:
-                exported = exported_with(False)
-            except PrgeError:
-                raise
-            except Exception:
-                if is_decoder:
-                    raise
-            is_asked = model.config._attn_implementation == attention.NAME
-            if is_decoder and is_asked and _lacks_masks(exported, tables):
-                # Its own attention gets masks that transformers makes; that of its other parts is asked.
-                model.set_attn_implementation("eager")
-                exported = exported_with(False)
-            elif not is_decoder and (exported is None or not _adds(exported)):
-                # It makes masks of its own, of what is a token and what is padding.
-                model.set_attn_implementation(attention.PADDED)
-                exported = exported_with(True)
+    longer = any_length(model, TOKENS, first_position + 1)
+    with told_as_bundle_error("the model can't be traced", _REMEDY), longer as own:
+        whole = partial(_Whole, model, inputs, tables, adapter, first_position)
+        exported = _exported(whole, model, tables, _given(adapter, is_decoder, copies), is_decoder)
     graph_module = functional_graph(exported)
     _put_back(graph_module, own)
     write_complex(graph_module)
@@ -207,6 +180,50 @@ def trace(
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
+
+
+def _given(adapter: Sequence[Matrix], is_decoder: bool, copies: int) -> tuple[torch.Tensor, ...]:
+    """What `_Whole` is traced with."""
+    rows = copies * BATCH
+    with torch.device("meta"):
+        tokens = torch.empty(rows, TOKENS, dtype=torch.long)
+        beside = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
+        trained = [torch.empty(copies, matrix.rank, matrix.width) for matrix in adapter]
+        return tokens, beside, torch.empty(rows, TOKENS, 1), *trained
+
+
+def _exported(
+    whole: Callable[[bool], nn.Module],
+    model: Any,
+    tables: ModelTables,
+    given: tuple[torch.Tensor, ...],
+    is_decoder: bool,
+) -> ExportedProgram:
+    """A model's graph with masks where its attention has them: `whole` is told whether they are its own."""
+
+    def exported_with(has_own_masks: bool) -> ExportedProgram:
+        known = _WithKnownNumbers(has_own_masks)
+        with torch.device("meta"), torch.no_grad(), known, traced_recurrences(model, tables):
+            return torch.export.export(whole(has_own_masks).eval(), given, strict=False)
+
+    exported = None
+    try:
+        exported = exported_with(False)
+    except PrgeError:
+        raise
+    except Exception:
+        if is_decoder:
+            raise
+    is_asked = model.config._attn_implementation == attention.NAME
+    if is_decoder and is_asked and _lacks_masks(exported, tables):
+        # Its own attention gets masks that transformers makes; that of its other parts is asked.
+        model.set_attn_implementation("eager")
+        exported = exported_with(False)
+    elif not is_decoder and (exported is None or not _adds(exported)):
+        # It makes masks of its own, of what is a token and what is padding.
+        model.set_attn_implementation(attention.PADDED)
+        exported = exported_with(True)
+    return exported
 
 
 def check_attention(model: Any, longest: int) -> None:
