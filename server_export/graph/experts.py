@@ -106,7 +106,7 @@ def _chosen(scores: Any) -> tuple[list[Node], Node, Node] | None:
     if scores.target is not aten.scatter.src:
         return None
     others, _, index, numbers = scores.args
-    if others.target is not aten.full_like.default:
+    if others.target is not aten.full.default:
         return None
     other: Any = torch.tensor(float(others.args[1]))
     for step in steps:
