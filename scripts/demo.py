@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from prge.errors import PrgeError
 from prge.rows.readers import read_rows
@@ -114,11 +114,11 @@ def _written(out: Path, bundle: Path) -> dict[str, Any]:
     return samples
 
 
-def killed_on_the_way(run: Path, *words: object) -> None:
+def killed_on_the_way(run: Path, *words: object, output: TextIO = sys.stdout) -> None:
     """Start a verb and kill it, and with it all that it started, as a phone would, a few steps into a run."""
-    print("$ prge " + " ".join(map(str, words)), flush=True)
+    print("$ prge " + " ".join(map(str, words)), file=output, flush=True)
     journal = run / "journal.jsonl"
-    with started(*words) as process:
+    with started(*words, stdout=output) as process:
         while process.poll() is None:
             if journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= _STEPS_BEFORE_THE_KILL:
                 process.kill()
@@ -126,7 +126,7 @@ def killed_on_the_way(run: Path, *words: object) -> None:
             time.sleep(0.02)
     if process.returncode != -signal.SIGKILL:
         raise PrgeError(f"`prge {words[0]}` ended with code {process.returncode}", remedy="see above")
-    print(f"killed process {process.pid} and its children with SIGKILL")
+    print(f"killed process {process.pid} and its children with SIGKILL", file=output)
 
 
 def _table(figures: dict[str, Any], out: Path) -> str:

@@ -104,7 +104,7 @@ def taught(name: str, data: Path, steps: int, seed: int) -> dict[str, Any]:
         word for flag, part in parts.items() for word in (f"--{flag}", data / f"{part}.jsonl")
     ]
     words += ["--task", data / "task.yaml", "--model", model, "--steps", steps, "--out", tuned]
-    killed_on_the_way(tuned / "run", "tune", *words)
+    killed_on_the_way(tuned / "run", "tune", *words, output=sys.stderr)
     prge("tune", resume=tuned, json=data / name / "tuned.json")
     prge("run", config=tuned / "settings/run.yaml", out=again)
     found = json_of(data / name / "tuned.json")
