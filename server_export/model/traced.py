@@ -7,7 +7,7 @@ graph has memory: the model's are named, and read when a block's are written.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,30 +176,12 @@ def trace(
         shift = torch.empty(rows, TOKENS, 1)
         given = (tokens, beside, shift, *trained)
 
-        def exported_with(has_own_masks: bool) -> ExportedProgram:
-            whole = _Whole(model, inputs, tables, adapter, first_position, has_own_masks).eval()
-            with _WithKnownNumbers(has_own_masks), traced_recurrences(model, tables):
-                return torch.export.export(whole, given, strict=False)
+        def whole(has_own_masks: bool) -> nn.Module:
+            return _Whole(model, inputs, tables, adapter, first_position, has_own_masks).eval()
 
         longer = any_length(model, TOKENS, first_position + 1)
         with told_as_bundle_error("the model can't be traced", _REMEDY), longer as own:
-            exported = None
-            try:
-                exported = exported_with(False)
-            except PrgeError:
-                raise
-            except Exception:
-                if is_decoder:
-                    raise
-            is_asked = model.config._attn_implementation == attention.NAME
-            if is_decoder and is_asked and _lacks_masks(exported, tables):
-                # Its own attention gets masks that transformers makes; that of its other parts is asked.
-                model.set_attn_implementation("eager")
-                exported = exported_with(False)
-            elif not is_decoder and (exported is None or not _adds(exported)):
-                # It makes masks of its own, of what is a token and what is padding.
-                model.set_attn_implementation(attention.PADDED)
-                exported = exported_with(True)
+            exported = _exported(model, tables, whole, given)
     graph_module = functional_graph(exported)
     _put_back(graph_module, own)
     write_complex(graph_module)
@@ -208,6 +190,43 @@ def trace(
     remove_unused_attributes(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
+
+
+def _exported(
+    model: Any, tables: ModelTables, whole: Callable[[bool], nn.Module], given: tuple[torch.Tensor, ...]
+) -> ExportedProgram:
+    """The program of a model, whose attention gets the masks that it takes.
+
+    Args:
+        model: it.
+        tables: of its blocks.
+        whole: the model with its readout, and whether an encoder gets masks of tokens.
+        given: its inputs.
+    """
+
+    def exported_with(has_own_masks: bool) -> ExportedProgram:
+        with _WithKnownNumbers(has_own_masks), traced_recurrences(model, tables):
+            return torch.export.export(whole(has_own_masks), given, strict=False)
+
+    if given[1].dim() == 2:
+        exported = exported_with(False)
+        is_asked = model.config._attn_implementation == attention.NAME
+        if not is_asked or not _lacks_masks(exported, tables):
+            return exported
+        # Its own attention gets masks that transformers makes; that of its other parts is asked.
+        model.set_attn_implementation("eager")
+        return exported_with(False)
+    try:
+        exported = exported_with(False)
+        if _adds(exported):
+            return exported
+    except PrgeError:
+        raise
+    except Exception:  # it does more with the padding than to add it
+        pass
+    # It makes masks of its own, of what is a token and what is padding.
+    model.set_attn_implementation(attention.PADDED)
+    return exported_with(True)
 
 
 def check_attention(model: nn.Module) -> None:
