@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -166,10 +165,20 @@ def trace(
             module.tables = tables
             # Some leave it to the mask that they give.
             module.is_causal = is_decoder or module.is_causal
-    longer = any_length(model, TOKENS, first_position + 1)
-    with told_as_bundle_error("the model can't be traced", _REMEDY), longer as own:
-        whole = partial(_Whole, model, inputs, tables, adapter, first_position)
-        exported = _exported(whole, model, tables, _given(adapter, is_decoder, copies), is_decoder)
+    rows = copies * BATCH
+    with torch.device("meta"), torch.no_grad():
+        tokens = torch.empty(rows, TOKENS, dtype=torch.long)
+        beside = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
+        trained = [torch.empty(copies, matrix.rank, matrix.width) for matrix in adapter]
+        shift = torch.empty(rows, TOKENS, 1)
+        given = (tokens, beside, shift, *trained)
+
+        def whole(has_own_masks: bool) -> nn.Module:
+            return _Whole(model, inputs, tables, adapter, first_position, has_own_masks).eval()
+
+        longer = any_length(model, TOKENS, first_position + 1)
+        with told_as_bundle_error("the model can't be traced", _REMEDY), longer as own:
+            exported = _exported(model, tables, whole, given)
     graph_module = functional_graph(exported)
     _put_back(graph_module, own)
     write_complex(graph_module)
@@ -182,48 +191,41 @@ def trace(
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
 
 
-def _given(adapter: Sequence[Matrix], is_decoder: bool, copies: int) -> tuple[torch.Tensor, ...]:
-    """What `_Whole` is traced with."""
-    rows = copies * BATCH
-    with torch.device("meta"):
-        tokens = torch.empty(rows, TOKENS, dtype=torch.long)
-        beside = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
-        trained = [torch.empty(copies, matrix.rank, matrix.width) for matrix in adapter]
-        return tokens, beside, torch.empty(rows, TOKENS, 1), *trained
-
-
 def _exported(
-    whole: Callable[[bool], nn.Module],
-    model: Any,
-    tables: ModelTables,
-    given: tuple[torch.Tensor, ...],
-    is_decoder: bool,
+    model: Any, tables: ModelTables, whole: Callable[[bool], nn.Module], given: tuple[torch.Tensor, ...]
 ) -> ExportedProgram:
-    """A model's graph with masks where its attention has them: `whole` is told whether they are its own."""
+    """The program of a model, whose attention gets the masks that it takes.
+
+    Args:
+        model: it.
+        tables: of its blocks.
+        whole: the model with its readout, and whether an encoder gets masks of tokens.
+        given: its inputs.
+    """
 
     def exported_with(has_own_masks: bool) -> ExportedProgram:
-        known = _WithKnownNumbers(has_own_masks)
-        with torch.device("meta"), torch.no_grad(), known, traced_recurrences(model, tables):
-            return torch.export.export(whole(has_own_masks).eval(), given, strict=False)
+        with _WithKnownNumbers(has_own_masks), traced_recurrences(model, tables):
+            return torch.export.export(whole(has_own_masks), given, strict=False)
 
-    exported = None
-    try:
+    if given[1].dim() == 2:
         exported = exported_with(False)
-    except PrgeError:
-        raise
-    except Exception:
-        if is_decoder:
-            raise
-    is_asked = model.config._attn_implementation == attention.NAME
-    if is_decoder and is_asked and _lacks_masks(exported, tables):
+        is_asked = model.config._attn_implementation == attention.NAME
+        if not is_asked or not _lacks_masks(exported, tables):
+            return exported
         # Its own attention gets masks that transformers makes; that of its other parts is asked.
         model.set_attn_implementation("eager")
+        return exported_with(False)
+    try:
         exported = exported_with(False)
-    elif not is_decoder and (exported is None or not _adds(exported)):
-        # It makes masks of its own, of what is a token and what is padding.
-        model.set_attn_implementation(attention.PADDED)
-        exported = exported_with(True)
-    return exported
+        if _adds(exported):
+            return exported
+    except PrgeError:
+        raise
+    except Exception:  # it does more with the padding than to add it
+        pass
+    # It makes masks of its own, of what is a token and what is padding.
+    model.set_attn_implementation(attention.PADDED)
+    return exported_with(True)
 
 
 def check_attention(model: Any, longest: int) -> None:
