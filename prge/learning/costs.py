@@ -76,7 +76,7 @@ class Outline:
 
     `layers` are the frozen linear layers without the vocabulary head, which is `head`; `key_width` is that
     of a token's keys; `gelu` tells whether blocks activate with GELU, whose derivative is made of many
-    operators; `table_numbers` the entries of the token embedding, `other_numbers` what stays float32: norms,
+    operators; `table_numbers` the entries of tables of tokens, `other_numbers` what stays float32: norms,
     biases, other tables. `parameters` counts all, tied ones once. `blocks_below` lie under the first adapted
     layer, one of `modules`. `longest` are the tokens of the longest row.
     """

@@ -237,7 +237,7 @@ class Constants:
         for index, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
             keys = [key for key, entry in payload.named_data.items() if entry.buffer_index == index]
             found = origins.get(_digest(part), {})
-            lies_there = content[start + offset : start + offset + len(part)] == part
+            lies_there = content.startswith(part, start + offset)
             if len(found) != 1 or not lies_there:
                 what = f"is that of {' and '.join(sorted(found))}" if found else "is none that is known here"
                 raise BundleError(
@@ -253,9 +253,9 @@ class Constants:
         found: dict[bytes, dict[str, str]] = defaultdict(dict)
         for name, value in self.random.items():
             for layout, apply in LAYOUTS.items():
-                data = bytes_of(apply(value))
-                if len(data) in sizes:
-                    found[_digest(data)].setdefault(name, layout)
+                # A large constant is laid out in no way that no part has.
+                if apply(value.to("meta")).nbytes in sizes:
+                    found[_digest(bytes_of(apply(value)))].setdefault(name, layout)
         return found
 
     def refuse_inlined(self, weights: WeightsFile) -> None:

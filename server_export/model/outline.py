@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from prge.contract import AdaptedModule
@@ -33,7 +34,7 @@ def outline_of(start: StartAdapter, longest: int) -> Outline:
     model, config = start.loaded.model, start.loaded.config
     blocks = block_names(model)
     head = model.get_output_embeddings() if start.loaded.is_decoder else None
-    table = model.get_input_embeddings().weight
+    tables = _tables(model)
     layers = {
         name: layer
         for name, layer in model.named_modules()
@@ -45,7 +46,7 @@ def outline_of(start: StartAdapter, longest: int) -> Outline:
     other = sum(
         parameter.numel()
         for parameter in model.parameters()
-        if id(parameter) not in weights | biases and parameter is not table
+        if id(parameter) not in weights | biases | {*map(id, tables)}
     ) - sum(layer.numbers for layer in of_experts)
     heads = _largest(config, "num_attention_heads") or 1
     head_width = _largest(config, "head_dim") or config.hidden_size // heads
@@ -65,11 +66,18 @@ def outline_of(start: StartAdapter, longest: int) -> Outline:
             AdaptedModule(name, len(matrix), matrix.shape[1], len(start.lora_b[name]), start.trains_a)
             for name, matrix in start.lora_a.items()
         ),
-        table_numbers=table.numel(),
+        table_numbers=sum(table.numel() for table in tables),
         other_numbers=other,
         parameters=parameter_count(model),
         longest=longest,
     )
+
+
+def _tables(model: nn.Module) -> list[torch.Tensor]:
+    """Tables of tokens: that of the embedding, and others with about as many rows."""
+    table = model.get_input_embeddings().weight
+    others = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
+    return [table, *(other for other in others if other is not table and 2 * len(other) > len(table))]
 
 
 def _of_experts(model: nn.Module, below: int) -> Iterator[Layer]:
