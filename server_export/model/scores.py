@@ -212,8 +212,11 @@ def give_numbers(writer: Writer, known: Known) -> None:
     place = {node: number for number, node in enumerate(graph.nodes)}
     for user in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         for value, scores in (user.args, user.args[::-1]):
-            numbers = _of_each_key(value) if isinstance(value, Node) and known(value) is None else None
-            found = _product(scores, known) if numbers is not None and isinstance(scores, Node) else None
+            numbers = _of_each_key(value) if isinstance(value, Node) else None
+            # Asked last, since a table that is known is made for the longest row.
+            if numbers is None or not isinstance(scores, Node) or known(value) is not None:
+                continue
+            found = _product(scores, known)
             if found is not None and numbers in place and _meet(numbers, value, scores, found[0], place):
                 user.replace_all_uses_with(scores)
                 graph.erase_node(user)
