@@ -23,6 +23,7 @@ from server_export.model.chain import ModelChain, build_chain
 from server_export.model.files import find_files
 from server_export.model.loading import outline_model
 from server_export.model.start import start_adapter
+from server_export.model.tables import ModelTable
 from server_export.settings import ExportConfig
 from tests.tiers import rest
 from tests.tiny_models import make_tokenizer, save_model
@@ -218,6 +219,20 @@ def test_attention_that_an_indexer_chooses_for_is_refused(tmp_path: Path) -> Non
     outline = outline_model(str(tmp_path))
     with pytest.raises(BundleError, match="only those tokens that an indexer chooses"):
         build_chain(outline, find_files(str(tmp_path)), {}, longest=LONGEST)
+
+
+def test_a_mask_of_the_longest_row_is_never_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has 256 MB for rows of 8,192 tokens, and each layer would have one."""
+    made, of = list[str](), ModelTable.of
+
+    def watched(table: ModelTable, length: int) -> torch.Tensor:
+        made.append(table.kind)
+        return of(table, length)
+
+    monkeypatch.setattr(ModelTable, "of", watched)
+    save_model(tmp_path, "llama")
+    build_chain(outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST)
+    assert "causal" not in made
 
 
 def test_texts_longer_than_a_chunk_of_attention_are_refused(tmp_path: Path) -> None:
