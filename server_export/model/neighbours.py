@@ -89,13 +89,19 @@ def _padded(writer: Writer, moving: _Moving, node: Any) -> Node | None:
     return writer.call(aten.permute.default, moved, [0, 2, 1])
 
 
-def _convolved(writer: Writer, moving: _Moving, node: Any) -> Node | None:
-    """Taps for each number alone, or layers of all numbers of a token."""
+def convolution_of(node: Any) -> tuple[Any, ...]:
+    """States, weight, bias, stride, padding, dilation and groups of a convolution of either operator."""
     source, weight, *more = node.args
     if node.target is aten.conv1d.default:
         bias, stride, padding, dilation, groups = more + [None, [1], [0], [1], 1][len(more) :]
     else:
         bias, stride, padding, dilation, *_, groups = more
+    return source, weight, bias, stride, padding, dilation, groups
+
+
+def _convolved(writer: Writer, moving: _Moving, node: Any) -> Node | None:
+    """Taps for each number alone, or layers of all numbers of a token."""
+    source, weight, bias, stride, padding, dilation, groups = convolution_of(node)
     out, part, *sizes = weight.meta["val"].shape
     if len(sizes) == 2 and sizes[1] == 1:
         return _convolved_by_heads(writer, moving, node)

@@ -24,6 +24,7 @@ from prge.errors import BundleError
 from prge.files.relations import relation_shape
 from server_export.graph.recurrences import CONVOLUTION, RECURRENCE, SCAN
 from server_export.graph.writing import Writer
+from server_export.model.neighbours import convolution_of
 from server_export.model.tables import ModelTable, ModelTables, asked
 
 aten = torch.ops.aten
@@ -260,11 +261,7 @@ def write_convolutions(graph_module: GraphModule, tables: ModelTables) -> None:
 
 def _convolved(writer: Writer, tables: ModelTables, node: Any, part: Any) -> Node | None:
     """What a convolution answers of f32 [rows, width, tokens], without what is behind the last token."""
-    source, weight, *more = node.args
-    if node.target is aten.conv1d.default:
-        bias, stride, padding, dilation, groups = more + [None, [1], [0], [1], 1][len(more) :]
-    else:
-        bias, stride, padding, dilation, *_, groups = more
+    source, weight, bias, stride, padding, dilation, groups = convolution_of(node)
     width, each, *sizes = weight.meta["val"].shape
     tokens = source.meta["val"].shape[-1]
     taps = sizes[0]

@@ -119,6 +119,16 @@ def test_what_an_export_refuses_is_refused(outline_folder: Path, tmp_path: Path)
         main(["--model", str(outline_folder), "--sequence-length", "8", "--tokens", "9"])
 
 
+def test_all_tables_of_tokens_are_counted_as_such(tmp_path: Path) -> None:
+    """Gemma's inputs of each layer come from one of their own, which is larger than the embedding's."""
+    folder = save_model(tmp_path / "model", "gemma4")
+    config = json.loads((folder / "config.json").read_text())
+    width = config["hidden_size"] + config["num_hidden_layers"] * config["hidden_size_per_layer_input"]
+    assert config["vocab_size"] == config["vocab_size_per_layer_input"]
+    outline = estimate(EstimateConfig(str(folder))).outline
+    assert outline.table_numbers == config["vocab_size"] * width
+
+
 def test_an_export_is_announced(outline_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     announce(estimate(EstimateConfig(model=str(outline_folder))))
     assert "of memory at the peak of the export" in capsys.readouterr().out

@@ -263,6 +263,20 @@ def test_layouts_are_known(lowered: tuple[LoweredKind, dict[str, torch.Tensor]])
     assert set(kind.weights.fixed) == {"layer_weight_zero_point"}
 
 
+def test_a_table_is_laid_out_in_no_way_that_no_part_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way of a large table would be in memory beside it."""
+    packed, laid_out = LAYOUTS["int4"], list[bool]()
+
+    def watched(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is torch.int8:
+            laid_out.append(tensor.is_meta)
+        return packed(tensor)
+
+    monkeypatch.setitem(LAYOUTS, "int4", watched)
+    lower_kind({"embed": program(Embedding(1, True), meta(10007, 10009, dtype=torch.long))}, SIZES.values())
+    assert laid_out and all(laid_out)
+
+
 def test_scales_of_float32_are_stored_as_bfloat16() -> None:
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
     from torchao.quantization.granularity import PerGroup
