@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -56,4 +57,6 @@ def give_memory(graph_module: GraphModule) -> None:
     for name in {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}:
         tensor = attribute(graph_module, name)
         if tensor.is_meta:
-            replace_tensor(graph_module, name, torch.zeros(tensor.shape, dtype=tensor.dtype))
+            # torch's own zeros are written.
+            untouched = torch.from_numpy(np.zeros(tensor.nbytes, np.uint8))
+            replace_tensor(graph_module, name, untouched.view(tensor.dtype).reshape(tensor.shape))

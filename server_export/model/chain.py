@@ -27,7 +27,7 @@ from server_export.model.frozen import ADAPTER_WEIGHT, Frozen, freeze
 from server_export.model.loading import LoadedModel, vocabulary_size
 from server_export.model.positional import fold_positions
 from server_export.model.positions import first_position
-from server_export.model.quantization import GROUP_SIZE, QuantizationReport
+from server_export.model.quantization import GROUP_SIZE, ROWS_AT_ONCE, QuantizationReport
 from server_export.model.readout import cut_head
 from server_export.model.tables import TABLE, ModelTables, make_rotary_tables
 from server_export.model.traced import BATCH, COPIES, TOKENS, WHOLE_PREFIX, check_attention, trace
@@ -140,8 +140,15 @@ class ModelChain:
         """
         rows = self.head_rows[number - self.end] if number >= self.end else None
         block = self.blocks[number]
-        read = [self._read(name.removeprefix(WHOLE_PREFIX), rows, block.is_expert) for name in block.weights]
-        return dict(self.kinds[self.kind_of[number]].frozen.tensors(read))
+        frozen = self.kinds[self.kind_of[number]].frozen
+        names = [name.removeprefix(WHOLE_PREFIX) for name in block.weights]
+        read = [
+            self.weights.pieces(name, ROWS_AT_ONCE)
+            if place in frozen.tables
+            else self._read(name, rows, block.is_expert)
+            for place, name in enumerate(names)
+        ]
+        return dict(frozen.tensors(read))
 
     def _read(self, name: str, rows: Sequence[int] | None, of_expert: bool) -> torch.Tensor:
         layer, _, part = name.rpartition(".")

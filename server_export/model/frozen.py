@@ -8,7 +8,7 @@ The graph of a kind has tensors without memory in their places. Blocks of the ki
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,14 @@ from server_export.graph.cutting import ModelBlock
 from server_export.graph.modules import as_module, copied, remove_unused_attributes
 from server_export.graph.rewriting import remove_identities
 from server_export.graph.shapes import without_memory
-from server_export.model.quantization import EMBEDDING_BYTES, GROUP_SIZE, int4_weight, int8_rows, int8_weight
+from server_export.model.quantization import (
+    EMBEDDING_BYTES,
+    GROUP_SIZE,
+    ROWS_AT_ONCE,
+    int4_weight,
+    int8_table,
+    int8_weight,
+)
 from server_export.model.traced import BATCH, COPIES, TOKENS
 
 aten = torch.ops.aten
@@ -36,13 +43,14 @@ class Frozen:
     """How a block's weights become the tensors that its kind's graph reads.
 
     `computed` takes the weights in order and gives the tensors of `names`; `layers` and `embeddings` are
-    those of them that are kept as codes, a layer's with whether these are int4.
+    those of them that are kept as codes, a layer's with whether these are int4. `tables` are the places among
+    the weights of embeddings that nothing is computed of, with their rows.
     """
 
     computed: GraphModule
     names: tuple[str, ...]
     layers: dict[str, bool] = field(default_factory=dict)
-    embeddings: list[str] = field(default_factory=list)
+    embeddings: dict[str, int] = field(default_factory=dict)
 
     @property
     def stored(self) -> set[str]:
@@ -52,8 +60,22 @@ class Frozen:
         quantized |= {part(name) for name in self.embeddings for part in parts[:2]}
         return quantized | set(self.names) - set(self.layers) - set(self.embeddings)
 
-    def tensors(self, weights: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors of the graph, made of a block's weights f32 in the order of the block's own."""
+    @property
+    def tables(self) -> set[int]:
+        """Places among the weights of embeddings that are kept as codes and that nothing is computed of."""
+        graph = self.computed.graph
+        output = graph.output_node()
+        kept = dict(zip(self.names, output.args[0], strict=True))
+        tables = {kept[name] for name in self.embeddings if {*kept[name].users} == {output}}
+        return {place for place, node in enumerate(graph.find_nodes(op="placeholder")) if node in tables}
+
+    def tensors(
+        self, weights: Sequence[torch.Tensor | Iterable[torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors of the graph, made of a block's weights f32 in the order of the block's own.
+
+        `tables` may come some rows at a time, so that none is in memory as a whole.
+        """
         with torch.no_grad():
             for name, tensor in zip(self.names, self.computed(*weights), strict=True):
                 if name in self.layers:
@@ -62,9 +84,11 @@ class Frozen:
                     yield scale_of(name), quantized.scale
                     yield zero_point_of(name), quantized.zero_point
                 elif name in self.embeddings:
-                    codes, scales = zip(*map(int8_rows, tensor.split(GROUP_SIZE * GROUP_SIZE)), strict=True)
-                    yield codes_of(name), torch.cat(codes)
-                    yield scale_of(name), torch.cat(scales)
+                    is_whole = isinstance(tensor, torch.Tensor)
+                    pieces = tensor.split(ROWS_AT_ONCE) if is_whole else tensor
+                    codes, scales = int8_table(pieces, self.embeddings[name])
+                    yield codes_of(name), codes
+                    yield scale_of(name), scales
                 else:
                     yield name, tensor
 
@@ -246,7 +270,7 @@ def _call(target: Any, source: Node, *arguments: Any, **named: Any) -> Node:
 def _quantize_embedding(graph_module: GraphModule, node: Node, frozen: Frozen) -> None:
     table, *rest = node.args
     name, (rows, width) = str(table.target), table.meta["val"].shape
-    frozen.embeddings.append(name)
+    frozen.embeddings[name] = rows
     graph = graph_module.graph
     with graph.inserting_before(node):
         codes = _tensor(graph_module, codes_of(name), (rows, width), torch.int8)

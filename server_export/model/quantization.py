@@ -23,7 +23,7 @@ from server_export.model.adapted import replace_module
 GROUP_SIZE = 32
 # Below this an int8 table saves nothing that anybody would notice.
 EMBEDDING_BYTES = 1 << 20
-_ROWS_AT_ONCE = 256
+ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,17 @@ class Int8Embedding(nn.Module):
     Args:
         vectors: f32 [some tokens, width] in order, what the replaced module gives; taken one after the other,
             so that a large table never is in memory twice.
+        count: how many vectors.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
 
-    def __init__(self, vectors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, vectors: Iterable[torch.Tensor], count: int) -> None:
         super().__init__()
-        codes, scales = zip(*map(int8_rows, vectors), strict=True)
-        self.register_buffer("codes", torch.cat(codes))
-        self.register_buffer("scales", torch.cat(scales))
+        codes, scales = int8_table(vectors, count)
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -79,6 +80,18 @@ def int8_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes i8 [tokens, width] and scales f32 [tokens, 1] of some vectors."""
     scales = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
     return torch.round(rows / scales).to(torch.int8), scales
+
+
+def int8_table(vectors: Iterable[torch.Tensor], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes i8 [tokens, width] and scales f32 [tokens, 1] of so many vectors f32 that come some at a time."""
+    codes, scales, start = torch.empty(0), list[torch.Tensor](), 0
+    for rows in vectors:
+        found, scale = int8_rows(rows)
+        if not scales:
+            codes = torch.empty(count, rows.shape[1], dtype=torch.int8)
+        codes[start : (start := start + len(rows))] = found
+        scales.append(scale)
+    return codes, torch.cat(scales)
 
 
 def quantize(module: nn.Module, scheme: str) -> QuantizationReport:
@@ -134,7 +147,7 @@ def round_base(model: nn.Module, scheme: str) -> None:
     embedding = model.get_input_embeddings()
     table = embedding.weight.detach()
     if _is_large(table):
-        rounded = [codes * scales for codes, scales in map(int8_rows, table.split(_ROWS_AT_ONCE))]
+        rounded = [codes * scales for codes, scales in map(int8_rows, table.split(ROWS_AT_ONCE))]
         embedding.weight = nn.Parameter(torch.cat(rounded), requires_grad=False)
 
 
@@ -196,7 +209,7 @@ def _quantized(weight: torch.Tensor, settings: Any) -> torch.Tensor:
     from torchao.quantization import quantize_
 
     parts = []
-    for rows in weight.split(_ROWS_AT_ONCE):
+    for rows in weight.split(ROWS_AT_ONCE):
         layer = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
         layer.weight = nn.Parameter(rows.contiguous(), requires_grad=False)
         quantize_(layer, settings)
@@ -220,7 +233,7 @@ def _quantize_embedding(model: nn.Module) -> str:
     name = next(name for name, layer in model.named_modules() if layer is embedding)
     # Gemma's embedding scales its vectors: ask the module instead of reading its weight.
     vectors = (
-        embedding(tokens).detach().float() for tokens in torch.arange(table.shape[0]).split(_ROWS_AT_ONCE)
+        embedding(tokens).detach().float() for tokens in torch.arange(table.shape[0]).split(ROWS_AT_ONCE)
     )
-    replace_module(model, name, Int8Embedding(vectors))
+    replace_module(model, name, Int8Embedding(vectors, len(table)))
     return "int8"

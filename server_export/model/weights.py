@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,9 @@ class Weights:
         Raises:
             BundleError: the files lack it, or it has numbers that aren't finite.
         """
-        known = next((known for known in (name, *self._tied.get(name, ())) if known in self._sources), None)
-        if known is None and name in self.buffers:
-            return self.buffers[name]
+        known = self._known(name)
         if known is None:
-            raise BundleError(f"{self.files.name} lacks {name}", remedy="give a complete checkpoint")
+            return self.buffers[name]
         source = self._sources[known]
         if source.conversion is None:
             (stored,) = source.stored.values()
@@ -69,14 +67,37 @@ class Weights:
             )
         if name in self.transposed:
             return tensor.t()
-        shapes = self._outline.shapes
-        if rows is None and tuple(tensor.shape) != shapes.get(name, tuple(tensor.shape)):
+        if rows is None:
+            self._check_shape(name, tensor.shape)
+        return tensor
+
+    def pieces(self, name: str, rows: int) -> Iterator[torch.Tensor]:
+        """What `read` gives, so many rows at a time: one that is stored as it is never is in memory whole."""
+        known = self._known(name)
+        if known is None or self._sources[known].conversion is not None:
+            yield from self.read(name).split(rows)
+            return
+        (stored,) = self._sources[known].stored.values()
+        with safe_open(str(self._paths[stored]), framework="pt") as reader:
+            shape = reader.get_slice(stored).get_shape()
+        self._check_shape(name, shape)
+        for start in range(0, shape[0], rows):
+            yield self.read(name, range(start, min(start + rows, shape[0])))
+
+    def _known(self, name: str) -> str | None:
+        """The name that a parameter's source has; None for a number that the architecture says."""
+        known = next((known for known in (name, *self._tied.get(name, ())) if known in self._sources), None)
+        if known is None and name not in self.buffers:
+            raise BundleError(f"{self.files.name} lacks {name}", remedy="give a complete checkpoint")
+        return known
+
+    def _check_shape(self, name: str, shape: Sequence[int]) -> None:
+        described = self._outline.shapes.get(name, tuple(shape))
+        if tuple(shape) != described:
             raise BundleError(
-                f"{name} of {self.files.name} is {list(tensor.shape)}, its config.json describes "
-                f"{list(shapes[name])}",
+                f"{name} of {self.files.name} is {list(shape)}, its config.json describes {list(described)}",
                 remedy="copy the model again",
             )
-        return tensor
 
     def _stored(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
         # Opened again and again: pages that were read stay in memory as long as a file is open.

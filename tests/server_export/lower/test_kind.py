@@ -71,7 +71,7 @@ class Embedding(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         table = torch.randn(VOCABULARY, WIDTH)
-        self.table = Int8Embedding([table]) if quantized else nn.Embedding.from_pretrained(table)
+        self.table = Int8Embedding([table], len(table)) if quantized else nn.Embedding.from_pretrained(table)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.table(tokens)

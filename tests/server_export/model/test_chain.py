@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from server_export.model.adapted import (
 from server_export.model.chain import ModelChain, build_chain
 from server_export.model.files import find_files
 from server_export.model.loading import outline_model
+from server_export.model.quantization import int8_rows
 from server_export.model.start import start_adapter
 from server_export.model.tables import ModelTable
 from server_export.settings import ExportConfig
@@ -72,6 +74,27 @@ def test_quantized_layers_are_codes_and_scales(folder: Path) -> None:
         read = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
         assert set(tensors) == {name for name in read if not name.startswith("constant_")}
     assert max(int(tensor.max()) for name, tensor in head.items() if name.endswith("_codes")) > 100
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_large_table_becomes_codes_some_rows_at_a_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server_export.model.frozen.EMBEDDING_BYTES", 0)
+    chain = chain_of(folder, scheme="8da8w")
+    codes, scales = int8_rows(chain.weights.read("model.embed_tokens.weight"))
+    monkeypatch.setattr(chain.weights, "_stored", refuse_whole(chain.weights._stored))
+    found = chain.tensors(0)
+    assert torch.equal(found["model_model_embed_tokens_weight_codes"], codes)
+    assert torch.equal(found["model_model_embed_tokens_weight_scale"], scales)
+
+
+def refuse_whole(read: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def rows_alone(name: str, rows: range | None = None) -> torch.Tensor:
+        assert rows is not None
+        return read(name, rows)
+
+    return rows_alone
 
 
 @pytest.mark.parametrize("folder", ["llama4"], indirect=True)

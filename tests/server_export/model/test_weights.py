@@ -68,3 +68,32 @@ def test_a_missing_weight_one_of_another_shape_and_one_that_is_no_number_are_ref
         weights.read("model.norm.weight")
     with pytest.raises(BundleError, match=r"up_proj\.weight .* aren't finite"):
         weights.read("model.layers.0.mlp.up_proj.weight")
+
+
+def test_rows_come_in_pieces_of_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weights_of(save_model(tmp_path / "model", "llama"))
+    whole, asked = weights.read("lm_head.weight"), list[int]()
+    read = weights.read
+
+    def noted(name: str, rows: range) -> torch.Tensor:
+        asked.append(len(rows))
+        return read(name, rows)
+
+    monkeypatch.setattr(weights, "read", noted)
+    assert torch.equal(torch.cat([*weights.pieces("lm_head.weight", 100)]), whole)
+    assert max(asked) == 100
+    assert sum(asked) == len(whole)
+
+
+def test_pieces_of_a_bad_table_are_refused_as_the_whole_is(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    table[-1, 0] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(BundleError, match=r"embed_tokens\.weight .* aren't finite"):
+        list(weights_of(folder).pieces("model.embed_tokens.weight", 100))
+    tensors["model.embed_tokens.weight"] = table[:100].clone()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(BundleError, match=r"embed_tokens\.weight .* its config"):
+        list(weights_of(folder).pieces("model.embed_tokens.weight", 100))
