@@ -34,6 +34,7 @@ class NumpySpeaker:
         self.vocabulary_size = vocabulary_size
         self.context = context
         self.slots = slots
+        self.most_checked = 8
         self.calls: list[list[int]] = []
         self.failing: set[int] = set()
         self._recurrent = random.normal(0, 1.5 / np.sqrt(WIDTH), (WIDTH, WIDTH))
@@ -65,6 +66,12 @@ class NumpySpeaker:
         """See prge.text.speaker.Speaker.feed."""
         self.calls.append(list(tokens))
         return self._fed(sequence, tokens)
+
+    def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
+        """See prge.text.speaker.Speaker.check."""
+        assert 2 <= len(tokens) <= self.most_checked
+        self.calls.append(list(tokens))
+        return np.stack([self._fed(sequence, [token]) for token in tokens])
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
         """See prge.text.speaker.Speaker.step."""

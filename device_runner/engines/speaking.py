@@ -146,7 +146,7 @@ class ChainSpeaker:
             raise EngineError(f"all {self._slots} sequences are open", remedy="close one")
         number, self._next = self._next, self._next + 1
         self._sequences[number] = _Sequence(adapter, len(self._sequences))
-        self._forget(self._sequences[number])
+        self._forget(self._sequences[number], self._capacity)
         return number
 
     def length(self, sequence: int) -> int:
@@ -155,11 +155,12 @@ class ChainSpeaker:
 
     def rewind(self, sequence: int, length: int) -> None:
         """See Speaker."""
-        length = min(length, self.length(sequence))
-        if length < self.length(sequence) and any(self._carried.values()):
+        before = self.length(sequence)
+        length = min(length, before)
+        if length < before and any(self._carried.values()):
             length = 0
         self._sequences[sequence].length = length
-        self._forget(self._sequences[sequence])
+        self._forget(self._sequences[sequence], before)
 
     def close(self, sequence: int) -> None:
         """See Speaker."""
@@ -190,7 +191,20 @@ class ChainSpeaker:
             rest = rest[size:]
         if state is None:
             raise EngineError("no token is given", remedy="give at least one")
-        return self._logits(state)
+        return self._logits(state[:, -1:])[0]
+
+    @property
+    def most_checked(self) -> int:
+        """See Speaker."""
+        carries = any(self._blocks.carried(number) for number in range(self._chain.end))
+        # The head takes the tokens of a text as it takes those of as many texts.
+        return 0 if carries else min(self._chain.bounds.sequences, self._chain.bounds.piece)
+
+    def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
+        """See Speaker."""
+        self._reserve(self.length(sequence) + len(tokens))
+        state = self._prefill(self._sequences[sequence], tokens)
+        return self._logits(state.reshape(len(tokens), 1, -1))
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
         """See Speaker."""
@@ -257,10 +271,15 @@ class ChainSpeaker:
         keys = [(TAKEN, block.takes[place]) for place in block.past]
         return [*zip((KEYS, VALUES), keys or [(KEYS, number), (VALUES, number)], strict=True)]
 
-    def _forget(self, sequence: _Sequence) -> None:
-        """Clear a slot behind its tokens: a mask hides numbers, but not those that aren't finite."""
+    def _forget(self, sequence: _Sequence, before: int) -> None:
+        """Clear a slot behind its tokens: a mask hides numbers, but not those that aren't finite.
+
+        Args:
+            sequence: with the tokens that it keeps.
+            before: tokens that it held.
+        """
         for cache in self._caches.values():
-            cache[sequence.slot, :, 1 + sequence.length :] = 0
+            cache[sequence.slot, :, 1 + sequence.length : 1 + before] = 0
         if not sequence.length:
             for carried in self._carried.values():
                 for array in carried.values():
@@ -395,7 +414,7 @@ class ChainSpeaker:
         behind[...] = self._experts.forward(number, [state])[0]
 
     def _prefill(self, sequence: _Sequence, tokens: Sequence[int]) -> FloatArray:
-        """The state f32 [1, 1, width] of the last of some tokens, which are appended to a sequence."""
+        """The states f32 [1, tokens, width] of some tokens, which are appended to a sequence."""
         chain, start, slot = self._chain, sequence.length, sequence.slot
         piece = slice(start, start + len(tokens))
         state: Array = np.array([tokens], np.int64)
@@ -431,18 +450,18 @@ class ChainSpeaker:
                     cache[slot, :, 1:][:, piece] = by_heads(shared.values[value][0], cache.shape[1])
             shared.leave(number, self._blocks.release)
         sequence.length = piece.stop
-        last = state[:, -1:].copy()
+        kept = state.copy()
         self._blocks.release(state)
-        return last
+        return kept
 
-    def _logits(self, state: FloatArray) -> FloatArray:
-        """Logits f32 [vocabulary] of a state."""
+    def _logits(self, states: FloatArray) -> FloatArray:
+        """Logits f32 [tokens, vocabulary] of states f32 [tokens, 1, width]."""
         pieces = []
         for number in range(self._chain.end, len(self._chain.blocks)):
-            found = self._blocks.run(number, DECODE, {"state": state})["logits"]
-            pieces.append(found.reshape(-1).copy())
+            found = self._blocks.run(number, DECODE, {"state": states})["logits"]
+            pieces.append(found.reshape(len(states), -1).copy())
             self._blocks.release(found)
-        return np.concatenate(pieces)
+        return np.concatenate(pieces, axis=1)
 
     def _fill(self, number: int, table: Array, lengths: Array) -> None:
         """Write the rows of a table for tokens that so many others come before."""

@@ -102,7 +102,7 @@ class Models:
             if tokens >= context:
                 raise _too_long(asked, f"at least {tokens} tokens", context)
             most = context - tokens if asked.most is None else min(asked.most, context)
-            settings = GenerationSettings(most, asked.stop, asked.choice)
+            settings = GenerationSettings(most, asked.stop, asked.choice, draft="lookup")
             requests += [Request(prompt, adapter, settings)] * asked.count
         return requests
 

@@ -21,7 +21,7 @@ from prge.host.terminal import best_effort
 from prge.rows.tokenizer import Tokenizer
 from prge.running.training_flags import RowsFlags, SelectionFlags
 from prge.text.choice import MIN_P, ChoiceSettings
-from prge.text.loop import GenerationSettings, Generator, Overflow
+from prge.text.loop import Draft, GenerationSettings, Generator, Overflow
 
 BUNDLE, BASE = "bundle", "base"
 STDIN = "-"
@@ -66,6 +66,9 @@ class SpeakingFlags(EngineFlags):
     """Most tokens of prompt and answer together; default: all that the bundle has positions for."""
     cache_dtype: Precision = "float32"
     """Precision of keys and values of a text so far. float16 takes half the room, and time to read."""
+    draft: Draft = "lookup"
+    """lookup: a text that repeats its prompt or itself is written several tokens at a time; off: token by
+    token."""
     system: str | None = None
     """Chat: the system message, unless the conversation has one."""
 
@@ -77,7 +80,7 @@ class SpeakingFlags(EngineFlags):
         choice = ChoiceSettings(
             self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.seed
         )
-        return GenerationSettings(self.max_tokens, self.stop, choice, self.overflow)
+        return GenerationSettings(self.max_tokens, self.stop, choice, self.overflow, self.draft)
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,14 @@ from prge.files.adapter import Adapter
 from prge.rows.tokenizer import Tokenizer
 from prge.text.choice import Choice, ChoiceSettings
 from prge.text.decoding import TextStream
+from prge.text.drafts import Lookup
 from prge.text.prompts import Prompt
 from prge.text.speaker import Speaker
 from prge.verbs.bounds import bound_problems
 
 Reason = Literal["stop", "length", "context", "cancelled"]
 Overflow = Literal["error", "truncate"]
+Draft = Literal["off", "lookup"]
 
 # Prompt tokens of one round, so that answers go on and can be cancelled while a long prompt is read.
 FED_AT_ONCE = 256
@@ -45,6 +47,9 @@ class GenerationSettings:
     overflow: Overflow = "error"
     """What is longer than the context: `error`, or `truncate` the prompt's beginning, so that the answer has
     room; half of the context stays the prompt's."""
+    draft: Draft = "off"
+    """`lookup`: an answer that is made alone goes on by several tokens at once where it repeats its prompt or
+    itself. They are those that would have been chosen one by one, but for the rounding of another program."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -83,8 +88,11 @@ class Answer:
     prefill_seconds: float
     """Time of the engine for the prompt."""
     steps: int
+    """Tokens after the first one, with the one that ended the answer."""
     decode_seconds: float
-    """Time of the engine for the tokens after the first one, `steps` calls, others' answers with them."""
+    """Time of the engine for these, others' answers with them."""
+    drafted: int = 0
+    """How many of them came from drafts, without calls of their own."""
 
     @property
     def prefill_tokens_per_second(self) -> float | None:
@@ -160,6 +168,8 @@ class _Answering:
     prefill_seconds: float = 0.0
     steps: int = 0
     decode_seconds: float = 0.0
+    drafted: int = 0
+    lookup: Lookup | None = None
 
 
 class Generator:
@@ -206,7 +216,9 @@ class Generator:
         self._take_in()
         speaking = [each for each in self._answering if not each.rest]
         self._feed()
-        if speaking:
+        if draft := self._draft(speaking):
+            self._check(speaking[0], draft)
+        elif speaking:
             self._step(speaking)
         while self._told:
             self._told.popleft()()
@@ -290,6 +302,7 @@ class Generator:
                         ticket.tokens if prompt.continues else None,
                     ),
                     self.tokenizer.stop_ids | prompt.ends | ends,
+                    lookup=Lookup(ticket.tokens) if request.settings.draft == "lookup" else None,
                 )
             )
 
@@ -345,17 +358,53 @@ class Generator:
             each.decode_seconds += seconds
             self._choose(each, logits[each.open.number])
 
-    def _choose(self, each: _Answering, logits: FloatArray) -> None:
-        """Choose the token that follows what a sequence holds, tell its text, and end what has ended."""
+    def _draft(self, speaking: Sequence[_Answering]) -> list[int]:
+        """What an answer that is made alone may go on with behind its last token."""
+        if len(speaking) != 1 or (each := speaking[0]).lookup is None:
+            return []
+        # Of room for n tokens the last one needs no draft.
+        room = self.speaker.context - len(each.open.held) - 1, each.ticket.request.settings.max_tokens
+        most = min(room[0], room[1] - len(each.tokens), self.speaker.most_checked) - 1
+        return each.lookup.draft(most) if most > 0 else []
+
+    def _check(self, each: _Answering, draft: list[int]) -> None:
+        """Choose as many tokens as a draft is right, and the one behind them."""
+        number, held, tokens = each.open.number, each.open.held, [each.tokens[-1], *draft]
+        start = time.perf_counter()
+        try:
+            logits = self.speaker.check(number, tokens)
+        except PrgeError as error:
+            self._drop(each, error)
+            return
+        each.decode_seconds += time.perf_counter() - start
+        for place, token in enumerate(tokens):
+            held.append(token)
+            each.steps += 1
+            each.drafted += place > 0
+            if not self._choose(each, logits[place]) or each.tokens[-1:] != tokens[place + 1 : place + 2]:
+                break
+        if each.ticket.error is None:
+            self.speaker.rewind(number, len(held))
+        if each.lookup is not None:
+            each.lookup.note(len(draft), place)
+
+    def _choose(self, each: _Answering, logits: FloatArray) -> bool:
+        """Choose the token that follows what a sequence holds, tell its text, and end what has ended.
+
+        Returns:
+            Whether the answer goes on.
+        """
         try:
             token = each.choice.choose(logits, each.open.held)
         except PrgeError as error:
             self._drop(each, error)
-            return
+            return False
         if token in each.ends:
             self._finish(each, "stop")
-            return
+            return False
         each.tokens.append(token)
+        if each.lookup is not None:
+            each.lookup.push(token)
         self._tell(each, each.stream.push(token))
         if each.stream.stopped:
             self._finish(each, "stop")
@@ -363,6 +412,9 @@ class Generator:
             self._finish(each, "length")
         elif len(each.open.held) + 1 >= self.speaker.context:
             self._finish(each, "context")
+        else:
+            return True
+        return False
 
     def _finish(self, each: _Answering, reason: Reason) -> None:
         self._tell(each, each.stream.finish())
@@ -378,6 +430,7 @@ class Generator:
             each.prefill_seconds,
             each.steps,
             each.decode_seconds,
+            each.drafted,
         )
         self._end(each.ticket, answer)
 

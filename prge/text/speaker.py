@@ -46,6 +46,19 @@ class Speaker(Protocol):
         """
         ...
 
+    @property
+    def most_checked(self) -> int:
+        """Most tokens of a `check`; 0 if a sequence can't go back to where a check found a wrong one."""
+        ...
+
+    def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
+        """Append at least two tokens; logits f32 [tokens, vocabulary_size] of the one that follows each.
+
+        Raises:
+            EngineError: see `feed`.
+        """
+        ...
+
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
         """Append one token to each of several sequences; logits as `feed` answers them, by sequence.
 

@@ -359,3 +359,66 @@ def test_nobody_waits_for_ever() -> None:
     ticket = Generator(NumpySpeaker(), TOKENIZER).submit(make_request())
     with pytest.raises(TimeoutError):
         ticket.wait(0.01)
+
+
+# Drafts
+
+
+@given(
+    st.lists(st.integers(3, 9), min_size=1, max_size=24),
+    st.integers(1, 30),
+    st.sampled_from([0.0, 0.7]),
+    st.integers(30, 60),
+)
+@settings(max_examples=60, deadline=None)
+def test_drafts_change_no_token(prompt: list[int], most: int, temperature: float, context: int) -> None:
+    choice = ChoiceSettings(temperature, seed=3)
+    small: dict[str, Any] = {"vocabulary_size": 10, "context": context}
+    answers = []
+    for draft in ("off", "lookup"):
+        speaker = NumpySpeaker(**small)
+        generator = Generator(speaker, TOKENIZER)
+        request = make_request(prompt, max_tokens=most, choice=choice, draft=draft)
+        answers += generator.generate([request, request][:1])
+        (idle,) = generator._idle
+        assert speaker.length(idle.number) == len(idle.held)
+    plain, drafted = answers
+    assert (plain.tokens, plain.reason, plain.text) == (drafted.tokens, drafted.reason, drafted.text)
+    assert plain.steps == drafted.steps
+    assert plain.drafted == 0
+
+
+def test_a_text_that_repeats_itself_takes_fewer_calls() -> None:
+    speaker = NumpySpeaker(vocabulary_size=10)
+    (answer,) = Generator(speaker, TOKENIZER).generate(
+        [make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")]
+    )
+    assert answer.drafted > 10
+    assert len(speaker.calls) == 1 + answer.steps - answer.drafted
+
+
+def test_a_speaker_that_cannot_go_back_is_given_no_drafts() -> None:
+    speaker = NumpySpeaker(vocabulary_size=10)
+    speaker.most_checked = 0
+    request = make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")
+    (answer,) = Generator(speaker, TOKENIZER).generate([request])
+    assert answer.drafted == 0
+
+
+def test_answers_that_are_made_together_are_given_no_drafts() -> None:
+    speaker = NumpySpeaker(vocabulary_size=10)
+    requests = [make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")] * 2
+    assert [answer.drafted for answer in Generator(speaker, TOKENIZER).generate(requests)] == [0, 0]
+
+
+def test_an_engine_that_fails_at_a_draft_ends_the_answer() -> None:
+    speaker = NumpySpeaker(vocabulary_size=10)
+    generator = Generator(speaker, TOKENIZER)
+    request = make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")
+    ticket = generator.submit(request)
+    generator.work()
+    speaker.failing = set(range(10))
+    finished(generator)
+    with pytest.raises(EngineError, match="refuses token"):
+        ticket.wait(0)
+    assert speaker.open_count == 0
