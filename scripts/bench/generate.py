@@ -9,6 +9,9 @@ a process of its own; ratios are medians over rounds. Prints JSON by model:
     tokens_over_stock, prefill_over_stock   tokens a second, of one sequence, over those of the runner
     decode_over_bandwidth                   time of a token over that of reading all packed weights once
     batch8_over_1                           tokens a second of 8 sequences over those of one
+    lookup_over_plain, _over_stock          tokens a second with drafts of a text that repeats its prompt,
+                                            over those without, and over the runner's
+    lookup_over_plain_at_worst              the same of a text whose drafts are wrong
     anonymous_mb                            of the process that writes the end of `--context` tokens; its
                                             weights are mapped
     memory, stock_memory                    of the processes that are compared
@@ -44,9 +47,10 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
     with (
         serving("speaker", folder, 1, prompt, new, threads) as one,
         serving("speaker", folder, _SEQUENCES, prompt, new, threads) as several,
+        serving("drafts", folder, prompt, new, threads) as drafts,
         stock_runner(folder, prompt, new, threads) as stock,
     ):
-        for opened in (one, several):
+        for opened in (one, several, drafts):
             opened.answer()
         # The packed weights that a token needs: embeddings are packed nowhere.
         packed = sum(path.stat().st_size for path in (folder / "cache").rglob("*") if path.is_file())
@@ -54,12 +58,16 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
 
         def rates() -> dict[str, float]:
             theirs, (first, rest), (_, of_several) = stock.measure(), one.answer(), several.answer()
+            plain, lookup, *worst = drafts.answer()
             rate, reading = (new - 1) / rest, bandwidth.seconds()
             return {
                 "tokens_over_stock": rate / theirs.decode_tokens_per_second,
                 "prefill_over_stock": prompt / first / theirs.prefill_tokens_per_second,
                 "decode_over_bandwidth": 1 / rate / reading,
                 "batch8_over_1": _SEQUENCES * (new - 1) / of_several / rate,
+                "lookup_over_plain": plain / lookup,
+                "lookup_over_stock": (new - 1) / lookup / theirs.decode_tokens_per_second,
+                "lookup_over_plain_at_worst": worst[0] / worst[1],
                 "tokens_per_second": rate,
                 "prefill_tokens_per_second": prompt / first,
                 "packed_gb_per_second": packed / 1e9 / reading,

@@ -10,6 +10,8 @@ has its libraries, and has opened nothing yet. Methods on the engine import what
     speaker       SEQUENCES PROMPT NEW THREADS: greedy texts by `bundle`; seconds of the prompts, and of the
                   tokens after the first ones, with the choice of each and its text. `llm` has a tokenizer
                   that ends no text
+    drafts        PROMPT NEW THREADS: seconds of the tokens after the first one of a text that repeats its
+                  prompt, token by token and with drafts, and the same of a text of few words in no order
     stock-runner  PROMPT NEW THREADS: a greedy text by ExecuTorch's own LLM runner on `llm`; the same
                   seconds by its statistics, then by the clock
 """
@@ -117,6 +119,40 @@ def speaker_texts(method: str, folder: Path, count: int, prompt: int, new: int, 
             speaker.close(sequence)
 
 
+def drafted_texts(method: str, folder: Path, prompt: int, new: int, threads: int) -> Answers:
+    """Given texts by a bundle's speaker, with drafts and without."""
+    import numpy as np
+    from dictated import DictatedSpeaker, of_few_words, repeating
+    from tokenizers import Tokenizer as Backend
+
+    from device_runner.engines.speaking import open_speaker
+    from prge.files.bundle import open_bundle
+    from prge.files.peft import read_peft
+    from prge.rows.tokenizer import Tokenizer
+    from prge.text.loop import GenerationSettings, Generator, Request
+    from prge.text.prompts import Prompt
+
+    tokenizer = Tokenizer(Backend.from_file(str(folder / "llm" / "tokenizer.json")))
+    yield ()
+    opened = open_bundle(folder / "bundle")
+    speaker = DictatedSpeaker(open_speaker(opened, threads, "native"))
+    adapter = read_peft(opened.adapter, opened.chain.modules, opened.adapter)
+    generator, random = Generator(speaker, tokenizer), np.random.default_rng(0)
+    while True:
+        seconds = []
+        for make in (repeating, of_few_words):
+            speaker.text = make(speaker.vocabulary_size, prompt, new, random)
+            asked = Prompt(tuple(speaker.text[:prompt]))
+            for draft in ("off", "lookup"):
+                settings = GenerationSettings(new, draft=draft)
+                (answer,) = generator.generate([Request(asked, adapter, settings)])
+                if list(answer.tokens) != speaker.text[prompt:]:
+                    raise ValueError("the answer isn't the text that was given")
+                seconds.append(answer.decode_seconds)
+        generator.close()
+        yield seconds
+
+
 def runner_texts(method: str, folder: Path, prompt: int, new: int, threads: int) -> Answers:
     """Texts by ExecuTorch's runner; raises ValueError where one isn't of the tokens that were asked for."""
     import torch  # noqa: F401 loads the libraries that the runner links to
@@ -155,7 +191,11 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     method, folder, *numbers = sys.argv[1:]
-    others: dict[str, Callable[..., Answers]] = {"speaker": speaker_texts, "stock-runner": runner_texts}
+    others: dict[str, Callable[..., Answers]] = {
+        "speaker": speaker_texts,
+        "drafts": drafted_texts,
+        "stock-runner": runner_texts,
+    }
     make = engine_steps if method in ENGINE else others.get(method, pytorch_steps)
     found = make(method, Path(folder), *map(int, numbers))
     for _ in sys.stdin:

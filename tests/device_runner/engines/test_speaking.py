@@ -144,6 +144,27 @@ def test_a_sequence_goes_on_from_where_it_was_cut(bundle: Bundle, whole: Whole) 
     assert difference(speaker.step({sequence: others[9]})[sequence], expected[21]) < TOLERANCE
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_check_answers_for_each_token_and_leaves_nothing_behind(
+    bundle: Bundle, whole: Whole, dtype: Any
+) -> None:
+    adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 24)
+    expected = logits_of(whole, adapter, tokens)
+    bound = TOLERANCE if dtype == "float32" else 1e-2
+    speaker = open_speaker(bundle, slots=2, precision=dtype)
+    beside, text = speaker.open(adapter_of(bundle, 2)), speaker.open(adapter)
+    speaker.feed(beside, tokens)
+    speaker.feed(text, tokens[:12])
+    wrong = [tokens[12], *tokens_of(bundle, 7, seed=5)]
+    assert difference(speaker.check(text, wrong)[0], expected[12]) < bound
+    speaker.rewind(text, 13)
+    found = speaker.check(text, tokens[13:20])
+    assert found.shape == (7, bundle.chain.vocabulary_size)
+    assert difference(found, expected[13:20]) < bound
+    for place, token in enumerate(tokens[20:], 20):
+        assert difference(speaker.step({text: token})[text], expected[place]) < bound
+
+
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_with_little_memory_the_logits_are_the_same_bits(bundle: Bundle, precision: Any) -> None:
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 30)
