@@ -11,13 +11,14 @@ from pathlib import Path
 
 from device_runner.engines.trunk_cache import Precision
 from device_runner.session.settings import EngineFlags
-from device_runner.session.speaking import BASE, BUNDLE, by_name, open_speaking, read_adapter
+from device_runner.session.speaking import BASE, BUNDLE, by_name, note, open_speaking, read_adapter
 from prge.errors import ConfigError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.documents import DocumentError, read_document
 from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
+from prge.rows.feedback import check_feedback
 from prge.rows.tokenizer import bundle_tokenizer, read_chat_template
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import parse_settings
@@ -47,6 +48,9 @@ class ServeSettings(EngineFlags):
     chat_template: Path | None = None
     """Jinja file that makes a prompt of messages. Default: the model's own; without one only
     /v1/completions answers."""
+    feedback: Path | None = None
+    """File that /v1/feedback adds rows to, with what was asked and answered; `prge tune --data` takes it.
+    Default: nothing is kept."""
     queue: int = 64
     """Most answers that are made or wait at once; further requests get status 429."""
     slots: int = 8
@@ -83,12 +87,15 @@ def serve(settings: ServeSettings) -> None:
     from device_runner.engines.speaking import open_speaker
     from device_runner.serving.access import Access, is_local
     from device_runner.serving.app import make_app
+    from device_runner.serving.feedback import Feedback
     from device_runner.serving.listening import Server, address_of, listening
     from device_runner.serving.models import Models
     from device_runner.serving.worker import Worker
     from prge.text.loop import Generator
 
     key = _read_key(settings.api_key_file)
+    if settings.feedback is not None:
+        check_feedback(settings.feedback)
     bundle = open_speaking(settings.bundle)
     adapters = _adapters(settings, bundle)
     tokenizer = bundle_tokenizer(bundle)
@@ -109,7 +116,8 @@ def serve(settings: ServeSettings) -> None:
         )
         with Worker(Generator(speaker, bundle_tokenizer(bundle)), settings.queue) as worker:
             host = None if is_reached_by_others else settings.host
-            app = make_app(models, worker, Access(key, host))
+            feedback = Feedback(settings.feedback, note)
+            app = make_app(models, worker, Access(key, host), feedback)
             lines = [f"models: {', '.join(models.names)}"]
             lines.append(f"listening at http://{address_of(listener)}/v1; Ctrl-C ends it")
             if is_reached_by_others:
