@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from device_runner.serving.access import HEALTH, Access, Door, refusal
 from device_runner.serving.feedback import Feedback
+from device_runner.serving.learning import Learning
 from device_runner.serving.models import MOST_CHARACTERS, Models
 from device_runner.serving.protocol import (
     Asked,
@@ -50,7 +51,13 @@ MOST_HELD = 16 * MOST_BYTES
 SECONDS = 60.0
 
 
-def make_app(models: Models, worker: Worker, access: Access, feedback: Feedback | None = None) -> Starlette:
+def make_app(
+    models: Models,
+    worker: Worker,
+    access: Access,
+    feedback: Feedback | None = None,
+    learning: Learning | None = None,
+) -> Starlette:
     """The server as an ASGI application.
 
     Args:
@@ -58,12 +65,15 @@ def make_app(models: Models, worker: Worker, access: Access, feedback: Feedback 
         worker: the thread that writes.
         access: who may ask.
         feedback: takes what clients say of answers; by default none is kept.
+        learning: what is learnt of that.
     """
-    server = _Server(models, worker, feedback or Feedback(None))
+    server = _Server(models, worker, feedback or Feedback(None), learning)
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/feedback", server.judge, methods=["POST"]),
+        Route("/v1/adapters", server.list_adapters, methods=["GET"]),
+        Route("/v1/adapters/back", server.take_back, methods=["POST"]),
         Route("/v1/models", server.list_models, methods=["GET"]),
         Route("/v1/models/{name:path}", server.one_model, methods=["GET"]),
         Route(HEALTH, server.health, methods=["GET"]),
@@ -88,10 +98,11 @@ _FINISH: dict[Reason, Finish] = {"stop": "stop", "length": "length", "context": 
 
 
 class _Server:
-    def __init__(self, models: Models, worker: Worker, feedback: Feedback) -> None:
+    def __init__(self, models: Models, worker: Worker, feedback: Feedback, learning: Learning | None) -> None:
         self.models = models
         self.worker = worker
         self.feedback = feedback
+        self._learning = learning
         self.most_bytes = min(MOST_BYTES, BYTES_BESIDE + BYTES_A_TOKEN * worker.context)
         self.begun = int(time.time())
         # Bytes of bodies that are being read or made prompts of.
@@ -127,6 +138,21 @@ class _Server:
             judgement = await self.models.apart(lambda: read_judgement(body, most))
         self.feedback.take(judgement)
         return JSONResponse({"id": judgement.id, "object": "feedback", "kept": True})
+
+    async def list_adapters(self, request: Request) -> Response:
+        """What was learnt so far."""
+        return JSONResponse({"object": "list", "data": self.learning.history()})
+
+    async def take_back(self, request: Request) -> Response:
+        """Serve what was served before the newest adapter."""
+        return JSONResponse({"object": "adapter", "current": self.learning.take_back()})
+
+    @property
+    def learning(self) -> Learning:
+        """What learns; raises RequestError where nothing does."""
+        if self._learning is None:
+            raise RequestError(404, "nothing is learnt: the server was started without --learn FOLDER")
+        return self._learning
 
     def _model(self, name: str) -> Json:
         return {"id": name, "object": "model", "created": self.begun, "owned_by": "prge"}

@@ -1,0 +1,452 @@
+"""Learning beside answers: rounds of feedback, which of their adapters is served, and the history of that.
+
+feedback.jsonl    what clients said of answers
+adapters.jsonl    journal: what began, which rows a round has, how it was judged, what was taken back
+rounds/0001/      a round; final/ is its adapter
+
+A round has a fixed number of rows in their order, so that adapters follow from feedback, and not from when it
+came or how often the process was killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal
+
+from device_runner.engines.kept_states import KeptStates
+from device_runner.engines.opening import Engines, open_engines
+from device_runner.serving.protocol import RequestError
+from device_runner.serving.rounds import (
+    AbandonedError,
+    Judged,
+    Kept,
+    Round,
+    Rows,
+    Workshop,
+    held_back,
+    read_kept,
+)
+from device_runner.session.planning import DEFAULT_BATCH, plan_run, settled
+from device_runner.session.sensors import Sensors
+from device_runner.session.settings import EngineFlags, RunSettings
+from prge.errors import BundleError, ConfigError, DataError, DivergenceError, PrgeError
+from prge.files.adapter import Adapter
+from prge.files.bundle import Bundle
+from prge.files.journal import Journal, Record
+from prge.files.peft import read_peft
+from prge.files.run_folder import CONFIG, FINAL
+from prge.files.tuned import tuning_at
+from prge.rows.feedback import Fields, adapter_digest, read_feedback
+from prge.rows.tokenizer import Tokenizer
+from prge.verbs.settings import read_settings
+
+FEEDBACK, HISTORY, ROUNDS = "feedback.jsonl", "adapters.jsonl", "rounds"
+# Rows of refused rounds that the next one learns, too.
+_MOST_OPEN = 256
+# Between two looks at the charger.
+_SECONDS = 5.0
+_Json = dict[str, Any]
+When = Literal["idle", "charging"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnFlags:
+    """Learning beside answers."""
+
+    learn: Path | None = None
+    """Folder to learn into: between requests the model is trained on feedback, and a better adapter takes the
+    place of the one that is served. Its feedback.jsonl is --feedback's default."""
+    learn_every: int = 8
+    """Rows of feedback of a round of learning; what one in five of them is about is held back to judge by."""
+    learn_epochs: float = 8.0
+    """Times that a round sees every row."""
+    learning_rate: float | None = None
+    """Peak learning rate of a round; default: the tuning's, or 0.003."""
+    replay: float = 0.5
+    """Share of a round's rows that are earlier ones: feedback and --kept, so that nothing is forgotten."""
+    kept: Path | None = None
+    """Rows that must not be forgotten. Some are replayed; on others no adapter may be worse than that of the
+    start. Default: those of the tuning."""
+    may_lose: float = 0.02
+    """By how much an adapter may be worse than that of the start on kept rows: of their task's metric,
+    such as accuracy, or else of the mean loss."""
+    when: When = "idle"
+    """idle: whenever no request is answered; charging: only while the battery is charged, too."""
+
+
+@dataclass
+class Version:
+    """An adapter of the history: 0 is that of the start, others are of rounds."""
+
+    number: int
+    parent: int | None = None
+    rows: tuple[str, ...] = ()
+    verdict: Record | None = None
+    is_back: bool = False
+
+    @property
+    def status(self) -> str:
+        """What became of it."""
+        if self.number == 0:
+            return "start"
+        if self.verdict is None:
+            return "learning"
+        return "taken back" if self.is_back else str(self.verdict["status"])
+
+
+class History:
+    """The adapters of a folder, as its journal tells; changed under `lock` alone.
+
+    Raises:
+        ConfigError: the folder began with another bundle or adapter.
+        RunError: the journal is damaged, or can't be written.
+    """
+
+    def __init__(self, folder: Path, start: Record) -> None:
+        self.lock = Lock()
+        self._journal = Journal(folder / HISTORY)
+        self.versions = [Version(0)]
+        if (begun := self._journal.first("start")) is None:
+            self._journal.append({"kind": "start", **start})
+        elif problems := [f"another {name}" for name in start if begun.get(name) != start[name]]:
+            remedy = "serve those, or learn into another folder"
+            raise ConfigError(f"{folder} began to learn with", problems, remedy=remedy)
+        for record in self._journal.records:
+            with self._journal.reading(record):
+                self._take(record)
+
+    @property
+    def current(self) -> int:
+        """The version that is served: the newest that is better and wasn't taken back."""
+        return next(each.number for each in reversed(self.versions) if each.status in ("served", "start"))
+
+    @property
+    def open(self) -> Version | None:
+        """The round that isn't judged yet."""
+        return self.versions[-1] if self.versions[-1].status == "learning" else None
+
+    def rows(self) -> set[str]:
+        """Keys of all rows that rounds have had; those of one that was abandoned are new again."""
+        return {key for each in self.versions if each.status != "abandoned" for key in each.rows}
+
+    def add(self, kind: str, version: int, **facts: Any) -> None:
+        """Write down that a round begins, `judged` how it ended, or that it was taken `back`."""
+        self._take(self._journal.append({"kind": kind, "step": version, **facts}))
+        self._journal.sync()
+
+    def _take(self, record: Record) -> None:
+        if record["kind"] == "round":
+            self.versions.append(Version(record["step"], record["parent"], tuple(record["rows"])))
+        elif record["kind"] == "judged":
+            self.versions[record["step"]].verdict = record
+        elif record["kind"] == "back":
+            self.versions[record["step"]].is_back = True
+
+    def close(self) -> None:
+        """Close the journal."""
+        self._journal.close()
+
+
+class Learning:
+    """Takes rounds when the worker has nothing to answer; `history` and `take_back` are asked by any thread.
+
+    Args:
+        flags: `learn` is the folder.
+        settings: of a round's steps.
+        bundle: of all adapters.
+        start: what the folder began with.
+        serve: puts an adapter in the place of the one that is served.
+        tell: called with what a user should know.
+    """
+
+    seconds = _SECONDS
+
+    def __init__(
+        self,
+        flags: LearnFlags,
+        settings: RunSettings,
+        bundle: Bundle,
+        start: Adapter,
+        serve: Callable[[Adapter], object],
+        tell: Callable[[str], object],
+    ) -> None:
+        assert flags.learn is not None
+        self._flags, self._settings, self._bundle = flags, settings, bundle
+        self._folder, self._start = flags.learn, start
+        self._serve, self._tell = serve, tell
+        begun = {"bundle": bundle.sha256, "adapter": adapter_digest(start)}
+        self._history = History(self._folder, begun)
+        self._workshop: Workshop | None = None
+        self._sensors = Sensors()
+        self._next_look, self._may_now, self._failed = 0.0, True, False
+        self._waiting = 0
+        self._tidy()
+        if flags.when == "charging" and (reading := self._sensors.charging()).value is None:
+            problem = f"--when charging: {reading.reason}"
+            raise ConfigError("the device doesn't tell what these need:", [problem], remedy="leave it out")
+
+    def open(self, workshop: Workshop) -> None:
+        """Have what rounds need."""
+        self._workshop = workshop
+
+    @property
+    def adapter(self) -> Adapter:
+        """The one that is served."""
+        return self._adapter(self._history.current)
+
+    def count(self, row: Fields) -> None:
+        """Know of a new row of feedback."""
+        self._waiting += 1
+
+    def work(self) -> bool:
+        """Go on with a round, or begin one; False if there is nothing to do by now."""
+        if self._workshop is None or self._failed or self.must_wait():
+            return False
+        history = self._history
+        try:
+            with history.lock:
+                version = history.open or self._begun()
+            return version is not None and self._worked(self._workshop, version)
+        except PrgeError as error:
+            self._failed = True
+            self._tell(f"nothing more is learnt until the next start: {error}")
+            return False
+
+    def must_wait(self) -> bool:
+        """Whether no step may be taken now."""
+        if self._flags.when == "charging" and time.monotonic() >= self._next_look:
+            self._may_now = self._sensors.charging().value is not False
+            self._next_look = time.monotonic() + _SECONDS
+        return not self._may_now
+
+    def history(self) -> list[_Json]:
+        """All adapters, the newest last."""
+        with self._history.lock:
+            current = self._history.current
+            return [_told(version, current) for version in self._history.versions]
+
+    def take_back(self) -> int:
+        """Serve what was served before the newest adapter; its version. Raises RequestError."""
+        with self._history.lock:
+            last = self._history.current
+            if last == 0:
+                raise RequestError(409, "the adapter of the start is served: there is none to take back")
+            parent = self._history.versions[last].parent or 0
+            adapter = self._adapter(parent)
+            self._history.add("back", last)
+            if (version := self._history.open) is not None:
+                self._history.add("judged", version.number, status="abandoned")
+            self._serve(adapter)
+            return parent
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._history.close()
+
+    def check(self) -> None:
+        """Raise AbandonedError if the round that is being taken was judged meanwhile."""
+        if self._history.open is None:
+            raise AbandonedError
+
+    def _begun(self) -> Version | None:
+        """A new round, if there are rows for it."""
+        if self._waiting < self._flags.learn_every:
+            return None
+        new = self._new_rows()
+        self._waiting = len(new)
+        if self._waiting < self._flags.learn_every:
+            return None
+        keys = [key_of(row) for row in new[: self._flags.learn_every]]
+        history = self._history
+        history.add("round", len(history.versions), parent=history.current, rows=keys)
+        return history.open
+
+    def _worked(self, workshop: Workshop, version: Version) -> bool:
+        round, begin = self._round(version), time.monotonic()
+        adapter = self._adapter(version.parent or 0)
+        try:
+            judged = workshop.take(round, adapter)
+            if judged is None:
+                return False
+            verdict = {**_verdict(judged, self._flags.may_lose), "seconds": time.monotonic() - begin}
+        except AbandonedError:
+            judged, verdict = None, {"status": "abandoned"}
+        except (DivergenceError, DataError, BundleError) as error:
+            # Of rows that can't be learnt the next round has none.
+            judged, verdict = None, {"status": "failed", "why": error.what}
+        with self._history.lock:
+            if self._history.open is version:
+                self._history.add("judged", version.number, **verdict)
+                if verdict["status"] == "served" and judged is not None and judged.adapter is not None:
+                    self._serve(judged.adapter)
+        self._tidy()
+        self._tell(_line(_told(version, self._history.current)))
+        return True
+
+    def _tidy(self) -> None:
+        """Remove what nobody goes back to, and count the rows that wait."""
+        for version in self._history.versions[1:]:
+            if version.status not in ("served", "learning"):
+                shutil.rmtree(self._folder_of(version.number), ignore_errors=True)
+        self._waiting = len(self._new_rows())
+
+    def _folder_of(self, version: int) -> Path:
+        return self._folder / ROUNDS / f"{version:04d}"
+
+    def _round(self, version: Version) -> Round:
+        """A round with its rows, as far as the file has them still."""
+        rows = {key_of(row): row for row in read_feedback(self._folder / FEEDBACK)}
+
+        def there(keys: Sequence[str]) -> list[Fields]:
+            return [rows[key] for key in keys if key in rows]
+
+        parent = version.parent or 0
+        unlearnt: list[Fields] = []
+        learnt: list[Fields] = []
+        for each in self._history.versions[1 : version.number]:
+            if each.status not in ("served", "refused"):
+                continue
+            if each.number > parent:
+                unlearnt += there(each.rows)
+            else:
+                learning, held = held_back(there(each.rows))
+                learnt, unlearnt = [*learnt, *unlearnt, *learning], held
+        folder = self._folder_of(version.number)
+        seed = self._settings.seed + version.number
+        return Round(
+            version.number,
+            replace(self._settings, out=folder, seed=seed),
+            Rows(there(version.rows), unlearnt[-_MOST_OPEN:], learnt),
+            self._flags.replay,
+        )
+
+    def _new_rows(self) -> list[Fields]:
+        had = self._history.rows()
+        return [row for row in read_feedback(self._folder / FEEDBACK) if key_of(row) not in had]
+
+    def _adapter(self, version: int) -> Adapter:
+        if version == 0:
+            return self._start
+        return read_peft(self._folder_of(version) / FINAL, self._bundle.chain.modules, self._bundle.adapter)
+
+
+def open_learning(
+    flags: LearnFlags,
+    engine: EngineFlags,
+    folder: Path,
+    bundle: Bundle,
+    start: Adapter,
+    tokenizer: Tokenizer,
+    serve: Callable[[Adapter], object],
+    tell: Callable[[str], object],
+) -> tuple[Learning, Engines]:
+    """What learns beside answers, and the engines that it shares with them.
+
+    Args:
+        flags: `learn` is the folder to learn into.
+        engine: flags of it.
+        folder: of the bundle, or of the tuning that it is of.
+        bundle: of all adapters.
+        start: the adapter that is served where nothing was learnt yet.
+        tokenizer: of what learns alone.
+        serve: puts an adapter in the place of the one that is served.
+        tell: called with what a user should know.
+
+    Raises:
+        PrgeError: rows that are to be kept can't be used, the folder is of something else, or the engine
+            can't be had.
+    """
+    settings = settled(settings_of_rounds(flags, engine, folder), bundle)
+    learning = Learning(flags, settings, bundle, start, serve, tell)
+    has_kept = flags.kept is not None or tuning_at(folder) is not None
+    kept = read_kept(settings, tokenizer, bundle) if has_kept else Kept()
+    plan = plan_run(bundle, kept.replayed, replace(settings, epochs=None))
+    engines = open_engines(
+        bundle,
+        plan.contract,
+        settings.threads,
+        settings.engine,
+        settings.memory,
+        plan.scoring,
+        kept=KeptStates(settings.checkpoint_dtype, flags.learn, settings.memory),
+        speaks=True,
+    )
+    if engines.notes:
+        tell(engines.notes)
+    learning.open(Workshop(bundle, engines, tokenizer, kept, start, learning.must_wait))
+    return learning, engines
+
+
+def settings_of_rounds(flags: LearnFlags, engine: EngineFlags, bundle: Path) -> RunSettings:
+    """How steps of rounds are taken: as the tuning of a folder took them, or by `prge run`'s defaults."""
+    assert flags.learn is not None
+    tuning, own = tuning_at(bundle), flags.learn / FEEDBACK
+    settings = RunSettings(bundle=bundle, train=flags.kept or own, out=flags.learn, batch_size=DEFAULT_BATCH)
+    if tuning is not None:
+        settings = read_settings(RunSettings, tuning.run / CONFIG, "prge run")
+    if flags.kept is not None:
+        settings = replace(settings, train=flags.kept, dev=None, task=None, columns=[])
+    return replace(
+        settings,
+        learning_rate=flags.learning_rate or settings.learning_rate,
+        engine=engine.engine,
+        threads=engine.threads,
+        memory=engine.memory,
+        calls=1,
+        steps=RunSettings.steps,
+        epochs=flags.learn_epochs,
+        warmup=None,
+        adapter=None,
+        sample_prompts=None,
+        sample_rows=0,
+        only_charging=False,
+    )
+
+
+def key_of(row: Fields) -> str:
+    """What tells rows of feedback apart."""
+    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _verdict(judged: Judged, may_lose: float) -> Record:
+    """Whether an adapter is to be served, and why not."""
+    held, kept = judged.held_back, judged.kept
+    why = ""
+    if judged.adapter is None:
+        why = "no row can be learnt: there are bad ratings alone"
+    elif not held["after"] < held["before"]:
+        why = "no better on the feedback that it is judged by"
+    elif kept["rows"] and not kept["after"] >= kept["start"] - may_lose:
+        why = "worse on the kept rows"
+    found = {"learnt": judged.learnt, "steps": judged.steps, "held_back": held, "kept": kept}
+    return {"status": "refused", "why": why, **found} if why else {"status": "served", **found}
+
+
+def _told(version: Version, current: int) -> _Json:
+    """A version as clients are told of it."""
+    verdict = version.verdict or {}
+    facts = ("learnt", "held_back", "kept", "steps", "seconds", "why")
+    return {
+        "object": "adapter",
+        "version": version.number,
+        "status": version.status,
+        "current": version.number == current,
+        "parent": version.parent,
+        "feedback": len(version.rows),
+        **{name: verdict[name] for name in facts if name in verdict},
+    }
+
+
+def _line(told: _Json) -> str:
+    """An adapter of the history in a line."""
+    held = told.get("held_back", {})
+    losses = f", loss {held['before']:.3f} -> {held['after']:.3f}" if "after" in held else ""
+    why = f": {told['why']}" if "why" in told else ""
+    return f"adapter {told['version']} of {told['feedback']} rows: {told['status']}{losses}{why}"
