@@ -15,6 +15,7 @@ from prge.learning.estimators.table import (
     EstimatorFlags,
     having,
 )
+from prge.learning.preferences import ObjectiveFlags
 from prge.running.training_flags import OptimizerFlags, TrainingFlags
 from prge.verbs.bounds import flag
 from prge.verbs.kinds import Bytes
@@ -39,7 +40,7 @@ class EngineFlags:
 
 
 @dataclass(frozen=True)
-class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, TrainingFlags):
+class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, TrainingFlags):
     """Fine-tune the adapter of a bundle on the stock engine."""
 
     STORED: ClassVar = CONFIG
@@ -137,7 +138,8 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, TrainingFlags):
                 remedy="go on with it in the version that run.json names, or start a new run; of "
                 "one-sided differences there is --estimator fzoo",
             )
-        return {name: value for name, value in stored.items() if name not in _RETIRED}
+        later = {item.name: item.default for item in fields(ObjectiveFlags)}
+        return later | {name: value for name, value in stored.items() if name not in _RETIRED}
 
 
 def _either(names: Sequence[str]) -> str:

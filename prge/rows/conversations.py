@@ -53,8 +53,10 @@ def chat_examples(reading: Reading, chat: ChatTemplate, row: Row) -> Made:
     return made
 
 
-def conversation(reading: Reading, chat: ChatTemplate, row: int, messages: Sequence[Message]) -> Masked:
-    """Tokens of messages by the template, and which are learnt."""
+def conversation(
+    reading: Reading, chat: ChatTemplate, row: int, messages: Sequence[Message], before: int = 0
+) -> Masked:
+    """Tokens of messages by the template, and which are learnt: all that the assistant wrote but `before`."""
     tokenizer, events = reading.tokenizer, []
     try:
         text, spans, is_exact = chat.assistant_spans(messages)
@@ -65,7 +67,7 @@ def conversation(reading: Reading, chat: ChatTemplate, row: int, messages: Seque
     if any(token in message["content"] for message in messages for token in tokenizer.control_tokens):
         events.append(CONTROL)
     # The template writes the special tokens itself, `begin` among them.
-    first, last = np.array(spans, np.int64).reshape(-1, 2).T
+    first, last = np.array(spans[before:], np.int64).reshape(-1, 2).T
     tokens, mask = array("i"), bytearray()
     for part in tokenizer.parts(text, control=True):
         start, end = part[:, 1], part[:, 2]

@@ -63,6 +63,7 @@ def test_unknown_columns_are_told_with_the_forms_that_are_known() -> None:
     [problem] = caught.value.problems
     assert problem == (
         "its columns are question, answer; known are messages: messages; ShareGPT: conversations; "
+        "pairs: chosen, rejected; ratings: prompt, completion, label; "
         "prompt and completion: prompt, completion; Alpaca: instruction, output; text: text"
     )
     assert "--columns prompt=question completion=answer" in caught.value.remedy
