@@ -87,11 +87,11 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     options = BuildOptions(
         overflow=settings.overflow, append_eos=settings.append_eos, objective=settings.objective
     )
-    source = read_source(settings.data, "test", settings.columns)
+    source = read_source(settings.data, "test", settings.columns, objective=settings.objective)
     examples, report = load_examples(
         source, tokenizer, contract, task, settings.selection, options, training=False
     )
-    print(report.text())
+    print("\n".join(filter(None, [source.told, report.text()])))
     objective = make_objective(report.objective, settings)
     named = settings.adapter or (settings.bundle if tuning_at(settings.bundle) else bundle.adapter)
     trained = find_adapter(named)

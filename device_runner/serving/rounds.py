@@ -38,11 +38,12 @@ from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.protocol import Measurement
 from prge.learning.evaluation import score
 from prge.learning.examples import Example
+from prge.learning.preferences import ObjectiveName
 from prge.learning.sampling import Sampler, row_order
 from prge.learning.training import AdapterLearner, train
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.feedback import Fields
-from prge.rows.feedback_rows import asked_text, can_be_learnt, completions
+from prge.rows.feedback_rows import asked_text, can_be_learnt, rows_of_feedback
 from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.scoring import evaluate
 from prge.rows.sources import Source, read_source
@@ -72,12 +73,12 @@ class Kept:
 def read_kept(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> Kept:
     """Examples of the training and development rows of a run; raises PrgeError."""
     task = load_task(settings.task) if settings.task else None
-    train = read_source(settings.train, "train", settings.columns)
+    train = read_source(settings.train, "train", settings.columns, objective="completion")
     if settings.dev is None:
         parts = split_rows(train.rows)
         train, dev = replace(train, rows=parts.train), replace(train, rows=parts.dev)
     else:
-        dev = read_source(settings.dev, "dev", settings.columns)
+        dev = read_source(settings.dev, "dev", settings.columns, objective="completion")
 
     def some(source: Source, most: int, training: bool) -> list[Example]:
         rows = select_rows(source.rows, Selection(limit=most, shuffle_seed=settings.seed))
@@ -270,7 +271,8 @@ class Workshop:
 
     def _of_feedback(self, rows: Sequence[Fields], settings: RunSettings) -> list[Example]:
         """Examples of feedback that can be learnt, texts before messages."""
-        learnable = completions(rows)
+        numbered = [Row(number, row) for number, row in enumerate(rows, 1)]
+        learnable, _ = rows_of_feedback(numbered, "completion")
         groups = (
             [row for row in learnable if "messages" not in row.fields],
             [row for row in learnable if "messages" in row.fields],
@@ -301,7 +303,8 @@ def _examples(
     task: Task | None,
     training: bool,
 ) -> list[Example]:
-    options = BuildOptions(settings.overflow, settings.append_eos, skip_unusable=True)
+    what: ObjectiveName = "completion" if task is None else "auto"
+    options = BuildOptions(settings.overflow, settings.append_eos, skip_unusable=True, objective=what)
     return build_examples(rows, tokenizer, bundle.chain.scoring, task, options, training=training)[0]
 
 

@@ -98,20 +98,21 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     )
     seed = settings.shuffle_seed
     chosen = Selection(settings.train_start, settings.train_limit, seed)
-    train = read_source(settings.train, "train", settings.columns)
+    train = read_source(settings.train, "train", settings.columns, objective=settings.objective)
     train_examples, report = load_examples(train, tokenizer, contract, task, chosen, options)
     objective = make_objective(report.objective, settings)
     options = replace(options, objective=report.objective)
-    texts = [report.text(), show_sample(train_examples[0], tokenizer)]
+    texts = [*filter(None, [train.told]), report.text(), show_sample(train_examples[0], tokenizer)]
     data = {"train": report.facts()}
     dev_examples: list[Example] = []
-    dev = read_source(settings.dev, "dev", settings.columns) if settings.dev else None
-    if dev is not None:
+    dev = None
+    if settings.dev is not None:
+        dev = read_source(settings.dev, "dev", settings.columns, objective=report.objective)
         chosen = Selection(settings.dev_start, settings.dev_limit, seed)
         dev_examples, dev_report = load_examples(
             dev, tokenizer, contract, task, chosen, options, training=False
         )
-        texts.insert(1, dev_report.text())
+        texts.insert(-1, dev_report.text())
         data["dev"] = dev_report.facts()
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)

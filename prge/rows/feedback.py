@@ -102,6 +102,26 @@ def check_feedback(path: Path) -> None:
         return
 
 
+def problem_of(row: Fields) -> str:
+    """What is wrong with a row of feedback, which anybody may have written; empty if nothing is."""
+    if not isinstance(row["answer"], str):
+        return f"its answer is {shown(row['answer'])}, must be a text"
+    if "correction" in row and not (isinstance(row["correction"], str) and row["correction"].strip()):
+        return f"its correction is {shown(row['correction'])}, must be a text"
+    if "correction" not in row and row["rating"] not in RATINGS:
+        return f"its rating is {shown(row['rating'])}, must be {' or '.join(RATINGS)}"
+    messages = row.get("messages", [])
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        return "its messages must be a list, each with role and content"
+    if not messages and not isinstance(row.get("prompt"), str):
+        return f"its prompt is {shown(row.get('prompt'))}, must be a text"
+    return ""
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+
+
 def append_feedback(path: Path, rows: Sequence[Fields]) -> None:
     """Append rows, all or none; what a killed process left of its last row goes.
 
@@ -164,10 +184,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, Fields | None, str]]:
 
 
 def read_feedback(path: Path) -> list[Fields]:
-    """All feedback of a file, none where there is no file; raises OSError. Other lines are left out."""
+    """All sound feedback of a file, none where there is no file; raises OSError."""
     if not path.exists():
         return []
-    return [fields for _, fields, _ in read_lines(path) if fields is not None and is_feedback(fields)]
+    rows = [fields for _, fields, _ in read_lines(path) if fields is not None and is_feedback(fields)]
+    return [row for row in rows if not problem_of(row)]
 
 
 def whole_lines(content: bytes) -> bytes:

@@ -47,6 +47,7 @@ class NamedRows:
                 self._sources[part] = source = self._read(where, part)
                 called = "" if part == "train" else f"{part}: "
                 self.notes.append(f"{called}{len(source.rows):,} rows from {source.name}")
+                self.notes += filter(None, [source.told])
 
     @property
     def chat(self) -> str:
@@ -144,7 +145,8 @@ class NamedRows:
 
     def _read(self, where: Path, part: Part) -> Source:
         """The rows that a user names; without a task with the columns of their form alone."""
-        source = read_source(where, part, self._settings.columns, self._broken.setdefault(part, []))
+        broken = self._broken.setdefault(part, [])
+        source = read_source(where, part, self._settings.columns, broken, self._settings.objective)
         if self._task:
             return source
         form = find_form(source.rows, source.name, source.renamed, objective=self._settings.objective)
