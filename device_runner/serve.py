@@ -120,8 +120,8 @@ def serve(settings: ServeSettings) -> None:
         if learning is not None:
             held.callback(learning.close)
         worker = held.enter_context(Worker(generator, settings.queue, learning))
-        if blocks is not None:
-            blocks.between = worker.give_way
+        if learning is not None and blocks is not None:
+            learning.give_way(worker, blocks)
 
         def kept(row: Fields) -> None:
             if learning is not None:

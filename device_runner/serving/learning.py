@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
+from device_runner.engines.blocks import Blocks
 from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.serving.protocol import RequestError
@@ -33,6 +34,7 @@ from device_runner.serving.rounds import (
     held_back,
     read_kept,
 )
+from device_runner.serving.worker import Worker
 from device_runner.session.planning import DEFAULT_BATCH, plan_run, settled
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import EngineFlags, RunSettings
@@ -195,6 +197,12 @@ class Learning:
     def open(self, workshop: Workshop) -> None:
         """Have what rounds need."""
         self._workshop = workshop
+
+    def give_way(self, worker: Worker, blocks: Blocks) -> None:
+        """Let answers be made before every block of a step, and while the storage is waited for."""
+        blocks.between = worker.give_way
+        if self._workshop is not None:
+            self._workshop.apart = worker.apart
 
     @property
     def adapter(self) -> Adapter:

@@ -33,7 +33,7 @@ from prge.files.bundle import Bundle
 from prge.files.curves import score_of
 from prge.files.journal import Journal, Record
 from prge.files.run_folder import CHECKPOINTS, FINAL, JOURNAL
-from prge.learning.checkpoint import keep_state, load_latest, write_result
+from prge.learning.checkpoint import TrainingState, keep_state, load_latest, write_result
 from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.protocol import Measurement
 from prge.learning.evaluation import score
@@ -55,6 +55,10 @@ from prge.rows.tokenizer import Tokenizer
 _HELD, _FIRST = 5, 2
 # Rows that it began with: those that are replayed are drawn from, and that a new adapter may not be worse on.
 _MOST_KEPT, _MOST_JUDGED = 2000, 64
+
+
+# Does some work and gives what it gives.
+Apart = Callable[[Callable[[], Any]], Any]
 
 
 class AbandonedError(Exception):
@@ -169,6 +173,8 @@ class Workshop:
         kept: rows that must not be forgotten.
         start: the adapter that the first round began with.
         interrupted: whether the round is to wait, asked before every step.
+
+    `apart` does what waits for storage.
     """
 
     def __init__(
@@ -186,6 +192,7 @@ class Workshop:
         self._kept = kept
         self._start = start
         self._interrupted = interrupted
+        self.apart: Apart = _at_once
         self._kept_score: tuple[str, float] | None = None
 
     def take(self, round: Round, adapter: Adapter) -> Judged | None:
@@ -205,16 +212,20 @@ class Workshop:
             **origin_of(self._bundle, adapter, round.digest()),
             "settings": identity_settings(settings),
         }
-        journal = Journal(_folder_of(round.folder, identity) / JOURNAL)
-        with journal:
+        with _Journal(_folder_of(round.folder, identity) / JOURNAL, self.apart) as journal:
             if journal.first("start") is None:
                 journal.append(identity)
             keep_guide(journal, self._bundle, settings)
             state = new_state(settings, adapter, Heads())
             load_latest(round.folder / CHECKPOINTS, state, newest=journal.steps)
             every, gradients = settings.checkpoint_every, settings.keep_gradients
-            pad, engine = self._tokenizer.pad_id, self._engines.step
+            template, pad, engine = self._bundle.adapter, self._tokenizer.pad_id, self._engines.step
             sampler = Sampler(examples, engine.contract, settings.seed, settings.calls, pad)
+
+            def keep(at: TrainingState) -> None:
+                kept = round.folder, at, template, journal, every, gradients
+                self.apart(lambda: keep_state(*kept))
+
             learner = AdapterLearner(
                 engine,
                 sampler,
@@ -223,13 +234,13 @@ class Workshop:
                 state,
                 settings.of_loop,
                 journal,
-                lambda at: keep_state(round.folder, at, self._bundle.adapter, journal, every, gradients),
+                keep,
             )
             train(learner, settings.of_loop, _Unwatched(), self._interrupted)
         if state.step < settings.steps:
             return None
         judged = self._judged(round, adapter, state.adapter, settings.steps, learnt)
-        write_result(round.folder / FINAL, state, self._bundle.adapter, overwrite=True)
+        self.apart(lambda: write_result(round.folder / FINAL, state, self._bundle.adapter, overwrite=True))
         shutil.rmtree(round.folder / CHECKPOINTS, ignore_errors=True)
         return judged
 
@@ -283,6 +294,24 @@ class Workshop:
             if group
             for example in _examples(group, self._tokenizer, self._bundle, settings, None, True)
         ]
+
+
+class _Journal(Journal):
+    """A journal whose steps are written apart."""
+
+    def __init__(self, path: Path, apart: Apart) -> None:
+        super().__init__(path)
+        self._apart = apart
+
+    def append(self, record: Record) -> Record:
+        """See Journal."""
+        append = super().append
+        found: Record = self._apart(lambda: append(record))
+        return found
+
+
+def _at_once(work: Callable[[], Any]) -> Any:
+    return work()
 
 
 class _Unwatched:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from prge.errors import EngineError
 from prge.text.loop import Generator, Request, Ticket
@@ -13,6 +14,11 @@ from prge.text.loop import Generator, Request, Ticket
 Told = str | Ticket
 """A piece of an answer's text, or at last its ticket, with the answer or an error."""
 Tell = Callable[[Told], object]
+
+
+_Found = TypeVar("_Found")
+# Between two looks at work that is done apart.
+_SECONDS = 0.02
 
 
 class BusyError(Exception):
@@ -51,6 +57,7 @@ class Worker:
         self._most = most
         self._beside = beside
         self._is_beside = False
+        self._apart = ThreadPoolExecutor(1, "storage")
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._tickets: set[Ticket] = set()
@@ -68,6 +75,7 @@ class Worker:
         self._closing = True
         self._wake.set()
         self._thread.join()
+        self._apart.shutdown()
         # What nobody expected: what the generator and its sequences hold isn't known any more.
         if self._failure is not None and error is None:
             raise self._failure
@@ -129,6 +137,23 @@ class Worker:
         if self._closing:
             raise LeavingError
         self._beside.check()
+
+    def apart(self, work: Callable[[], _Found]) -> _Found:
+        """What `work` gives, done by another thread while this one makes answers: it waits for storage.
+
+        Raises:
+            LeavingError: the server ends; the work is done all the same.
+        """
+        doing = self._apart.submit(work)
+        doing.add_done_callback(lambda done: self._wake.set())
+        try:
+            while not doing.done():
+                self.give_way()
+                self._wake.wait(_SECONDS)
+                self._wake.clear()
+        finally:
+            wait([doing])
+        return doing.result()
 
     def _ended(self, tell: Tell) -> Callable[[Ticket], None]:
         def end(ticket: Ticket) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from queue import Queue
@@ -126,6 +127,43 @@ def test_what_is_done_beside_answers_gives_way_to_them() -> None:
     # It ended on the way, with the server.
     assert not digging.is_done and digging.checked in (digging.dug, digging.dug - 1)
     assert not worker.alive
+
+
+class Storing(Digging):
+    """Something to do that waits for the storage, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storage, self.stored = threading.Event(), list[int]()
+
+    def work(self) -> bool:
+        if self.is_done:
+            return False
+        self.is_done = True
+        assert self.worker is not None
+        self.stored.append(self.worker.apart(lambda: 7 if self.storage.wait(10) else 0))
+        return True
+
+
+def test_answers_are_made_while_the_storage_is_waited_for() -> None:
+    told: Queue[Told] = Queue()
+    storing = Storing()
+    worker = storing.worker = Worker(Generator(NumpySpeaker(), TOKENIZER), 4, storing)
+    with worker:
+        worker.submit([(request(), told.put)])
+        assert ended(told)[1].answer is not None and not storing.stored
+        storing.storage.set()
+        while not storing.stored:
+            time.sleep(0.001)
+    assert storing.stored == [7]
+    # At the end what was begun is stored.
+    ending = Storing()
+    worker = ending.worker = Worker(Generator(NumpySpeaker(), TOKENIZER), 4, ending)
+    with worker:
+        while not ending.is_done:
+            time.sleep(0.001)
+        threading.Timer(0.1, ending.storage.set).start()
+    assert ending.storage.is_set()
 
 
 def test_giving_way_beside_nothing_does_nothing() -> None:
