@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from preferences import DEMO, both, difference
+from against_trl import DEMO, both, difference
 
 from tests.verbs import prge
 from tests.workshop import Made
