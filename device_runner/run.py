@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from device_runner.engines.kept_states import KeptStates
@@ -58,7 +58,7 @@ from prge.learning.checkpoint import TrainingState, keep_state, load_best, load_
 from prge.learning.encoder_heads import Heads, digest_of, fit_heads
 from prge.learning.estimators.protocol import Estimator
 from prge.learning.examples import token_count
-from prge.learning.preferences import Preference
+from prge.learning.preferences import ObjectiveFlags, Preference
 from prge.learning.sampling import Sampler
 from prge.learning.training import AdapterLearner, train
 from prge.rows.scoring import displacement, evaluate
@@ -253,7 +253,7 @@ def _first_state(run: OpenRun, watcher: Watcher) -> TrainingState:
 def _referring(run: OpenRun, watcher: Watcher) -> OpenRun:
     """The run with the reference of rows that are preferences: those of training if the loss asks for it."""
     inputs, objective = run.inputs, run.inputs.objective
-    if not isinstance(objective, Preference):
+    if not isinstance(objective, Preference) or not (objective.compares or inputs.dev):
         return run
     train = inputs.train if objective.compares else []
     bundle, pad = inputs.bundle.sha256, inputs.tokenizer.pad_id
@@ -347,6 +347,8 @@ def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
     last = settings_records(journal)[-1]
     with journal.reading(last):
         before, now = RunSettings.current(last["settings"]), identity["settings"]
+        # What earlier versions didn't know was as it is where nobody says otherwise.
+        before = {item.name: item.default for item in fields(ObjectiveFlags)} | before
         changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
         refused = changed - (CHANGEABLE if settings.change_estimator else set())
         problems = [f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in sorted(refused)]

@@ -138,8 +138,7 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, T
                 remedy="go on with it in the version that run.json names, or start a new run; of "
                 "one-sided differences there is --estimator fzoo",
             )
-        later = {item.name: item.default for item in fields(ObjectiveFlags)}
-        return later | {name: value for name, value in stored.items() if name not in _RETIRED}
+        return {name: value for name, value in stored.items() if name not in _RETIRED}
 
 
 def _either(names: Sequence[str]) -> str:

@@ -11,9 +11,10 @@ the scores by the adapter that the run begins with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,14 +30,21 @@ Preferring = Literal["", "pairs", "ratings"]
 _SIDES = np.array([1.0, -1.0])
 # The odds of a mean log-probability nearer to 0 are noise of float32.
 _NEAREST_TO_CERTAIN = -1e-6
+# Of a pair whose chosen answer is the better one with a probability of nine tenths.
+_SURE = -math.log(0.9)
 
 
 @dataclass(frozen=True)
 class Preference:
-    """Implements Objective by rewards of answers; `compares` says if they need a reference."""
+    """Implements Objective by rewards of answers.
+
+    `compares` says if rewards need a reference. A development pair whose loss is below `enough` is right:
+    what lowers it further takes the model away from its start, and makes no step a better one.
+    """
 
     beta: float
-    compares: bool = field(default=True, init=False)
+    compares: ClassVar[bool] = True
+    enough: ClassVar[float] = 0.0
 
     def rewards(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """What each answer is worth, f64 in the shape of the scores; with a reference, what it gained.
@@ -75,6 +83,7 @@ class DPO(Preference):
     """
 
     label_smoothing: float = 0.0
+    enough: ClassVar[float] = _SURE
 
     def of_margins(self, margins: Float64Array) -> tuple[Float64Array, Float64Array]:
         """See Preference."""
@@ -102,7 +111,8 @@ class SimPO(Preference):
     """The chosen mean is above the rejected one by a target `gamma` (Meng et al. 2024, arXiv 2405.14734)."""
 
     gamma: float = 1.0
-    compares: bool = field(default=False, init=False)
+    compares: ClassVar[bool] = False
+    enough: ClassVar[float] = _SURE
 
     def units(self, examples: Sequence[Example]) -> Float64Array:
         """See Preference."""
@@ -121,7 +131,7 @@ class ORPO(Preference):
     Hong et al. 2024, arXiv 2403.07691.
     """
 
-    compares: bool = field(default=False, init=False)
+    compares: ClassVar[bool] = False
 
     def units(self, examples: Sequence[Example]) -> Float64Array:
         """See Preference."""

@@ -35,7 +35,7 @@ def evaluate(
     """Score examples: a record with `loss`, the metric by its name, and `value`, where more is better.
 
     Without a task, and for completions, the metric is the perplexity per token. Preferences have several
-    figures, of which the share that is ordered right is often the same: the loss is their value.
+    figures; the share that is ordered right is often the same, so that their value follows the loss.
     `cut_examples` is there if some examples are not whole.
     """
     scored = score(engine, adapter, examples, head, pad, objective)
@@ -43,7 +43,9 @@ def evaluate(
     if cut := sum(example.cut for example in examples):
         record[CUT_EXAMPLES] = cut
     if isinstance(objective, Preference):
-        return {**record, **preference_figures(objective, scored, examples), "value": -scored.loss}, scored
+        figures = preference_figures(objective, scored, examples)
+        value = -float(np.maximum(scored.losses, objective.enough).mean())
+        return {**record, **figures, "value": value}, scored
     if task is None or examples[0].label is None:
         lost = [-float(each[0]) for each in scored.scores]
         name, metric = "perplexity", perplexity(lost, scored.tokens.tolist())

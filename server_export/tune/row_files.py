@@ -96,7 +96,14 @@ class RowFiles:
             different = {(example.sequences[0].tokens, example.label) for example in examples}
             fewest = min(Counter(label for _, label in different).values())
         return RowFacts(
-            len(examples), max(lengths), sum(lengths), widest, sum(report.targets), report.unknown, fewest
+            len(examples),
+            max(lengths),
+            sum(lengths),
+            widest,
+            sum(report.targets),
+            report.unknown,
+            fewest,
+            report.objective,
         )
 
     def write_prompts(self, tokenizer: Tokenizer) -> Path:

@@ -250,9 +250,8 @@ class _Tuning:
         elif not path.is_file():
             partial = path.with_suffix(".partial")
             scored = {"bundle": self._folder, "data": rows, "task": self._settings.task, "adapter": adapter}
-            self._verb(
-                "eval", {**scored, **self._given("overflow", "threads", *_OBJECTIVE), "json": partial}, name
-            )
+            scored |= {**self._given("overflow", "threads", *_OBJECTIVE), "beta": self._record.value("beta")}
+            self._verb("eval", {**scored, "json": partial}, name)
             partial.rename(path)
         self._record.found("scoring_seconds", lambda: time.perf_counter() - begin)
 
@@ -352,6 +351,7 @@ class _Tuning:
         heads = self._settings.out / (self._record.known("heads") or "")
         return {
             **self._given("overflow", "max_dropped", *_OBJECTIVE),
+            "beta": value("beta"),
             "heads_of": heads if heads.is_file() else None,
             "bundle": self._folder,
             "train": rows.train,

@@ -206,7 +206,6 @@ def test_objectives_by_name_with_their_defaults() -> None:
     assert describe_objective(DPO(0.1)) == {
         "name": "dpo",
         "beta": 0.1,
-        "compares": True,
         "label_smoothing": 0.0,
     }
     with pytest.raises(
