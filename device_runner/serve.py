@@ -69,7 +69,7 @@ class ServeSettings(LearnFlags, EngineFlags):
     """Precision of keys and values of a text so far. float16 takes half the room, and time to read."""
 
     def __post_init__(self) -> None:
-        problems = bound_problems(self)
+        problems = [*bound_problems(self), *self.idle_problems()]
         if self.learn is not None and self.feedback not in (None, self.learn / FEEDBACK):
             problems.append(f"--feedback is {self.feedback}: with --learn it is in that folder; leave it out")
         if problems:

@@ -15,7 +15,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -26,11 +26,13 @@ from device_runner.engines.opening import Engines, open_engines
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.rounds import (
     AbandonedError,
+    Apart,
     Judged,
     Kept,
     Round,
     Rows,
     Workshop,
+    at_once,
     held_back,
     read_kept,
 )
@@ -44,9 +46,11 @@ from prge.files.bundle import Bundle
 from prge.files.journal import Journal, Record
 from prge.files.peft import read_peft
 from prge.files.run_folder import CONFIG, FINAL
+from prge.files.signatures import STACK
 from prge.files.tuned import tuning_at
 from prge.rows.feedback import Fields, adapter_digest, read_feedback
 from prge.rows.tokenizer import Tokenizer
+from prge.verbs.bounds import flag
 from prge.verbs.settings import read_settings
 
 FEEDBACK, HISTORY, ROUNDS = "feedback.jsonl", "adapters.jsonl", "rounds"
@@ -81,6 +85,17 @@ class LearnFlags:
     such as accuracy, or else of the mean loss."""
     when: When = "idle"
     """idle: whenever no request is answered; charging: only while the battery is charged, too."""
+
+    def idle_problems(self) -> list[str]:
+        """Flags that mean nothing without `learn`."""
+        if self.learn is not None:
+            return []
+        own = fields(LearnFlags)
+        return [
+            f"{flag(each.name)} belongs to --learn"
+            for each in own
+            if getattr(self, each.name) != each.default
+        ]
 
 
 @dataclass
@@ -186,6 +201,8 @@ class Learning:
         begun = {"bundle": bundle.sha256, "adapter": adapter_digest(start)}
         self._history = History(self._folder, begun)
         self._workshop: Workshop | None = None
+        self._apart: Apart = at_once
+        self._taken: Version | None = None
         self._sensors = Sensors()
         self._next_look, self._may_now, self._failed = 0.0, True, False
         self._waiting = 0
@@ -200,7 +217,7 @@ class Learning:
 
     def give_way(self, worker: Worker, blocks: Blocks) -> None:
         """Let answers be made before every block of a step, and while the storage is waited for."""
-        blocks.between = worker.give_way
+        blocks.between, self._apart = worker.give_way, worker.apart
         if self._workshop is not None:
             self._workshop.apart = worker.apart
 
@@ -217,10 +234,8 @@ class Learning:
         """Go on with a round, or begin one; False if there is nothing to do by now."""
         if self._workshop is None or self._failed or self.must_wait():
             return False
-        history = self._history
         try:
-            with history.lock:
-                version = history.open or self._begun()
+            version = self._history.open or self._apart(self._begun)
             return version is not None and self._worked(self._workshop, version)
         except PrgeError as error:
             self._failed = True
@@ -260,7 +275,7 @@ class Learning:
 
     def check(self) -> None:
         """Raise AbandonedError if the round that is being taken was judged meanwhile."""
-        if self._history.open is None:
+        if self._taken is not None and self._history.open is not self._taken:
             raise AbandonedError
 
     def _begun(self) -> Version | None:
@@ -273,13 +288,15 @@ class Learning:
             return None
         keys = [key_of(row) for row in new[: self._flags.learn_every]]
         history = self._history
-        history.add("round", len(history.versions), parent=history.current, rows=keys)
-        return history.open
+        with history.lock:
+            history.add("round", len(history.versions), parent=history.current, rows=keys)
+            return history.open
 
     def _worked(self, workshop: Workshop, version: Version) -> bool:
-        round, begin = self._round(version), time.monotonic()
-        adapter = self._adapter(version.parent or 0)
+        begin, self._taken = time.monotonic(), version
         try:
+            round = self._apart(lambda: self._round(version))
+            adapter = self._apart(lambda: self._adapter(version.parent or 0))
             judged = workshop.take(round, adapter)
             if judged is None:
                 return False
@@ -289,12 +306,14 @@ class Learning:
         except (DivergenceError, DataError, BundleError) as error:
             # Of rows that can't be learnt the next round has none.
             judged, verdict = None, {"status": "failed", "why": error.what}
+        finally:
+            self._taken = None
         with self._history.lock:
             if self._history.open is version:
                 self._history.add("judged", version.number, **verdict)
                 if verdict["status"] == "served" and judged is not None and judged.adapter is not None:
                     self._serve(judged.adapter)
-        self._tidy()
+        self._apart(self._tidy)
         self._tell(_line(_told(version, self._history.current)))
         return True
 
@@ -382,7 +401,8 @@ def open_learning(
         settings.threads,
         settings.engine,
         settings.memory,
-        plan.scoring,
+        # No larger than those of steps: answers wait for them.
+        bundle.chain.contract(STACK, plan.contract.rows),
         kept=KeptStates(settings.checkpoint_dtype, flags.learn, settings.memory),
         speaks=True,
     )
@@ -399,6 +419,8 @@ def settings_of_rounds(flags: LearnFlags, engine: EngineFlags, bundle: Path) -> 
     settings = RunSettings(bundle=bundle, train=flags.kept or own, out=flags.learn, batch_size=DEFAULT_BATCH)
     if tuning is not None:
         settings = read_settings(RunSettings, tuning.run / CONFIG, "prge run")
+        dev = tuning.rows / "dev.jsonl"
+        settings = replace(settings, train=tuning.rows / "train.jsonl", dev=dev if dev.is_file() else None)
     if flags.kept is not None:
         settings = replace(settings, train=flags.kept, dev=None, task=None, columns=[])
     return replace(

@@ -192,7 +192,7 @@ class Workshop:
         self._kept = kept
         self._start = start
         self._interrupted = interrupted
-        self.apart: Apart = _at_once
+        self.apart: Apart = at_once
         self._kept_score: tuple[str, float] | None = None
 
     def take(self, round: Round, adapter: Adapter) -> Judged | None:
@@ -201,11 +201,11 @@ class Workshop:
         Raises:
             PrgeError: rows can't be used, the storage or the engine refuses, or the loss diverges.
         """
-        examples = self._of_feedback(round.rows.learnt, round.settings)
-        if not examples:
+        learning: list[Example] = self.apart(lambda: self._of_feedback(round.rows.learnt, round.settings))
+        if not learning:
             return Judged(None, 0, 0, {"rows": 0}, {"rows": 0})
-        learnt = len(examples)
-        examples += self._replayed(round, learnt)
+        learnt = len(learning)
+        examples = learning + self.apart(lambda: self._replayed(round, learnt))
         plan = plan_run(self._bundle, examples, round.settings)
         settings = plan.settings
         identity = {
@@ -246,7 +246,8 @@ class Workshop:
 
     def _judged(self, round: Round, before: Adapter, after: Adapter, steps: int, learnt: int) -> Judged:
         """Losses by the adapters of before and after; without rows held back, on those that were learnt."""
-        judged = self._of_feedback(round.rows.held or round.rows.learnt, round.settings)
+        rows = round.rows.held or round.rows.learnt
+        judged: list[Example] = self.apart(lambda: self._of_feedback(rows, round.settings))
         held: Record = {"rows": len(judged) if round.rows.held else 0}
         held |= {"before": self._loss(before, judged), "after": self._loss(after, judged)}
         kept: Record = {"rows": len(self._kept.judged)}
@@ -310,7 +311,8 @@ class _Journal(Journal):
         return found
 
 
-def _at_once(work: Callable[[], Any]) -> Any:
+def at_once(work: Callable[[], Any]) -> Any:
+    """Implements Apart where nobody waits."""
     return work()
 
 

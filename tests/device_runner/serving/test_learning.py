@@ -7,7 +7,9 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from device_runner.serving import learning as module
 from device_runner.serving.learning import FEEDBACK, HISTORY, LearnFlags, Learning, open_learning
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.rounds import held_back
+from device_runner.serving.worker import Worker
 from device_runner.session.sensors import Reading, Sensors
 from device_runner.session.settings import EngineFlags
 from prge.errors import ConfigError, RunError
@@ -24,7 +27,10 @@ from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
 from prge.rows.feedback import Answered, append_feedback, forget_rows, read_feedback
 from prge.rows.tokenizer import bundle_tokenizer
+from prge.text.loop import GenerationSettings, Generator, Request
+from prge.text.prompts import Prompt
 from tests.device_runner.numpy_device import Device, Killed
+from tests.speakers import NumpySpeaker, make_adapter
 from tests.templates import random_adapter
 from tests.workshop import write_rows
 
@@ -224,6 +230,28 @@ def test_a_round_whose_start_is_taken_back_is_abandoned_and_its_rows_are_new_aga
     assert learning.work()
     last = learning.history()[-1]
     assert (last["parent"], last["feedback"], last["status"]) == (0, EVERY, "served")
+
+
+def test_answers_are_made_between_blocks_and_end_no_round(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feedback(place.learn / FEEDBACK, 2 * EVERY)
+    learning, blocks = place.open(), SimpleNamespace(between=lambda: None)
+    monkeypatch.setattr(place.device, "_count", lambda: blocks.between())
+    tokenizer = bundle_tokenizer(open_bundle(place.folder / "bundle"))
+    worker = Worker(Generator(NumpySpeaker(), tokenizer), 4, learning)
+    learning.give_way(worker, cast(Any, blocks))
+    request = Request(Prompt((1, 5)), make_adapter(), GenerationSettings(5))
+    (alone,) = Generator(NumpySpeaker(), tokenizer).generate([request])
+    answers: Queue[Any] = Queue()
+    with worker:
+        while len(place.served) < 2:
+            worker.submit([(request, answers.put)])
+            while isinstance(told := answers.get(timeout=10), str):
+                pass
+            assert told.wait(0).text == alone.text
+        assert learning.take_back() == 1
+    assert [each["status"] for each in learning.history()] == ["start", "served", "taken back"]
 
 
 def test_a_row_that_is_forgotten_on_the_way_begins_the_round_again(place: Place) -> None:
