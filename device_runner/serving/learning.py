@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from threading import Lock
 from typing import Any, Literal
 
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.opening import Engines, open_engines
+from device_runner.serving.history import History, Version
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.rounds import (
     AbandonedError,
@@ -43,7 +43,7 @@ from device_runner.session.settings import EngineFlags, RunSettings
 from prge.errors import BundleError, ConfigError, DataError, DivergenceError, PrgeError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
-from prge.files.journal import Journal, Record
+from prge.files.journal import Record
 from prge.files.peft import read_peft
 from prge.files.run_folder import CONFIG, FINAL
 from prge.files.signatures import STACK
@@ -53,7 +53,7 @@ from prge.rows.tokenizer import Tokenizer
 from prge.verbs.bounds import flag
 from prge.verbs.settings import read_settings
 
-FEEDBACK, HISTORY, ROUNDS = "feedback.jsonl", "adapters.jsonl", "rounds"
+FEEDBACK, ROUNDS = "feedback.jsonl", "rounds"
 # Rows of refused rounds that the next one learns, too.
 _MOST_OPEN = 256
 # Between two looks at the charger.
@@ -98,79 +98,6 @@ class LearnFlags:
         ]
 
 
-@dataclass
-class Version:
-    """An adapter of the history: 0 is that of the start, others are of rounds."""
-
-    number: int
-    parent: int | None = None
-    rows: tuple[str, ...] = ()
-    verdict: Record | None = None
-    is_back: bool = False
-
-    @property
-    def status(self) -> str:
-        """What became of it."""
-        if self.number == 0:
-            return "start"
-        if self.verdict is None:
-            return "learning"
-        return "taken back" if self.is_back else str(self.verdict["status"])
-
-
-class History:
-    """The adapters of a folder, as its journal tells; changed under `lock` alone.
-
-    Raises:
-        ConfigError: the folder began with another bundle or adapter.
-        RunError: the journal is damaged, or can't be written.
-    """
-
-    def __init__(self, folder: Path, start: Record) -> None:
-        self.lock = Lock()
-        self._journal = Journal(folder / HISTORY)
-        self.versions = [Version(0)]
-        if (begun := self._journal.first("start")) is None:
-            self._journal.append({"kind": "start", **start})
-        elif problems := [f"another {name}" for name in start if begun.get(name) != start[name]]:
-            remedy = "serve those, or learn into another folder"
-            raise ConfigError(f"{folder} began to learn with", problems, remedy=remedy)
-        for record in self._journal.records:
-            with self._journal.reading(record):
-                self._take(record)
-
-    @property
-    def current(self) -> int:
-        """The version that is served: the newest that is better and wasn't taken back."""
-        return next(each.number for each in reversed(self.versions) if each.status in ("served", "start"))
-
-    @property
-    def open(self) -> Version | None:
-        """The round that isn't judged yet."""
-        return self.versions[-1] if self.versions[-1].status == "learning" else None
-
-    def rows(self) -> set[str]:
-        """Keys of all rows that rounds have had; those of one that was abandoned are new again."""
-        return {key for each in self.versions if each.status != "abandoned" for key in each.rows}
-
-    def add(self, kind: str, version: int, **facts: Any) -> None:
-        """Write down that a round begins, `judged` how it ended, or that it was taken `back`."""
-        self._take(self._journal.append({"kind": kind, "step": version, **facts}))
-        self._journal.sync()
-
-    def _take(self, record: Record) -> None:
-        if record["kind"] == "round":
-            self.versions.append(Version(record["step"], record["parent"], tuple(record["rows"])))
-        elif record["kind"] == "judged":
-            self.versions[record["step"]].verdict = record
-        elif record["kind"] == "back":
-            self.versions[record["step"]].is_back = True
-
-    def close(self) -> None:
-        """Close the journal."""
-        self._journal.close()
-
-
 class Learning:
     """Takes rounds when the worker has nothing to answer; `history` and `take_back` are asked by any thread.
 
@@ -205,7 +132,8 @@ class Learning:
         self._taken: Version | None = None
         self._sensors = Sensors()
         self._next_look, self._may_now, self._failed = 0.0, True, False
-        self._waiting = 0
+        # Rows that are new: those in the file when it was read last, and those that were counted since then.
+        self._in_file = self._counted = self._counted_then = 0
         self._tidy()
         if flags.when == "charging" and (reading := self._sensors.charging()).value is None:
             problem = f"--when charging: {reading.reason}"
@@ -228,7 +156,7 @@ class Learning:
 
     def count(self, row: Fields) -> None:
         """Know of a new row of feedback."""
-        self._waiting += 1
+        self._counted += 1
 
     def work(self) -> bool:
         """Go on with a round, or begin one; False if there is nothing to do by now."""
@@ -252,8 +180,7 @@ class Learning:
     def history(self) -> list[_Json]:
         """All adapters, the newest last."""
         with self._history.lock:
-            current = self._history.current
-            return [_told(version, current) for version in self._history.versions]
+            return self._history.told()
 
     def take_back(self) -> int:
         """Serve what was served before the newest adapter; its version. Raises RequestError."""
@@ -280,13 +207,10 @@ class Learning:
 
     def _begun(self) -> Version | None:
         """A new round, if there are rows for it."""
-        if self._waiting < self._flags.learn_every:
+        every = self._flags.learn_every
+        if self._in_file + self._counted - self._counted_then < every or len(new := self._new_rows()) < every:
             return None
-        new = self._new_rows()
-        self._waiting = len(new)
-        if self._waiting < self._flags.learn_every:
-            return None
-        keys = [key_of(row) for row in new[: self._flags.learn_every]]
+        keys = [key_of(row) for row in new[:every]]
         history = self._history
         with history.lock:
             history.add("round", len(history.versions), parent=history.current, rows=keys)
@@ -314,15 +238,15 @@ class Learning:
                 if verdict["status"] == "served" and judged is not None and judged.adapter is not None:
                     self._serve(judged.adapter)
         self._apart(self._tidy)
-        self._tell(_line(_told(version, self._history.current)))
+        self._tell(version.line())
         return True
 
     def _tidy(self) -> None:
-        """Remove what nobody goes back to, and count the rows that wait."""
+        """Remove what nobody goes back to, and count the rows that are new."""
         for version in self._history.versions[1:]:
             if version.status not in ("served", "learning"):
                 shutil.rmtree(self._folder_of(version.number), ignore_errors=True)
-        self._waiting = len(self._new_rows())
+        self._new_rows()
 
     def _folder_of(self, version: int) -> Path:
         return self._folder / ROUNDS / f"{version:04d}"
@@ -355,8 +279,10 @@ class Learning:
         )
 
     def _new_rows(self) -> list[Fields]:
-        had = self._history.rows()
-        return [row for row in read_feedback(self._folder / FEEDBACK) if key_of(row) not in had]
+        had, self._counted_then = self._history.rows(), self._counted
+        new = [row for row in read_feedback(self._folder / FEEDBACK) if key_of(row) not in had]
+        self._in_file = len(new)
+        return new
 
     def _adapter(self, version: int) -> Adapter:
         if version == 0:
@@ -429,6 +355,7 @@ def settings_of_rounds(flags: LearnFlags, engine: EngineFlags, bundle: Path) -> 
         engine=engine.engine,
         threads=engine.threads,
         memory=engine.memory,
+        objective="completion",
         calls=1,
         steps=RunSettings.steps,
         epochs=flags.learn_epochs,
@@ -450,33 +377,10 @@ def _verdict(judged: Judged, may_lose: float) -> Record:
     held, kept = judged.held_back, judged.kept
     why = ""
     if judged.adapter is None:
-        why = "no row can be learnt: there are bad ratings alone"
+        why = "no row can be learnt: there are no corrections and no good ratings"
     elif not held["after"] < held["before"]:
         why = "no better on the feedback that it is judged by"
     elif kept["rows"] and not kept["after"] >= kept["start"] - may_lose:
         why = "worse on the kept rows"
     found = {"learnt": judged.learnt, "steps": judged.steps, "held_back": held, "kept": kept}
     return {"status": "refused", "why": why, **found} if why else {"status": "served", **found}
-
-
-def _told(version: Version, current: int) -> _Json:
-    """A version as clients are told of it."""
-    verdict = version.verdict or {}
-    facts = ("learnt", "held_back", "kept", "steps", "seconds", "why")
-    return {
-        "object": "adapter",
-        "version": version.number,
-        "status": version.status,
-        "current": version.number == current,
-        "parent": version.parent,
-        "feedback": len(version.rows),
-        **{name: verdict[name] for name in facts if name in verdict},
-    }
-
-
-def _line(told: _Json) -> str:
-    """An adapter of the history in a line."""
-    held = told.get("held_back", {})
-    losses = f", loss {held['before']:.3f} -> {held['after']:.3f}" if "after" in held else ""
-    why = f": {told['why']}" if "why" in told else ""
-    return f"adapter {told['version']} of {told['feedback']} rows: {told['status']}{losses}{why}"

@@ -12,6 +12,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,13 @@ from prge.learning.training import AdapterLearner, train
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.feedback import Fields
 from prge.rows.feedback_rows import asked_text, can_be_learnt, rows_of_feedback
+from prge.rows.forms import find_form
+from prge.rows.preferences import rating_fields
 from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.scoring import evaluate
 from prge.rows.sources import Source, read_source
 from prge.rows.splitting import split_rows
-from prge.rows.task import Task, load_task
+from prge.rows.task import RowError, Task, load_task
 from prge.rows.tokenizer import Tokenizer
 
 # Of what was asked in a round, one in so many is held back, the third one first.
@@ -85,11 +88,23 @@ def read_kept(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> Ke
         dev = read_source(settings.dev, "dev", settings.columns, objective="completion")
 
     def some(source: Source, most: int, training: bool) -> list[Example]:
-        rows = select_rows(source.rows, Selection(limit=most, shuffle_seed=settings.seed))
+        rows = source.rows if task is not None else _liked(source)
+        rows = select_rows(rows, Selection(limit=most, shuffle_seed=settings.seed))
         return _examples(rows, tokenizer, bundle, settings, task, training)
 
     judged = some(dev, _MOST_JUDGED, False) if dev.rows else []
     return Kept(some(train, _MOST_KEPT, True), judged, task)
+
+
+def _liked(source: Source) -> list[Row]:
+    """Rows of texts, or of answers that are wanted: what is disliked isn't to be kept."""
+    if find_form(source.rows, source.name, source.renamed).prefers != "ratings":
+        return source.rows
+    liked = []
+    for row in source.rows:
+        with suppress(RowError):
+            liked += [row] if rating_fields(row.fields)["label"] else []
+    return liked
 
 
 @dataclass(frozen=True)

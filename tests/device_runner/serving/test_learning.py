@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 from device_runner.serving import learning as module
-from device_runner.serving.learning import FEEDBACK, HISTORY, LearnFlags, Learning, open_learning
+from device_runner.serving.history import HISTORY
+from device_runner.serving.learning import FEEDBACK, LearnFlags, Learning, open_learning
 from device_runner.serving.protocol import RequestError
-from device_runner.serving.rounds import held_back
+from device_runner.serving.rounds import held_back, read_kept
 from device_runner.serving.worker import Worker
 from device_runner.session.sensors import Reading, Sensors
-from device_runner.session.settings import EngineFlags
+from device_runner.session.settings import EngineFlags, RunSettings
 from prge.errors import ConfigError, RunError
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
@@ -179,7 +180,7 @@ def test_bad_ratings_alone_teach_nothing(place: Place) -> None:
     rows = [Answered(str(n), "m", "", {"prompt": str(n)}, " a", {}).judged("bad") for n in range(EVERY)]
     append_feedback(place.learn / FEEDBACK, rows)
     _, found = place.learnt()
-    assert (found["status"], found["learnt"]) == ("refused", 0) and "bad ratings alone" in found["why"]
+    assert (found["status"], found["learnt"]) == ("refused", 0) and "no good ratings" in found["why"]
 
 
 def test_the_last_adapter_is_taken_back(place: Place) -> None:
@@ -300,6 +301,15 @@ def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -
     learning = place.open(when="charging")
     assert not learning.work() and not learning.work()
     assert learning.work() and learning.history()[-1]["status"] == "served"
+
+
+def test_what_was_disliked_is_not_kept(place: Place, tmp_path: Path) -> None:
+    rows = [{"prompt": word, "completion": " No", "label": number % 2} for number, word in enumerate(WORDS)]
+    write_rows(tmp_path / "rated.jsonl", [*rows, {"prompt": "a", "completion": "b", "label": "maybe"}])
+    settings = RunSettings(Path(), tmp_path / "rated.jsonl", tmp_path, dev=tmp_path / "kept.jsonl")
+    bundle = open_bundle(place.folder / "bundle")
+    kept = read_kept(settings, bundle_tokenizer(bundle), bundle)
+    assert (len(kept.replayed), len(kept.judged)) == (4, 16)
 
 
 def test_feedback_on_one_question_is_in_one_part() -> None:
