@@ -60,7 +60,7 @@ _HELD, _FIRST = 5, 2
 _MOST_KEPT, _MOST_JUDGED = 2000, 64
 
 
-# Does some work and gives what it gives.
+# Does some work, and gives what the work gives.
 Apart = Callable[[Callable[[], Any]], Any]
 
 
@@ -70,11 +70,12 @@ class AbandonedError(Exception):
 
 @dataclass(frozen=True)
 class Kept:
-    """Examples of the rows that a model must not forget: to replay, and to judge by."""
+    """Examples of the rows that a model must not forget: to replay, and to judge by; `sha256` is theirs."""
 
     replayed: list[Example] = field(default_factory=list)
     judged: list[Example] = field(default_factory=list)
     task: Task | None = None
+    sha256: str | None = None
 
 
 def read_kept(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> Kept:
@@ -93,7 +94,7 @@ def read_kept(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> Ke
         return _examples(rows, tokenizer, bundle, settings, task, training)
 
     judged = some(dev, _MOST_JUDGED, False) if dev.rows else []
-    return Kept(some(train, _MOST_KEPT, True), judged, task)
+    return Kept(some(train, _MOST_KEPT, True), judged, task, train.sha256)
 
 
 def _liked(source: Source) -> list[Row]:
@@ -224,7 +225,7 @@ class Workshop:
         plan = plan_run(self._bundle, examples, round.settings)
         settings = plan.settings
         identity = {
-            **origin_of(self._bundle, adapter, round.digest()),
+            **origin_of(self._bundle, adapter, round.digest(), self._kept.sha256),
             "settings": identity_settings(settings),
         }
         with _Journal(_folder_of(round.folder, identity) / JOURNAL, self.apart) as journal:
