@@ -1,8 +1,8 @@
 """Steps on preferences against steps on completions, and against TRL's trainers in PyTorch.
 
 `scripts/bench/preferences.py` is the command. A model learns to prefer one mood of the demo's texts in plain
-SGD: in the engine, and by TRL from the same adapter on the same rows in the same order. ORPO has a pair a step
-and no prompt: TRL's trainer learns the prompt too, and takes the mean over all tokens of a step. Prints JSON:
+SGD: in the engine, and by TRL from the same adapter on the same rows in order. ORPO has one pair a step,
+no prompt: TRL's trainer learns the prompt too, and takes the mean over all tokens of a step. Prints JSON:
 
     dpo_step_over_completion_step   seconds of a step on pairs, over those of one on as many chosen answers
     over_trl_seconds, over_trl_memory
