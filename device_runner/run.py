@@ -147,6 +147,7 @@ class OpenRun:
             **inputs.bundle.description,
             "roles": list(inputs.bundle.chain.roles),
             "estimators": estimators,
+            "objective": inputs.origin["objective"],
             "engine": self.engines.engine,
             "threads": self.engines.threads,
         }

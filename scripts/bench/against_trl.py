@@ -37,7 +37,7 @@ from prge.verbs.starting import command_of
 DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
 BETA, RATE = 0.1, 0.05
 # Rows of a step; see above.
-ROWS = {"dpo": 4, "kto": 4, "orpo": 1, "completion": 4}
+ROWS = {"dpo": 4, "ipo": 4, "kto": 4, "orpo": 1, "completion": 4}
 
 
 @dataclass(frozen=True)
