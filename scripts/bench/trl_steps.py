@@ -2,10 +2,10 @@
 
     python scripts/bench/trl_steps.py SETTINGS.json
 
-The settings name `objective` (dpo, ipo, kto, orpo), `model`, `adapter` (a PEFT folder to start from), `rows`
-(prompt with chosen and rejected, or with completion, label and `other`, the place of the row whose answer
-stands beside its own), `beta`, `batch_size`, `learning_rate`, `out`. Prints JSON: `losses` and `seconds` of
-each step.
+The settings name `objective` (dpo, ipo, simpo, kto, orpo), `model`, `adapter` (a PEFT folder to start from),
+`rows` (prompt with chosen and rejected, or with completion, label and `other`, the place of the row whose
+answer stands beside its own), `beta`, `batch_size`, `learning_rate`, `out`. Prints JSON: `losses`, `seconds`
+of each step.
 """
 
 from __future__ import annotations
@@ -92,6 +92,10 @@ def _trainer(objective: str, rows: list[dict[str, Any]]) -> tuple[type, type, di
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
         return ORPOTrainer, ORPOConfig, {}
+    if objective == "simpo":
+        from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+        return CPOTrainer, CPOConfig, {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.0}
     import trl
 
     kept = {"precompute_ref_log_probs": True}
