@@ -1,11 +1,11 @@
 """What a row is by its columns, where no task says it: text, prompt and completion, or messages.
 
+    pairs                 chosen and rejected, and prompt where there is one (preferences.py)
     messages              messages, each with role and content
     ShareGPT              conversations, each turn with from and value, or role and content: messages
     prompt and completion
     Alpaca                instruction, output, and input where there is one: messages where the model has a
                           chat template, else a prompt under headings and its completion
-    pairs                 chosen and rejected, and prompt where there is one (preferences.py)
     ratings               prompt, completion and label
     text
 
@@ -148,9 +148,9 @@ TEXT = Form("text", ("text",), ("text",), _as_it_is)
 WEIGHT = "weight"
 _PAIR, _RATING = ("chosen", "rejected"), ("prompt", "completion", "label")
 FORMS = (
+    Form("pairs", _PAIR, _PAIR, _of_pair, ("prompt", WEIGHT), prefers="pairs"),
     Form("messages", ("messages",), ("messages",), _as_it_is, (WEIGHT,), "needs"),
     Form("ShareGPT", ("conversations",), ("conversations",), _of_turns, chat="needs"),
-    Form("pairs", _PAIR, _PAIR, _of_pair, ("prompt", WEIGHT), prefers="pairs"),
     Form("ratings", _RATING, _RATING, _of_rating, (WEIGHT,), prefers="ratings"),
     Form("prompt and completion", ("prompt", "completion"), ("prompt",), _as_it_is, (WEIGHT,)),
     Form("Alpaca", ("instruction", "output"), ("instruction",), _of_instruction, ("input",), "takes"),
