@@ -3,13 +3,13 @@
     pairs                 chosen and rejected, and prompt where there is one (preferences.py)
     messages              messages, each with role and content
     ShareGPT              conversations, each turn with from and value, or role and content: messages
+    ratings               prompt, completion and label
     prompt and completion
     Alpaca                instruction, output, and input where there is one: messages where the model has a
                           chat template, else a prompt under headings and its completion
-    ratings               prompt, completion and label
     text
 
-A file has one form: the first of these whose columns are there, ratings before prompt and completion.
+A file has one form: the first of these whose columns are there.
 """
 
 from __future__ import annotations
