@@ -67,11 +67,15 @@ class Form:
         Raises:
             RowError: it lacks a column, or has what isn't of this form.
         """
+        self.check(row, asked)
+        return Row(row.number, self.plain(self.own(row).fields, chat))
+
+    def check(self, row: Row, asked: bool = False) -> None:
+        """Raise RowError if a row lacks a column; see `needed`."""
         if any(column not in row.fields for column in self.needed(asked)):
             raise RowError(
                 f"is no row of {self.name}: its columns are {', '.join(map(str, row.fields)) or 'none'}"
             )
-        return Row(row.number, self.plain(self.own(row).fields, chat))
 
     def own(self, row: Row) -> Row:
         """A row with the columns of this form alone."""

@@ -271,6 +271,20 @@ def test_a_task_takes_the_objectives_of_its_candidates_alone() -> None:
         built_of("dpo")
 
 
+def test_rows_that_lack_a_column_are_told() -> None:
+    objective: ObjectiveName
+    for objective in ("dpo", "kto"):
+        with pytest.raises(DataError, match="row 2: is no row of pairs: its columns are chosen"):
+            built(PAIR, {"chosen": "a"}, objective=objective)
+    with pytest.raises(DataError, match="row 2: is no row of ratings: its columns are completion, label"):
+        built(RATED[0], {"completion": "a", "label": True})
+
+
+def test_ratings_are_completions_for_verbs_that_know_no_preferences() -> None:
+    examples, report = built(*RATED, objective=None)
+    assert (len(examples), report.objective, examples[0].liked) == (3, "completion", None)
+
+
 def test_rows_and_objective_must_fit() -> None:
     with pytest.raises(DataError, match="--objective is dpo, which learns from pairs; its rows are ratings"):
         built(*RATED, objective="dpo")
