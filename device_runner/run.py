@@ -147,6 +147,7 @@ class OpenRun:
             **inputs.bundle.description,
             "roles": list(inputs.bundle.chain.roles),
             "estimators": estimators,
+            "objective": inputs.origin["objective"],
             "engine": self.engines.engine,
             "threads": self.engines.threads,
         }
@@ -232,8 +233,10 @@ def finish_run(run: OpenRun, state: TrainingState, samples: Samples | None, watc
     best = run.journal.evaluation(state.step) or {}
     with run.journal.reading(best):
         watcher.say_final(state.step, best)
-    if fallen := displacement(best):
-        watcher.say(f"note: {fallen}")
+    for record in (best, watcher.newest):
+        if fallen := displacement(record):
+            watcher.say(f"note: at step {record['step']} {fallen}")
+            break
     watcher.say(_closing(run.settings, run.inputs, samples))
     if run.cache is not None:
         watcher.say(f"trunk: {run.cache.computed} rows computed, {run.cache.reused} from the cache")

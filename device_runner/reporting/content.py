@@ -112,8 +112,10 @@ def _bottom_line(run: RunFacts) -> str:
         )
         if best["step"] == 0 and run.steps:
             lines.append("No step was better than the start.")
-        if fallen := displacement(best):
-            lines.append(f"{fallen[0].upper()}{fallen[1:]}.")
+        for record in (best, run.evaluations[-1]):
+            if fallen := displacement(record):
+                lines.append(f"At step {record['step']:,} {fallen}.")
+                break
         if cut := best.get("cut_examples"):
             lines.append(f"{cut} of these rows are not whole: they were too long.")
     return " ".join(lines)

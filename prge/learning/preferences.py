@@ -12,6 +12,7 @@ the scores by the adapter that the run begins with.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
@@ -35,7 +36,7 @@ _SURE = -math.log(0.9)
 
 
 @dataclass(frozen=True)
-class Preference:
+class Preference(ABC):
     """Implements Objective by rewards of answers.
 
     `compares` says if rewards need a reference. A development pair whose loss is below `enough` is right:
@@ -60,6 +61,18 @@ class Preference:
         """Reward for each nat of a score, f64 [examples, 2]; by default beta for each nat of a sum."""
         return self.beta * lengths_of(examples)
 
+    @abstractmethod
+    def losses(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
+        """See Objective."""
+
+    @abstractmethod
+    def slopes(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
+        """See Objective."""
+
+
+class OfMargins(Preference):
+    """Implements Preference by how much higher the chosen reward is than the rejected one."""
+
     def losses(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """See Objective."""
         return self.of_margins(_margins(self.rewards(scores, examples)))[0]
@@ -70,13 +83,13 @@ class Preference:
         by_score: Float64Array = slopes[..., None] * _SIDES * self.units(examples)
         return by_score
 
+    @abstractmethod
     def of_margins(self, margins: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """Loss by how much higher the chosen reward is than the rejected one, and its derivative."""
-        raise NotImplementedError
+        """Losses by the margins, and their derivatives."""
 
 
 @dataclass(frozen=True)
-class DPO(Preference):
+class DPO(OfMargins):
     """The chosen answer gains more than the rejected one (Rafailov et al. 2023, arXiv 2305.18290).
 
     `label_smoothing` is the share of pairs that may be the wrong way round.
@@ -86,14 +99,14 @@ class DPO(Preference):
     enough: ClassVar[float] = _SURE
 
     def of_margins(self, margins: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """See Preference."""
+        """See OfMargins."""
         wrong = self.label_smoothing
         losses = (1 - wrong) * np.logaddexp(0, -margins) + wrong * np.logaddexp(0, margins)
         return losses, wrong - _sigmoid(-margins)
 
 
 @dataclass(frozen=True)
-class IPO(Preference):
+class IPO(OfMargins):
     """The margin of means over tokens is to be 1 / (2 beta), no more (Azar et al. 2023, arXiv 2310.12036)."""
 
     def units(self, examples: Sequence[Example]) -> Float64Array:
@@ -101,13 +114,13 @@ class IPO(Preference):
         return np.ones((len(examples), 2))
 
     def of_margins(self, margins: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """See Preference."""
+        """See OfMargins."""
         short = margins - 1 / (2 * self.beta)
         return short**2, 2 * short
 
 
 @dataclass(frozen=True)
-class SimPO(Preference):
+class SimPO(OfMargins):
     """The chosen mean is above the rejected one by a target `gamma` (Meng et al. 2024, arXiv 2405.14734)."""
 
     gamma: float = 1.0
@@ -119,7 +132,7 @@ class SimPO(Preference):
         return np.full((len(examples), 2), self.beta)
 
     def of_margins(self, margins: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """See Preference."""
+        """See OfMargins."""
         beyond = margins - self.gamma
         return np.logaddexp(0, -beyond), -_sigmoid(-beyond)
 

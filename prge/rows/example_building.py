@@ -133,7 +133,8 @@ def build_examples(
         make = partial(task_examples, task, training)
         usual, objective = "truncate", cast(ObjectiveName, task.objective)
     else:
-        form, chat = _form_of(rows, tokenizer, contract, source, renamed or {}, options.objective or "auto")
+        asked = options.objective or "completion"
+        form, chat = _form_of(rows, tokenizer, contract, source, renamed or {}, asked)
         objective = _objective_of(form, options, source)
         read = (*form.columns, *form.optional)
         kind = form.name + (", as messages" if form.chat == "takes" and chat is not None else "")
@@ -192,6 +193,7 @@ def _of_form(
 ) -> Made:
     """Examples of a row without a task, with the weight that the row has."""
     if objective in PREFERENCES:
+        form.check(row)
         made = (rating if objective == "kto" else pair)(chat, reading, row)
     else:
         made = _learnt_of(form, chat, reading, row)

@@ -1,15 +1,15 @@
 """What a row is by its columns, where no task says it: text, prompt and completion, or messages.
 
+    pairs                 chosen and rejected, and prompt where there is one (preferences.py)
     messages              messages, each with role and content
     ShareGPT              conversations, each turn with from and value, or role and content: messages
+    ratings               prompt, completion and label
     prompt and completion
     Alpaca                instruction, output, and input where there is one: messages where the model has a
                           chat template, else a prompt under headings and its completion
-    pairs                 chosen and rejected, and prompt where there is one (preferences.py)
-    ratings               prompt, completion and label
     text
 
-A file has one form: the first of these whose columns are there, ratings before prompt and completion.
+A file has one form: the first of these whose columns are there.
 """
 
 from __future__ import annotations
@@ -67,11 +67,15 @@ class Form:
         Raises:
             RowError: it lacks a column, or has what isn't of this form.
         """
+        self.check(row, asked)
+        return Row(row.number, self.plain(self.own(row).fields, chat))
+
+    def check(self, row: Row, asked: bool = False) -> None:
+        """Raise RowError if a row lacks a column; see `needed`."""
         if any(column not in row.fields for column in self.needed(asked)):
             raise RowError(
                 f"is no row of {self.name}: its columns are {', '.join(map(str, row.fields)) or 'none'}"
             )
-        return Row(row.number, self.plain(self.own(row).fields, chat))
 
     def own(self, row: Row) -> Row:
         """A row with the columns of this form alone."""
@@ -148,9 +152,9 @@ TEXT = Form("text", ("text",), ("text",), _as_it_is)
 WEIGHT = "weight"
 _PAIR, _RATING = ("chosen", "rejected"), ("prompt", "completion", "label")
 FORMS = (
+    Form("pairs", _PAIR, _PAIR, _of_pair, ("prompt", WEIGHT), prefers="pairs"),
     Form("messages", ("messages",), ("messages",), _as_it_is, (WEIGHT,), "needs"),
     Form("ShareGPT", ("conversations",), ("conversations",), _of_turns, chat="needs"),
-    Form("pairs", _PAIR, _PAIR, _of_pair, ("prompt", WEIGHT), prefers="pairs"),
     Form("ratings", _RATING, _RATING, _of_rating, (WEIGHT,), prefers="ratings"),
     Form("prompt and completion", ("prompt", "completion"), ("prompt",), _as_it_is, (WEIGHT,)),
     Form("Alpaca", ("instruction", "output"), ("instruction",), _of_instruction, ("input",), "takes"),

@@ -67,7 +67,7 @@ def rated_rows(rows: Sequence[Row], are_pairs: bool) -> list[Row]:
         for row in rows:
             try:
                 pairs.append((row, pair_fields(row.fields)))
-            except RowError:
+            except (KeyError, RowError):
                 broken.append(row)
         rows = [
             Row(
@@ -77,6 +77,7 @@ def rated_rows(rows: Sequence[Row], are_pairs: bool) -> list[Row]:
             for row, pair in pairs
         ]
     said = [row.fields.get("completion") for row in rows]
+    said = [each if isinstance(each, str | list) else "" for each in said]
     other = next((each for each in reversed(said) if each), "")
     found = []
     for row, own in zip(rows, said, strict=True):

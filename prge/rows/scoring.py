@@ -19,6 +19,8 @@ from prge.rows.task import TEXT_METRICS, Task
 from prge.rows.text_metrics import accuracy, exact_match, macro_f1, perplexity, rouge_l, token_f1
 
 CUT_EXAMPLES = "cut_examples"
+# Of the fall of rejected rows: more of it than this share is no side effect.
+_SHARED = 0.25
 METRIC_NAMES = (*SCORES, "margin", "chosen_change", "rejected_change", CUT_EXAMPLES)
 
 
@@ -35,7 +37,7 @@ def evaluate(
     """Score examples: a record with `loss`, the metric by its name, and `value`, where more is better.
 
     Without a task, and for completions, the metric is the perplexity per token. Preferences have several
-    figures; the share that is ordered right is often the same, so that their value follows the loss.
+    figures; their value is that of the loss, less the nats a token that the chosen answers fell.
     `cut_examples` is there if some examples are not whole.
     """
     scored = score(engine, adapter, examples, head, pad, objective)
@@ -43,9 +45,8 @@ def evaluate(
     if cut := sum(example.cut for example in examples):
         record[CUT_EXAMPLES] = cut
     if isinstance(objective, Preference):
-        figures = preference_figures(objective, scored, examples)
-        value = -float(np.maximum(scored.losses, objective.enough).mean())
-        return {**record, **figures, "value": value}, scored
+        value = -float(np.maximum(scored.losses, objective.enough).mean()) - _harm(scored, examples)
+        return {**record, **preference_figures(objective, scored, examples), "value": value}, scored
     if task is None or examples[0].label is None:
         lost = [-float(each[0]) for each in scored.scores]
         name, metric = "perplexity", perplexity(lost, scored.tokens.tolist())
@@ -88,14 +89,24 @@ def preference_figures(
     return {name: float(each.mean()) for name, each in found.items() if each.size}
 
 
+def _harm(scored: Scores, examples: Sequence[Example]) -> float:
+    """How much less likely the chosen answers became since the start, in nats a token; at least 0."""
+    chosen = [
+        values[0] - example.reference[0]
+        for values, example in zip(scored.scores, examples, strict=True)
+        if example.liked is not False
+    ]
+    return max(-float(np.mean(chosen)), 0.0) if chosen else 0.0
+
+
 def displacement(figures: Mapping[str, Any]) -> str:
     """What to say of preferences that were learnt at the cost of what is chosen; empty if they weren't."""
     chosen, rejected = figures.get("chosen_change"), figures.get("rejected_change")
     if chosen is None or chosen >= 0:
         return ""
     fall = f"the log-probability of chosen development rows fell by {-chosen:.3g} since the start"
-    if rejected is None or rejected >= chosen:
-        return fall
+    if rejected is None or chosen > _SHARED * rejected:
+        return f"{fall} (likelihood displacement)"
     return (
         f"{fall}, that of rejected ones by {-rejected:.3g}: the run only lowers what is rejected, and harms "
         "what is chosen; a larger --beta or a lower --learning-rate harms it less, --objective orpo learns it"

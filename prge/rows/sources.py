@@ -53,7 +53,7 @@ def read_source(
     part: Part = "train",
     columns: Sequence[str] = (),
     broken: list[str] | None = None,
-    objective: ObjectiveName = "auto",
+    objective: ObjectiveName = "completion",
 ) -> Source:
     """Read the rows that a user names; feedback becomes rows to learn from.
 

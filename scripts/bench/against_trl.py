@@ -1,8 +1,8 @@
 """Steps on preferences against steps on completions, and against TRL's trainers in PyTorch.
 
 `scripts/bench/preferences.py` is the command. A model learns to prefer one mood of the demo's texts in plain
-SGD: in the engine, and by TRL from the same adapter on the same rows in the same order. ORPO has a pair a step
-and no prompt: TRL's trainer learns the prompt too, and takes the mean over all tokens of a step. Prints JSON:
+SGD: in the engine, and by TRL from the same adapter on the same rows in order. ORPO has one pair a step,
+no prompt: TRL's trainer learns the prompt too, and takes the mean over all tokens of a step. Prints JSON:
 
     dpo_step_over_completion_step   seconds of a step on pairs, over those of one on as many chosen answers
     over_trl_seconds, over_trl_memory
@@ -35,9 +35,12 @@ from prge.rows.task import load_task
 from prge.verbs.starting import command_of
 
 DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
-BETA, RATE = 0.1, 0.05
+BETA = 0.1
+# A steep loss takes a small one: what rounding begins grows with each step.
+RATES = {"ipo": 0.005}
+RATE = 0.05
 # Rows of a step; see above.
-ROWS = {"dpo": 4, "kto": 4, "orpo": 1, "completion": 4}
+ROWS = {"dpo": 4, "ipo": 4, "simpo": 4, "kto": 4, "orpo": 1, "completion": 4}
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,12 @@ def engine_steps(
     how = {
         **{"bundle": bundle, "train": data, "out": out, "threads": threads, "objective": objective},
         **{"steps": len(rows) // ROWS[objective], "batch-size": sequences * ROWS[objective]},
-        **{"optimizer": "sgd", "learning-rate": RATE, "schedule": "constant", "warmup": 0},
+        **{
+            "optimizer": "sgd",
+            "learning-rate": RATES.get(objective, RATE),
+            "schedule": "constant",
+            "warmup": 0,
+        },
         **({} if objective == "completion" else {"beta": BETA}),
     }
     words = [word for name, value in how.items() for word in (f"--{name}", str(value))]
@@ -167,7 +175,11 @@ def trl_steps(
     settings = folder / "trl.json"
     content = {
         **{"objective": objective, "model": str(model), "adapter": str(adapter), "rows": rows, "beta": BETA},
-        **{"batch_size": ROWS[objective], "learning_rate": RATE, "out": str(folder / "trl")},
+        **{
+            "batch_size": ROWS[objective],
+            "learning_rate": RATES.get(objective, RATE),
+            "out": str(folder / "trl"),
+        },
     }
     settings.write_text(json.dumps(content), encoding="utf-8")
     script = Path(__file__).with_name("trl_steps.py")

@@ -2,10 +2,10 @@
 
     python scripts/bench/trl_steps.py SETTINGS.json
 
-The settings name `objective` (dpo, kto, orpo), `model`, `adapter` (a PEFT folder to start from), `rows`
-(prompt with chosen and rejected, or with completion, label and `other`, the place of the row whose answer
-stands beside its own), `beta`, `batch_size`, `learning_rate`, `out`. Prints JSON: `losses` and `seconds` of
-each step.
+The settings name `objective` (dpo, ipo, simpo, kto, orpo), `model`, `adapter` (a PEFT folder to start from),
+`rows` (prompt with chosen and rejected, or with completion, label and `other`, the place of the row whose
+answer stands beside its own), `beta`, `batch_size`, `learning_rate`, `out`. Prints JSON: `losses`, `seconds`
+of each step.
 """
 
 from __future__ import annotations
@@ -92,10 +92,16 @@ def _trainer(objective: str, rows: list[dict[str, Any]]) -> tuple[type, type, di
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
         return ORPOTrainer, ORPOConfig, {}
+    if objective == "simpo":
+        from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+        return CPOTrainer, CPOConfig, {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.0}
     import trl
 
-    if objective == "dpo":
-        return trl.DPOTrainer, trl.DPOConfig, {"precompute_ref_log_probs": True}
+    kept = {"precompute_ref_log_probs": True}
+    if objective in ("dpo", "ipo"):
+        kind = {"dpo": "sigmoid"}.get(objective, objective)
+        return trl.DPOTrainer, trl.DPOConfig, {**kept, "loss_type": [kind]}
     others = [row.pop("other") for row in rows]
 
     class Paired(trl.KTOTrainer):  # type: ignore[misc]
@@ -106,7 +112,7 @@ def _trainer(objective: str, rows: list[dict[str, Any]]) -> tuple[type, type, di
             answers = [prepared["completion_ids"][place] for place in others]
             return prepared.remove_columns("KL_completion_ids").add_column("KL_completion_ids", answers)
 
-    return Paired, trl.KTOConfig, {"precompute_ref_log_probs": True}
+    return Paired, trl.KTOConfig, kept
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ by task, weights and objective:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from style import BEFORE, MANNER, make_rows
 from tune import tune
 from verbs import DEMO, answers, made, parser_of, report, scored, summarize, write_rows
 
+import prge
 from prge.rows.readers import read_rows
 from prge.rows.task import load_task
 
@@ -39,7 +41,7 @@ COUNTS = {"train": 200, "dev": 60, "test": 100}
 SCHEMES = ("fp32", "8da4w")
 SHAPE: dict[str, Any] = {"adapter": "lora", "target_modules": "all-linear", "rank": 16}
 # A sentence of the story model's own.
-SENTENCE: dict[str, Any] = {"max_tokens": 120, "stop": "."}
+SENTENCE: dict[str, Any] = {"max_tokens": 120, "stop": ["."]}
 FIGURES = ("wanted", "characters", "pairs_right", "chosen_change", "rejected_change", "rate", "seconds")
 Rows = dict[str, list[dict[str, Any]]]
 
@@ -103,37 +105,37 @@ def rows_of(arguments: argparse.Namespace, task: str, bundle: Path, out: Path) -
     out.mkdir(parents=True, exist_ok=True)
     kept = out / "rows.json"
     if not kept.exists():
-        kept.write_text(json.dumps(TASKS[task](bundle, out)), encoding="utf-8")
+        kept.write_text(json.dumps(TASKS[task](bundle)), encoding="utf-8")
     rows: Rows = json.loads(kept.read_text(encoding="utf-8"))
     return rows
 
 
-def shorter(bundle: Path, out: Path) -> Rows:
+def shorter(bundle: Path) -> Rows:
     """Pairs of sentences of the model's own that differ in length."""
-    found: Rows = {}
-    for split, rows in _prompts().items():
-        first, second = (_sentences(bundle, out, split, rows, seed) for seed in (1, 2))
-        pairs = [sorted(each, key=len) for each in zip(first, second, strict=True)]
+    write, found = _writer(bundle), Rows()
+    for split, prompts in _prompts().items():
+        pairs = [(each, *sorted((write(each), write(each)), key=len)) for each in prompts]
         found[split] = [
-            {"prompt": row["prompt"], "chosen": pair[0], "rejected": pair[1]}
-            for row, pair in zip(rows, pairs, strict=True)
-            if len(pair[0]) < len(pair[1])
+            {"prompt": prompt, "chosen": short, "rejected": long}
+            for prompt, short, long in pairs
+            if len(short) < len(long)
         ]
     return found
 
 
-def manner(bundle: Path, out: Path) -> Rows:
+def manner(bundle: Path) -> Rows:
     """Pairs of an answer in the manner and a sentence of the model's own."""
+    write = _writer(bundle)
     return {
         split: [
-            {"prompt": row["prompt"], "chosen": row["completion"], "rejected": sentence}
-            for row, sentence in zip(rows, _sentences(bundle, out, split, rows, 1), strict=True)
+            {"prompt": row["prompt"], "chosen": row["completion"], "rejected": write(row["prompt"])}
+            for row in rows[: COUNTS[split]]
         ]
-        for split, rows in _prompts().items()
+        for split, rows in make_rows().items()
     }
 
 
-def moods(bundle: Path, out: Path) -> Rows:
+def moods(_: Path) -> Rows:
     """Pairs of the right and the wrong mood of a text."""
     task = load_task(str(DEMO / "task.yaml"))
     found: Rows = {}
@@ -150,18 +152,21 @@ def moods(bundle: Path, out: Path) -> Rows:
     return found
 
 
-TASKS: dict[str, Callable[[Path, Path], Rows]] = {"shorter": shorter, "manner": manner, "moods": moods}
+TASKS: dict[str, Callable[[Path], Rows]] = {"shorter": shorter, "manner": manner, "moods": moods}
 
 
-def _prompts() -> Rows:
-    return {split: [*rows][: COUNTS[split]] for split, rows in make_rows().items()}
+def _prompts() -> dict[str, list[str]]:
+    return {split: [row["prompt"] for row in rows[: COUNTS[split]]] for split, rows in make_rows().items()}
 
 
-def _sentences(bundle: Path, out: Path, split: str, rows: list[dict[str, Any]], seed: int) -> list[str]:
-    """A sentence after each prompt, drawn by chance."""
-    data = write_rows(out / f"{split}-prompts.jsonl", [{"prompt": row["prompt"]} for row in rows])
-    found = answers(bundle=bundle, data=data, temperature=1.0, seed=seed, adapter=[BEFORE], **SENTENCE)
-    return [f"{answer['text']}." for answer in found[BEFORE]]
+def _writer(bundle: Path) -> Callable[[str], str]:
+    """What writes a sentence after a prompt, another one each time."""
+    model, seeds = prge.load(bundle, threads=1), itertools.count()
+
+    def write(prompt: str) -> str:
+        return f"{model.generate(prompt, temperature=1.0, seed=next(seeds), **SENTENCE).text}."
+
+    return write
 
 
 def behaviour(

@@ -280,9 +280,11 @@ class _Tuning:
         """Loss of development rows after a short run; infinite if it diverged."""
         name = f"search/{rate:.4g}-{steps}"
         summary = self._run(name, learning_rate=rate, steps=steps, evaluate_every=steps, is_short=True)
-        found = summary["train"]["last_evaluation"] or {}
+        train = summary["train"]
+        found = train["last_evaluation"] or {}
         is_whole = summary["run"]["status"] == "completed" and found.get("step") == steps
-        loss = float(found["loss"]) if is_whole and found["loss"] is not None else math.inf
+        # What steps are judged by: the loss, of preferences with the harm to what is chosen.
+        loss = -float(train["last_value"]) if is_whole and train["last_value"] is not None else math.inf
         print(f"  {rate:<8.4g} {steps:>5} steps   loss of development rows {loss:.4g}", flush=True)
         return loss
 
@@ -294,7 +296,7 @@ class _Tuning:
         if is_given or isinstance(self._place, Phone):
             return  # a phone keeps the first one under the same name
         train = summary["train"]
-        best = (train["best"] or {}).get("loss")
+        best = None if train["best_value"] is None else -float(train["best_value"])
         again = decisions.shorter(record.known("trials") or [], best, train["steps"])
         if again and not record.known("first_run"):
             record.decide(*again)

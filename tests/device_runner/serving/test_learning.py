@@ -127,6 +127,17 @@ def test_a_better_adapter_is_served_round_after_round(place: Place) -> None:
     assert not learning.work()  # two rows are too few
 
 
+def test_a_bundle_without_backpropagation_learns_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    device.replaces(monkeypatch, module)
+    device.write_bundle(tmp_path / "bundle")
+    flags = LearnFlags(learn=tmp_path / "learn", learn_every=EVERY, learning_rate=0.02, learn_epochs=20)
+    place = Place(tmp_path, device, flags)
+    place.learn.mkdir()
+    feedback(place.learn / FEEDBACK, EVERY)
+    assert [each["status"] for each in place.learnt()] == ["start", "served"]
+
+
 def test_killed_at_any_time_it_goes_on_to_the_same_bits(place: Place, tmp_path: Path) -> None:
     feedback(place.learn / FEEDBACK, 3 * EVERY)
     kept = {"kept": tmp_path / "kept.jsonl", "may_lose": 0.5}

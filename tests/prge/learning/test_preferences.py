@@ -33,6 +33,7 @@ from prge.learning.preferences import (
     settled_objective,
 )
 from prge.learning.sampling import Sampler
+from prge.rows.scoring import displacement, evaluate
 from tests.numpy_engine import NumpyEngine
 from tests.rows import completion, long_choice
 
@@ -187,6 +188,52 @@ def test_a_weight_multiplies_loss_and_slope() -> None:
     np.testing.assert_allclose(found.losses, [[1.5, 15]])
     np.testing.assert_allclose(found.by_score, [[[-1], [-3]]])
     np.testing.assert_allclose(found.by_answer, [[-0.5, -0.5, 0, 0], [-3, 0, 0, 0]])
+
+
+def test_weights_change_the_loss_of_an_evaluation_and_not_its_perplexity() -> None:
+    engine = NumpyEngine(batch_size=2)
+    adapter = Adapter.zeros(engine.contract.modules)
+    plain = [completion(1, [1, 2, 3], 1), completion(2, [4, 5], 1)]
+    heavy = [replace(each, weight=2.0) for each in plain]
+    (one, _), (two, _) = (evaluate(engine, adapter, each, None) for each in (plain, heavy))
+    assert two["loss"] == pytest.approx(2 * one["loss"])
+    assert two["perplexity"] == one["perplexity"]
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto", "orpo"])
+def test_figures_of_an_evaluation(name: str) -> None:
+    model = NumpyEngine(copies=1, batch_size=8)
+    adapter = Adapter.zeros(model.contract.modules)
+    rows = referred(model, adapter, pairs(6))
+    if name != "kto":
+        rows = [replace(each, liked=None) for each in rows]
+    record, scored = evaluate(model, adapter, rows, None, objective=OBJECTIVES[name])
+    assert (record["chosen_change"], record["rejected_change"]) == (0, 0)
+    assert record["value"] == -scored.loss
+    if name != "orpo":
+        assert (record["pairs_right"], record["margin"]) == (0.5, 0)
+    # All answers less likely by half a nat a token, but for the rejected ones, by a whole one.
+    moved = [
+        replace(
+            each, reference=tuple(value + fall for value, fall in zip(each.reference, (0.5, 1), strict=True))
+        )
+        for each in rows
+    ]
+    found, _ = evaluate(model, adapter, moved, None, objective=OBJECTIVES[name])
+    assert found["value"] == pytest.approx(-found["loss"] - 0.5)
+    chosen = [each for each in moved if each.liked is not False]
+    lengths = np.array([len(each.sequences[0].targets) for each in chosen])
+    assert found["chosen_change"] == pytest.approx(-0.5 * lengths.mean())
+    assert displacement(found)
+
+
+def test_what_is_said_of_chosen_rows_that_fell() -> None:
+    assert displacement({"chosen_change": 0.0, "rejected_change": -9.0}) == ""
+    assert displacement({}) == ""
+    aside = displacement({"chosen_change": -1.0, "rejected_change": -9.0})
+    assert aside.endswith("fell by 1 since the start (likelihood displacement)")
+    assert "harms what is chosen" in displacement({"chosen_change": -6.0, "rejected_change": -9.0})
+    assert "harms" not in displacement({"chosen_change": -1.0})
 
 
 def test_a_loss_without_its_reference_is_refused() -> None:

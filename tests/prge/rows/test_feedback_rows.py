@@ -54,7 +54,9 @@ def test_a_bad_rating_makes_all_of_them_rated_answers(path: Path) -> None:
         (" bad", True), (" great", False), (" great", True), (" great", False)
     ]  # fmt: skip
     assert told == "feedback: 1 corrections, 1 good, 1 bad; rated answers"
-    assert [row.number for row in read_source(path).rows] == [1, 2, 3, 4]
+    assert [row.number for row in read_source(path, objective="auto").rows] == [1, 2, 3, 4]
+    # Verbs that know no preferences never learn what was disliked.
+    assert [row.fields["completion"] for row in read_source(path).rows] == [" bad", " great"]
     found, told = made(path, *rows, objective="completion")
     assert len(found) == 2 and told.endswith("completions, bad ratings left out")
     assert made(path, rows[0], objective="kto")[0] == made(path, *rows)[0][:2]

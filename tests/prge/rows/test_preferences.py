@@ -16,7 +16,7 @@ from prge.rows.forms import find_form
 from prge.rows.preferences import pair_fields, rated_rows, rating_fields
 from prge.rows.readers import Row
 from prge.rows.report import DataReport
-from prge.rows.task import RowError
+from prge.rows.task import RowError, parse_task
 from prge.rows.tokenizer import Tokenizer
 from tests.bundles import make_contract
 from tests.prge.rows.chat_templates import CHATML
@@ -255,6 +255,34 @@ def test_a_weight_counts_and_must_be_a_number() -> None:
     for wrong in ("heavy", 0, -1, True and [1], float("inf"), 1e7):
         with pytest.raises(DataError, match=r"row 1: its weight is .*, must be a number above 0, at most 1e"):
             built({**fields, "weight": wrong})
+
+
+def test_a_task_takes_the_objectives_of_its_candidates_alone() -> None:
+    words = {"name": "mood", "template": "{text} was", "label_words": {0: " bad", 1: " good"}}
+    task = parse_task(words, "mood")
+    fields = rows({"text": "the film", "label": 1}, {"text": "the cat", "label": 0})
+
+    def built_of(objective: ObjectiveName) -> list[Example]:
+        return build_examples(fields, TOKENIZER, contract(), task, BuildOptions(objective=objective))[0]
+
+    assert [each.candidates for each in built_of("auto")] == [2, 2]
+    assert [each.candidates for each in built_of("completion")] == [1, 1]
+    with pytest.raises(DataError, match="--objective is dpo, which the task mood can't be learnt by"):
+        built_of("dpo")
+
+
+def test_rows_that_lack_a_column_are_told() -> None:
+    objective: ObjectiveName
+    for objective in ("dpo", "kto"):
+        with pytest.raises(DataError, match="row 2: is no row of pairs: its columns are chosen"):
+            built(PAIR, {"chosen": "a"}, objective=objective)
+    with pytest.raises(DataError, match="row 2: is no row of ratings: its columns are completion, label"):
+        built(RATED[0], {"completion": "a", "label": True})
+
+
+def test_ratings_are_completions_for_verbs_that_know_no_preferences() -> None:
+    examples, report = built(*RATED, objective=None)
+    assert (len(examples), report.objective, examples[0].liked) == (3, "completion", None)
 
 
 def test_rows_and_objective_must_fit() -> None:

@@ -25,7 +25,7 @@ def demo_bundle(made_once: Made) -> Path:
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="takes the package trl")
-@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "kto", "orpo"])
 def test_losses_are_those_of_trl(objective: str, demo_bundle: Path, tmp_path: Path) -> None:
     ours, theirs = both(objective, DEMO / "model", demo_bundle, tmp_path, steps=20)
     assert len(ours.losses) == len(theirs.losses) == 20
