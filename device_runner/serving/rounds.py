@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -288,9 +289,7 @@ class Workshop:
 
     def _replayed(self, round: Round, learnt: int) -> list[Example]:
         """Examples of before: one half feedback, the other rows that it began with, as far as there are."""
-        if round.replay >= 1:
-            raise ValueError("a round needs new rows")
-        count = round_up(learnt * round.replay / (1 - round.replay))
+        count = math.ceil(learnt * round.replay / (1 - round.replay))
         earlier, kept = list(round.rows.learnt_before), self._kept.replayed
         of_kept = min(len(kept), max(count - count // 2, count - len(earlier)))
         seed, number = round.settings.seed, round.number
@@ -370,8 +369,3 @@ def _folder_of(folder: Path, identity: Record) -> Path:
 def _drawn(items: Sequence[Any], count: int, seed: int, number: int) -> list[Any]:
     """Some of the items, at most all, others in every round."""
     return [items[index] for index in row_order(seed, number, len(items))[:count]] if items else []
-
-
-def round_up(value: float) -> int:
-    """The next whole number."""
-    return -int(-value // 1)

@@ -429,6 +429,9 @@ def test_feedback_is_kept_by_the_id_of_an_answer(tmp_path: Path) -> None:
 def test_without_a_file_no_feedback_is_taken(child: Child) -> None:
     status, told = _judged(child, id="cmpl-1", rating="good")
     assert status == 404 and "without --feedback FILE" in told
+    with pytest.raises(openai.NotFoundError, match="without --learn FOLDER"):
+        child.client().get("/adapters", cast_to=object)
+    assert child.ask({}, "/v1/adapters/back")[0] == 404
 
 
 def test_a_key_and_an_end_by_a_signal() -> None:
