@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from device_runner.session.speaking import (
@@ -23,6 +25,7 @@ from prge.errors import PrgeError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.host.terminal import write_text
+from prge.rows.feedback import Answered, Fields, adapter_digest, append_feedback, check_feedback, spaced
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import Generator, Request, Ticket
 from prge.text.prompts import Prompt, Prompts
@@ -32,6 +35,8 @@ HELP = """\
 /adapter NAME|PATH  go on with another adapter; without a name, list those that are loaded
 /base               go on with the model without an adapter
 /reset              forget the conversation
+/good, /bad         keep what you think of the last answer (--feedback FILE)
+/better TEXT        keep what it should have been; the conversation goes on from there
 /help               show this
 /quit               end; so does Ctrl-D. Ctrl-C ends an answer
 A line that begins with // is said with one /."""
@@ -47,10 +52,16 @@ SLOTS = 2
 class ChatSettings(ChatFlags, OfBundle):
     """Talk to a bundle's model in the terminal; /help lists what can be said to the program."""
 
+    feedback: Path | None = None
+    """File that /good, /bad and /better add rows to, with what was asked and answered; `prge tune --data`
+    takes it. Default: nothing is kept."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge chat --help`."""
     settings = parse_settings(ChatSettings, argv, "prge chat", ["bundle"])
+    if settings.feedback is not None:
+        check_feedback(settings.feedback)
     bundle = open_speaking(settings.bundle)
     tokenizer = bundle_tokenizer(bundle)
     prompts = Prompts(tokenizer)
@@ -60,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     if not is_chat:
         note(NO_TEMPLATE)
     with _interruptible() as interrupts:
-        Chat(settings, bundle, prompts, adapters, generator, interrupts).run()
+        Chat(settings, bundle, prompts, adapters, generator, interrupts, settings.feedback).run()
     return 0
 
 
@@ -102,6 +113,7 @@ class Chat:
         adapters: dict[str, Adapter],
         generator: Generator,
         interrupts: Interrupts,
+        feedback: Path | None = None,
     ) -> None:
         self._settings = settings
         self._bundle = bundle
@@ -112,6 +124,9 @@ class Chat:
         self._name = next(iter(adapters))
         self._turns: list[tuple[str, str]] = []
         self._text = ""
+        self._feedback = feedback
+        # The last answer, until something is said of it.
+        self._answered: Answered | None = None
 
     def run(self) -> None:
         """Read lines from standard input until it ends or one says /quit."""
@@ -143,8 +158,12 @@ class Chat:
         command, _, word = line.partition(" ")
         word = word.strip()
         if command == "/reset":
-            self._turns, self._text = [], ""
+            self._turns, self._text, self._answered = [], "", None
             note("the conversation is forgotten")
+        elif command in ("/good", "/bad"):
+            self._judge(rating=command.removeprefix("/"))
+        elif command == "/better":
+            self._judge(correction=word)
         elif command == "/base":
             self._switch(BASE)
         elif command == "/adapter" and word:
@@ -153,6 +172,26 @@ class Chat:
             note(", ".join(f"{name} (speaks)" if name == self._name else name for name in self._adapters))
         else:
             note(HELP if command == "/help" else f"there is no {command}\n{HELP}")
+
+    def _judge(self, rating: str | None = None, correction: str | None = None) -> None:
+        """Keep what the user thinks of the last answer."""
+        if self._feedback is None:
+            note("nothing is kept: start with --feedback FILE")
+            return
+        if self._answered is None:
+            note("there is no answer that you haven't judged yet")
+            return
+        try:
+            append_feedback(self._feedback, [self._answered.judged(rating, correction)])
+        except (ValueError, PrgeError) as error:
+            note(f"not kept: {error}")
+            return
+        if correction is not None and self._prompts.chat is None:
+            self._text = self._answered.asked["prompt"] + spaced(correction, self._answered.answer)
+        elif correction is not None:
+            self._turns[-1:] = [(self._turns[-1][0], correction)] if self._turns else []
+        self._answered = None
+        note(f"kept in {self._feedback}")
 
     def _switch(self, word: str) -> None:
         """Go on with another adapter, which keeps its name until the end."""
@@ -169,6 +208,7 @@ class Chat:
 
     def _say(self, line: str) -> None:
         """Let the model answer a line, and keep both."""
+        self._answered = None
         try:
             prompt = self._prompt(line)
             request = Request(prompt, self._adapters[self._name], self._settings.generation())
@@ -188,10 +228,22 @@ class Chat:
             note(f"the answer filled the context of {self._generator.speaker.context} tokens")
         elif answer.reason == "length":
             note(f"--max-tokens {self._settings.max_tokens} ended the answer")
+        self._keep_in_mind(line, answer.text)
         if self._prompts.chat is None:
             self._text = f"{self._joined(line)}{answer.text}"
         elif answer.text.strip():
             self._turns.append((line, answer.text))
+
+    def _keep_in_mind(self, line: str, text: str) -> None:
+        """Remember an answer, so that something may be said of it."""
+        if self._feedback is None or not text.strip():
+            return
+        asked: Fields = {"messages": self._messages(line)}
+        if self._prompts.chat is None:
+            asked = {"prompt": self._joined(line)}
+        name, settings = self._name, self._settings.generation()
+        digest = adapter_digest(self._adapters[name])
+        self._answered = Answered(f"chat-{uuid.uuid4().hex}", name, digest, asked, text, settings.facts())
 
     def _prompt(self, line: str) -> Prompt:
         """What the model goes on from after a line; turns that don't fit are forgotten if that was asked."""

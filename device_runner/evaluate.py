@@ -18,9 +18,10 @@ from prge.files.peft import find_adapter, read_peft
 from prge.files.run_folder import reported, write_json
 from prge.files.tuned import tuning_at
 from prge.learning.checkpoint import HEAD, head_at
-from prge.learning.evaluation import Scores
+from prge.learning.evaluation import Scores, referred
 from prge.learning.examples import Example
 from prge.learning.head import Head
+from prge.learning.preferences import ObjectiveFlags, Preference, make_objective
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.scoring import evaluate, text_metrics
 from prge.rows.sources import read_source
@@ -37,7 +38,7 @@ SLOTS = 8
 
 
 @dataclass(frozen=True)
-class EvaluateSettings(EngineFlags, OverflowFlags, SelectionFlags, RowsFlags):
+class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlags, RowsFlags):
     """Score an adapter on rows of a file; prints the loss and the metric of the task."""
 
     bundle: Path
@@ -83,12 +84,15 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     bundle = open_bundle(settings.bundle)
     contract = bundle.chain.scoring
     tokenizer = bundle_tokenizer(bundle)
-    options = BuildOptions(overflow=settings.overflow, append_eos=settings.append_eos)
-    source = read_source(settings.data, "test", settings.columns)
+    options = BuildOptions(
+        overflow=settings.overflow, append_eos=settings.append_eos, objective=settings.objective
+    )
+    source = read_source(settings.data, "test", settings.columns, objective=settings.objective)
     examples, report = load_examples(
         source, tokenizer, contract, task, settings.selection, options, training=False
     )
-    print(report.text())
+    print("\n".join(filter(None, [source.told, report.text()])))
+    objective = make_objective(report.objective, settings)
     named = settings.adapter or (settings.bundle if tuning_at(settings.bundle) else bundle.adapter)
     trained = find_adapter(named)
     adapter = read_peft(trained, contract.modules, bundle.adapter)
@@ -96,7 +100,11 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     engines = open_engines(bundle, None, settings.threads, settings.engine, settings.memory)
     engine = engines.score
     generator = Generator(engines.speaker(SLOTS), tokenizer) if writes else None
-    record, scored = evaluate(engine, adapter, examples, task, head, tokenizer.pad_id)
+    pad = tokenizer.pad_id
+    if isinstance(objective, Preference):
+        start = read_peft(bundle.adapter, contract.modules, bundle.adapter)
+        examples = referred(engine, start, examples, pad)
+    record, scored = evaluate(engine, adapter, examples, task, head, pad, objective=objective)
     if not math.isfinite(record["loss"]):
         raise EngineError(
             f"the loss of these rows is {record['loss']}",

@@ -4,15 +4,17 @@ config.yaml      the settings            checkpoints/step-N/   PEFT folder and o
 journal.jsonl    what each step learnt   final/                PEFT folder of the best step
 metrics.jsonl    what to plot            run.json, log.txt     what, where, how it ended
 samples.jsonl    what the model said to prompts
+reference.json   of preferences: how the adapter of the start scores the rows; made again where it is missing
 trunk_cache/     what lower blocks made of training rows; may be deleted at any time
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from device_runner.engines.kept_states import KeptStates
@@ -33,6 +35,7 @@ from device_runner.session.inputs import (
 )
 from device_runner.session.noise import noise_note
 from device_runner.session.planning import RunPlan, plan_run, settled
+from device_runner.session.reference import with_references
 from device_runner.session.samples import Answerer, Chooser, Samples, Writer
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings
@@ -55,9 +58,10 @@ from prge.learning.checkpoint import TrainingState, keep_state, load_best, load_
 from prge.learning.encoder_heads import Heads, digest_of, fit_heads
 from prge.learning.estimators.protocol import Estimator
 from prge.learning.examples import token_count
+from prge.learning.preferences import ObjectiveFlags, Preference
 from prge.learning.sampling import Sampler
 from prge.learning.training import AdapterLearner, train
-from prge.rows.scoring import evaluate
+from prge.rows.scoring import displacement, evaluate
 from prge.running.watching import Watcher, graceful_stop
 from prge.text.loop import Generator
 from prge.verbs.settings import parse_settings, settings_to_yaml
@@ -129,9 +133,8 @@ class OpenRun:
     def score(self, state: TrainingState) -> Record:
         """Scores of the development rows."""
         inputs, pad = self.inputs, self.inputs.tokenizer.pad_id
-        return evaluate(
-            self.engines.score, state.adapter, inputs.dev, inputs.task, state.head, pad, self.settings.select
-        )[0]
+        how = inputs.task, state.head, pad, self.settings.select, inputs.objective
+        return evaluate(self.engines.score, state.adapter, inputs.dev, *how)[0]
 
     def describe(self) -> tuple[Record, Record]:
         """The blocks `run` and `train` of run.json, but for what a watcher knows."""
@@ -144,6 +147,7 @@ class OpenRun:
             **inputs.bundle.description,
             "roles": list(inputs.bundle.chain.roles),
             "estimators": estimators,
+            "objective": inputs.origin["objective"],
             "engine": self.engines.engine,
             "threads": self.engines.threads,
         }
@@ -185,6 +189,7 @@ def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | 
         DivergenceError: see prge.learning.training.Learner.step.
         KeyboardInterrupt: interrupted, with the state saved.
     """
+    run = _referring(run, watcher)
     settings, inputs, engines, journal = run.settings, run.inputs, run.engines, run.journal
     state = _first_state(run, watcher)
     load_latest(settings.out / CHECKPOINTS, state, newest=journal.steps)
@@ -204,6 +209,7 @@ def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | 
         journal,
         run.keep,
         run.score if inputs.dev else None,
+        inputs.objective,
     )
     answerer = _answerer(inputs, engines)
     samples = Samples(answerer, state, settings.sample_every, watcher) if answerer else None
@@ -227,6 +233,10 @@ def finish_run(run: OpenRun, state: TrainingState, samples: Samples | None, watc
     best = run.journal.evaluation(state.step) or {}
     with run.journal.reading(best):
         watcher.say_final(state.step, best)
+    for record in (best, watcher.newest):
+        if fallen := displacement(record):
+            watcher.say(f"note: at step {record['step']} {fallen}")
+            break
     watcher.say(_closing(run.settings, run.inputs, samples))
     if run.cache is not None:
         watcher.say(f"trunk: {run.cache.computed} rows computed, {run.cache.reused} from the cache")
@@ -241,6 +251,22 @@ def _first_state(run: OpenRun, watcher: Watcher) -> TrainingState:
         seconds = watcher.told["head_seconds"] = time.perf_counter() - begin
         watcher.say(f"heads: {told}, {seconds:.1f} s")
     return new_state(run.settings, run.inputs.adapter, heads)
+
+
+def _referring(run: OpenRun, watcher: Watcher) -> OpenRun:
+    """The run with the reference of rows that are preferences: those of training if the loss asks for it."""
+    inputs, objective = run.inputs, run.inputs.objective
+    if not isinstance(objective, Preference) or not (objective.compares or inputs.dev):
+        return run
+    train = inputs.train if objective.compares else []
+    bundle, pad = inputs.bundle.sha256, inputs.tokenizer.pad_id
+    examples, told = with_references(
+        run.settings.out, bundle, run.engines.score, inputs.adapter, [*train, *inputs.dev], pad
+    )
+    if told:
+        watcher.say(told)
+    train, dev = examples[: len(train)] or inputs.train, examples[len(train) :]
+    return replace(run, inputs=replace(inputs, train=train, dev=dev))
 
 
 def _answerer(inputs: RunInputs, engines: Engines) -> Answerer | None:
@@ -301,7 +327,9 @@ def _tell_noise(
     if engine.contract.role != STACK or inputs.bundle.quantization is None:
         return
     try:
-        watcher.say(noise_note(settings, engine, state.adapter, sampler, state.training_classifier))
+        watcher.say(
+            noise_note(settings, engine, state.adapter, sampler, state.training_classifier, inputs.objective)
+        )
     except Exception as error:
         watcher.say(f"the noise of differences was not measured: {error}")
 
@@ -322,6 +350,8 @@ def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
     last = settings_records(journal)[-1]
     with journal.reading(last):
         before, now = RunSettings.current(last["settings"]), identity["settings"]
+        # What earlier versions didn't know was as it is where nobody says otherwise.
+        before = {item.name: item.default for item in fields(ObjectiveFlags)} | before
         changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
         refused = changed - (CHANGEABLE if settings.change_estimator else set())
         problems = [f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in sorted(refused)]
@@ -331,6 +361,9 @@ def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
             for name in ("bundle", "train", "dev", "task", "adapter")
             if stored[name] != identity[name]
         ]
+        # As JSON reads it back; earlier versions had one objective.
+        if stored.get("objective") != json.loads(json.dumps(identity["objective"])):
+            problems.append("the objective is another one")
     if problems:
         raise ConfigError(
             "the run was begun with other settings:",

@@ -5,20 +5,29 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from device_runner.engines.blocks import Blocks
+from device_runner.engines.speaking import open_speaker
 from device_runner.engines.trunk_cache import Precision
+from device_runner.serving.learning import FEEDBACK, LearnFlags, Learning, open_learning
+from device_runner.serving.models import Models
 from device_runner.session.settings import EngineFlags
-from device_runner.session.speaking import BASE, BUNDLE, by_name, open_speaking, read_adapter
+from device_runner.session.speaking import BASE, BUNDLE, by_name, note, open_speaking, read_adapter
 from prge.errors import ConfigError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.documents import DocumentError, read_document
+from prge.files.run_folder import run_lock
 from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
-from prge.rows.tokenizer import bundle_tokenizer, read_chat_template
+from prge.rows.feedback import Fields, check_feedback
+from prge.rows.tokenizer import Tokenizer, bundle_tokenizer, read_chat_template
+from prge.text.speaker import Speaker
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import parse_settings
 
@@ -27,7 +36,7 @@ MOST_KEY_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class ServeSettings(EngineFlags):
+class ServeSettings(LearnFlags, EngineFlags):
     """Serve a bundle and its adapters by OpenAI's protocol: chat completions, completions, models."""
 
     bundle: Path
@@ -47,6 +56,9 @@ class ServeSettings(EngineFlags):
     chat_template: Path | None = None
     """Jinja file that makes a prompt of messages. Default: the model's own; without one only
     /v1/completions answers."""
+    feedback: Path | None = None
+    """File that /v1/feedback adds rows to, with what was asked and answered; `prge tune --data` takes it.
+    Default: nothing is kept."""
     queue: int = 64
     """Most answers that are made or wait at once; further requests get status 429."""
     slots: int = 8
@@ -57,7 +69,10 @@ class ServeSettings(EngineFlags):
     """Precision of keys and values of a text so far. float16 takes half the room, and time to read."""
 
     def __post_init__(self) -> None:
-        if problems := bound_problems(self):
+        problems = [*bound_problems(self), *self.idle_problems()]
+        if self.learn is not None and self.feedback not in (None, self.learn / FEEDBACK):
+            problems.append(f"--feedback is {self.feedback}: with --learn it is in that folder; leave it out")
+        if problems:
             raise ConfigError("these settings can't be used:", problems)
 
 
@@ -80,42 +95,78 @@ def serve(settings: ServeSettings) -> None:
     Raises:
         PrgeError: bad input, or an address that can't be listened at.
     """
-    from device_runner.engines.speaking import open_speaker
     from device_runner.serving.access import Access, is_local
     from device_runner.serving.app import make_app
+    from device_runner.serving.feedback import Feedback
     from device_runner.serving.listening import Server, address_of, listening
-    from device_runner.serving.models import Models
     from device_runner.serving.worker import Worker
     from prge.text.loop import Generator
 
     key = _read_key(settings.api_key_file)
-    bundle = open_speaking(settings.bundle)
-    adapters = _adapters(settings, bundle)
+    with ExitStack() as held:
+        if settings.learn is not None:
+            held.enter_context(run_lock(settings.learn))
+        file = settings.feedback if settings.learn is None else settings.learn / FEEDBACK
+        if file is not None:
+            check_feedback(file)
+        bundle = open_speaking(settings.bundle)
+        adapters = _adapters(settings, bundle)
+        models = Models(adapters, _tokenizer(settings, bundle))
+        listener = held.enter_context(listening(settings.host, settings.port))
+        is_reached_by_others = not is_local(listener.getsockname()[0])
+        _check_key(settings, key, is_reached_by_others)
+        speaker, learning, blocks = _opened(settings, bundle, adapters, models)
+        generator = Generator(speaker, bundle_tokenizer(bundle))
+        if learning is not None:
+            held.callback(learning.close)
+        worker = held.enter_context(Worker(generator, settings.queue, learning))
+        if learning is not None and blocks is not None:
+            learning.give_way(worker, blocks)
+
+        def kept(row: Fields) -> None:
+            if learning is not None:
+                learning.count(row)
+                worker.wake()
+
+        host = None if is_reached_by_others else settings.host
+        app = make_app(models, worker, Access(key, host), Feedback(file, note, kept), learning)
+        lines = [f"models: {', '.join(models.names)}"]
+        lines.append(f"listening at http://{address_of(listener)}/v1; Ctrl-C ends it")
+        if is_reached_by_others:
+            whom = "anyone" if key is None else "who has the key"
+            lines.append(f"{whom} may ask, without encryption, from any machine")
+        Server(app, worker, lambda: _tell(lines)).run([listener])
+
+
+def _opened(
+    settings: ServeSettings, bundle: Bundle, adapters: Mapping[str, Adapter], models: Models
+) -> tuple[Speaker, Learning | None, Blocks | None]:
+    """What writes, and where it learns too what does that with the same blocks, which are told then."""
+    shape = settings.slots, settings.context, settings.cache_dtype
+    if settings.learn is None:
+        given = settings.threads, settings.engine, settings.memory
+        return open_speaker(bundle, *given, *shape), None, None
+    own = next(iter(adapters))
+    learning, engines = open_learning(
+        settings,
+        settings,
+        settings.bundle,
+        bundle,
+        adapters[own],
+        _tokenizer(settings, bundle),
+        partial(models.replace, own),
+        note,
+    )
+    models.replace(own, learning.adapter)
+    return engines.speaker(*shape), learning, engines.blocks
+
+
+def _tokenizer(settings: ServeSettings, bundle: Bundle) -> Tokenizer:
+    """The bundle's, with the chat template that was asked for."""
     tokenizer = bundle_tokenizer(bundle)
     if settings.chat_template is not None:
         tokenizer.chat_template = read_chat_template(settings.chat_template)
-    models = Models(adapters, tokenizer)
-    with listening(settings.host, settings.port) as listener:
-        is_reached_by_others = not is_local(listener.getsockname()[0])
-        _check_key(settings, key, is_reached_by_others)
-        speaker = open_speaker(
-            bundle,
-            settings.threads,
-            settings.engine,
-            settings.memory,
-            settings.slots,
-            settings.context,
-            settings.cache_dtype,
-        )
-        with Worker(Generator(speaker, bundle_tokenizer(bundle)), settings.queue) as worker:
-            host = None if is_reached_by_others else settings.host
-            app = make_app(models, worker, Access(key, host))
-            lines = [f"models: {', '.join(models.names)}"]
-            lines.append(f"listening at http://{address_of(listener)}/v1; Ctrl-C ends it")
-            if is_reached_by_others:
-                whom = "anyone" if key is None else "who has the key"
-                lines.append(f"{whom} may ask, without encryption, from any machine")
-            Server(app, worker, lambda: _tell(lines)).run([listener])
+    return tokenizer
 
 
 def _tell(lines: Sequence[str]) -> None:

@@ -58,6 +58,7 @@ VERBS = {
     ),
     "android": Verb("device_runner.android.command", "train on a phone over adb", ""),
     "fleet": Verb("device_runner.fleet.command", "train one adapter on many devices", "fleet"),
+    "rows": Verb("device_runner.rows", "show rows of feedback, and forget some", ""),
     "cache": Verb("device_runner.cache", "show or empty the cache of packed weights", ""),
     "doctor": Verb("device_runner.doctor", "check what this machine has and what is missing", ""),
 }

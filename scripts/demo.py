@@ -1,6 +1,7 @@
 """The whole path on a tiny model that comes with the package, each step a command of its own.
 
-tune, killed on the way -> resume -> guide its bundle -> two estimators more -> write -> a table, a picture
+tune, killed on the way -> resume -> guide its bundle -> two estimators more -> write -> correct 40 answers
+-> a table, a picture
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from prge.errors import PrgeError
-from prge.rows.readers import read_rows
+from prge.rows.feedback import Answered, append_feedback
+from prge.rows.readers import Row, read_rows
 from prge.rows.task import load_task
-from prge.verbs.starting import json_of, run_verb, started
+from prge.verbs.starting import answer_of, json_of, run_verb, started
 
 DATA = Path(__file__).resolve().parents[1] / "server_export" / "demo_data"
 MODEL, TASK = DATA / "model", DATA / "task.yaml"
@@ -32,6 +35,12 @@ FORWARD = """--queries 8 --batch-size 2 --steps 200 --optimizer adam-norm --lear
 # Candidates are compared with each other. To write the right one, the model learns it as a text, and its end.
 WRITING = """--estimator exact --steps 300 --learning-rate 0.01 --evaluate-every 0 --sample-every 0
     --batch-size 4 --optimizer adam --schedule cosine""".split()
+# A user who wants other words corrects so many answers; so many others are asked before and after.
+BETTER = {"terrible": "awful", "great": "lovely"}
+CORRECTED, ASKED = 40, 100
+CORRECTING = (
+    """--estimator exact --epochs 20 --learning-rate 0.01 --evaluate-every 0 --batch-size 4""".split()
+)
 _STEPS_BEFORE_THE_KILL = 40
 
 
@@ -59,12 +68,12 @@ def demo(out: Path) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     begin, tuned, guided = time.perf_counter(), out / "tuned", out / "guided"
     task = ["--task", TASK]
-    print("\n1/4  tune it with one command; it is killed on the way, and goes on", flush=True)
+    print("\n1/5  tune it with one command; it is killed on the way, and goes on", flush=True)
     rows = ["--data", TRAIN, "--dev", DEV, "--test", TEST, *task]
     killed_on_the_way(tuned / "run", "tune", "--model", MODEL, *EXPORT, *rows, "--out", tuned)
     run_verb("tune", "--resume", tuned, "--json", out / "tuned.json")
     found = json_of(out / "tuned.json")
-    print("\n2/4  train it twice more on its bundle, with forward passes alone", flush=True)
+    print("\n2/5  train it twice more on its bundle, with forward passes alone", flush=True)
     shutil.copytree(tuned / "bundle", guided)
     run_verb("guide", "--bundle", guided, "--model", MODEL, "--data", TRAIN, *task)
     methods = {}
@@ -75,14 +84,17 @@ def demo(out: Path) -> dict[str, Any]:
         run_verb("eval", guided, "--data", TEST, *task, "--adapter", out / name, "--json", score)
         methods[name] = _figures(out / name, json_of(score))
     methods["exact"] = _figures(tuned / "run", found["score_after"])
-    print("\n3/4  teach it to write its answer, and ask it before and after", flush=True)
+    print("\n3/5  teach it to write its answer, and ask it before and after", flush=True)
     samples = _written(out, tuned / "bundle")
-    print("\n4/4  draw the curves", flush=True)
+    print(f"\n4/5  correct {CORRECTED} of its answers, and learn from that", flush=True)
+    corrected = _corrected(out, tuned / "bundle")
+    print("\n5/5  draw the curves", flush=True)
     run_verb("report", *(out / name for name in METHODS), tuned / "run", "--out", out / "report.html")
     return {
         "accuracy_before": found["score_before"]["accuracy"],
         "methods": methods,
         "samples": samples,
+        "corrected": corrected,
         "seconds": time.perf_counter() - begin,
     }
 
@@ -112,6 +124,40 @@ def _written(out: Path, bundle: Path) -> dict[str, Any]:
     run_verb("run", "--bundle", bundle, *data, *WRITING, "--out", out / "writing")
     samples: dict[str, Any] = json_of(out / "writing" / "run.json")["train"]["samples"]
     return samples
+
+
+def _corrected(out: Path, bundle: Path) -> dict[str, float]:
+    """Share of answers to texts that nobody corrected that are as a user wants them, before and after."""
+    task, feedback = load_task(str(TASK)), out / "feedback.jsonl"
+    wrong = read_rows(TRAIN)[:CORRECTED]
+    for row, answer in zip(wrong, _answers(out, bundle, "writing", wrong), strict=True):
+        asked = {"prompt": task.prompt(row.fields)}
+        said = Answered(f"answer-{row.number}", "writing", "", asked, answer, {"temperature": 0})
+        append_feedback(feedback, [said.judged(correction=_better(row))])
+    data = ["--bundle", bundle, "--adapter", out / "writing", "--train", feedback]
+    run_verb("run", *data, *CORRECTING, "--out", out / "corrected")
+    others = read_rows(TEST)[:ASKED]
+    shares = {}
+    for name, adapter in (("before", "writing"), ("after", "corrected")):
+        answers = _answers(out, bundle, adapter, others)
+        right = [answer.strip() == _better(row) for row, answer in zip(others, answers, strict=True)]
+        shares[name] = sum(right) / len(right)
+    return shares
+
+
+def _better(row: Row) -> str:
+    """What a user would rather read after a text."""
+    task = load_task(str(TASK))
+    return BETTER[task.candidates(row.fields)[task.label(row.fields)].strip()]
+
+
+def _answers(out: Path, bundle: Path, adapter: str, rows: Sequence[Row]) -> list[str]:
+    """What an adapter of a bundle writes after texts."""
+    task, prompts = load_task(str(TASK)), out / "asked.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": task.prompt(row.fields)}) + "\n" for row in rows))
+    words = ["generate", "--bundle", bundle, "--adapter", out / adapter, "--data", prompts]
+    said = answer_of(*words, "--json", "--max-tokens", 6)
+    return [str(json.loads(line)["text"]) for line in said.splitlines()]
 
 
 def killed_on_the_way(run: Path, *words: object, output: TextIO = sys.stdout) -> None:
@@ -149,7 +195,10 @@ def _table(figures: dict[str, Any], out: Path) -> str:
             f"  before: {before['text'].strip()}",
             f"  after:  {after['text'].strip()}",
         ]
+    shares = " -> ".join(f"{share:.0%}" for share in figures["corrected"].values())
     lines += [
+        "",
+        f"{CORRECTED} answers corrected; of {ASKED} others as the user wants them: {shares}",
         "",
         f"seconds in all: {figures['seconds']:.1f}",
         f"report:   {out / 'report.html'}",

@@ -131,7 +131,9 @@ def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
     task = load_task(settings.task) if settings.task else None
     rows = read_source(settings.data, "train", settings.columns)
     chosen = Selection(limit=settings.limit, shuffle_seed=settings.seed)
-    examples, _ = load_examples(rows, tokenizer, bundle.chain.scoring, task, chosen, BuildOptions("auto"))
+    # Of preferences what is liked.
+    options = BuildOptions("auto", objective=None if task else "completion")
+    examples, _ = load_examples(rows, tokenizer, bundle.chain.scoring, task, chosen, options)
     widest = max(len(example.sequences) for example in examples)
     base = open_base(bundle, settings.model)
     return ModelProblem(bundle, base, examples, tokenizer.pad_id, widest, settings.seed)

@@ -85,6 +85,8 @@ class Blocks:
         self._loaded: dict[int, dict[str, Any]] = {}
         self._spare: dict[int, list[Array]] = {}
         self._memory = memory
+        # Called before a block computes; may have others compute first.
+        self.between: Callable[[], object] = lambda: None
         self._before = 0
         self._bytes = self.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size)
         if memory is not None and memory < max(self._bytes):
@@ -192,6 +194,7 @@ class Blocks:
         Raises:
             RefusedError: the engine failed.
         """
+        self.between()
         interface = self.interface(number, role)
         signature = self._programs[self.chain.blocks[number].kind].signature(role)
         outputs = [

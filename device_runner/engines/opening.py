@@ -10,10 +10,11 @@ from device_runner.engines.choice import choose
 from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.saved_values import SavedValues
 from device_runner.engines.speaking import ChainSpeaker
-from device_runner.engines.trunk_cache import TrunkCache
+from device_runner.engines.trunk_cache import Precision, TrunkCache
 from prge.contract import Contract
 from prge.engine import Engine, EngineName
 from prge.files.bundle import Bundle
+from prge.files.signatures import DECODE, PREFILL
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,11 @@ class Engines:
     notes: str = ""
     saved: SavedValues | None = None
 
-    def speaker(self, slots: int = 1) -> ChainSpeaker:
+    def speaker(
+        self, slots: int = 1, context: int | None = None, precision: Precision = "float32"
+    ) -> ChainSpeaker:
         """What writes text with the same blocks; see device_runner.engines.speaking.ChainSpeaker."""
-        return ChainSpeaker(self.blocks, slots)
+        return ChainSpeaker(self.blocks, slots, context, precision)
 
 
 def open_engines(
@@ -42,6 +45,7 @@ def open_engines(
     scoring: Contract | None = None,
     cache: TrunkCache | None = None,
     kept: KeptStates | None = None,
+    speaks: bool = False,
 ) -> Engines:
     """Open the blocks of a bundle, each tried before it is used.
 
@@ -54,6 +58,7 @@ def open_engines(
         scoring: contract of the calls that score; by default the chain's own.
         cache: keeps what the blocks below the adapter make of rows of steps.
         kept: keeps the states that enter the blocks of an exact step.
+        speaks: whether texts are to be written too, see `Engines.speaker`.
 
     Raises:
         BundleError, EngineError: see device_runner.engines.blocks.Blocks.
@@ -64,7 +69,8 @@ def open_engines(
     told = [f"the engine is torch's: {backend.reason}"] if backend.reason else []
     scoring = scoring or bundle.chain.scoring
     contract = contract or scoring
-    blocks = Blocks(bundle, backend, {contract.role}, memory, told.append)
+    roles = {contract.role, *((PREFILL, DECODE) if speaks else ())}
+    blocks = Blocks(bundle, backend, roles, memory, told.append)
     count = backend.runtime.set_threads(threads)
     saved = None
     # What is rounded between blocks has to go through them again.

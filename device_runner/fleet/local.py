@@ -18,6 +18,7 @@ from device_runner.session.inputs import learning_rates, optimizer_of, read_inpu
 from device_runner.session.planning import RunPlan, plan_run
 from device_runner.session.settings import RunSettings
 from prge.engine import Engine, EngineName, FloatArray
+from prge.errors import ConfigError
 from prge.files.bundle import Bundle
 from prge.files.journal import Journal, Record
 from prge.learning.checkpoint import TrainingState
@@ -26,6 +27,7 @@ from prge.learning.estimators.guide import guide_of
 from prge.learning.estimators.protocol import Measurement
 from prge.learning.estimators.table import make_estimator
 from prge.learning.examples import Example
+from prge.learning.preferences import Preference
 from prge.learning.sampling import Sampler, row_order
 from prge.learning.training import AdapterLearner, TrainingSettings, train
 from prge.verbs.kinds import Bytes
@@ -130,6 +132,12 @@ def open_local(
         PrgeError: the rows or the bundle can't be used.
     """
     inputs = read_inputs(bundle, settings)
+    if isinstance(inputs.objective, Preference):
+        raise ConfigError(
+            f"{settings.train} can't be used by a fleet:",
+            ["its rows are preferences, which are compared with scores that no round carries"],
+            remedy="give rows of completions, or train on this device alone with `prge run`",
+        )
     sized = plan_steps(plan, settings, bundle, inputs.train, memory)
     kept = KeptStates("float32", settings.out, memory)
     engines = open_engines(bundle, sized.contract, threads, engine, memory, sized.scoring, kept=kept)

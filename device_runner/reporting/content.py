@@ -19,6 +19,7 @@ from prge.host.progress import duration
 from prge.learning.estimators.table import ESTIMATORS
 from prge.pages.charts import Line, line_chart
 from prge.pages.document import Block, Bullets, Code, Heading, Paragraph, Picture, Quote, Table
+from prge.rows.scoring import displacement
 
 NONE = "–"
 SMOOTHING = 0.9
@@ -111,6 +112,10 @@ def _bottom_line(run: RunFacts) -> str:
         )
         if best["step"] == 0 and run.steps:
             lines.append("No step was better than the start.")
+        for record in (best, run.evaluations[-1]):
+            if fallen := displacement(record):
+                lines.append(f"At step {record['step']:,} {fallen}.")
+                break
         if cut := best.get("cut_examples"):
             lines.append(f"{cut} of these rows are not whole: they were too long.")
     return " ".join(lines)

@@ -23,7 +23,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from device_runner.serving.access import HEALTH, Access, Door, refusal
-from device_runner.serving.models import Models
+from device_runner.serving.feedback import Feedback
+from device_runner.serving.learning import Learning
+from device_runner.serving.models import MOST_CHARACTERS, Models
 from device_runner.serving.protocol import (
     Asked,
     Finish,
@@ -32,6 +34,7 @@ from device_runner.serving.protocol import (
     RequestError,
     read_chat,
     read_completion,
+    read_judgement,
     usage_of,
 )
 from device_runner.serving.worker import BusyError, Tell, Told, Worker
@@ -48,18 +51,29 @@ MOST_HELD = 16 * MOST_BYTES
 SECONDS = 60.0
 
 
-def make_app(models: Models, worker: Worker, access: Access) -> Starlette:
+def make_app(
+    models: Models,
+    worker: Worker,
+    access: Access,
+    feedback: Feedback | None = None,
+    learning: Learning | None = None,
+) -> Starlette:
     """The server as an ASGI application.
 
     Args:
         models: names, prompts.
         worker: the thread that writes.
         access: who may ask.
+        feedback: takes what clients say of answers; by default none is kept.
+        learning: what is learnt of that.
     """
-    server = _Server(models, worker)
+    server = _Server(models, worker, feedback or Feedback(None), learning)
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/v1/feedback", server.judge, methods=["POST"]),
+        Route("/v1/adapters", server.list_adapters, methods=["GET"]),
+        Route("/v1/adapters/back", server.take_back, methods=["POST"]),
         Route("/v1/models", server.list_models, methods=["GET"]),
         Route("/v1/models/{name:path}", server.one_model, methods=["GET"]),
         Route(HEALTH, server.health, methods=["GET"]),
@@ -79,13 +93,16 @@ def make_app(models: Models, worker: Worker, access: Access) -> Starlette:
 
 _T = TypeVar("_T")
 Events = asyncio.Queue[tuple[int, Told]]
+Ended = Callable[[int, Answer], None]
 _FINISH: dict[Reason, Finish] = {"stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
 
 
 class _Server:
-    def __init__(self, models: Models, worker: Worker) -> None:
+    def __init__(self, models: Models, worker: Worker, feedback: Feedback, learning: Learning | None) -> None:
         self.models = models
         self.worker = worker
+        self.feedback = feedback
+        self._learning = learning
         self.most_bytes = min(MOST_BYTES, BYTES_BESIDE + BYTES_A_TOKEN * worker.context)
         self.begun = int(time.time())
         # Bytes of bodies that are being read or made prompts of.
@@ -113,6 +130,29 @@ class _Server:
     async def completions(self, request: Request) -> Response:
         """What follows a text."""
         return await self._answer(request, read_completion)
+
+    async def judge(self, request: Request) -> Response:
+        """Keep what a client says of an answer."""
+        async with self._body(request) as body:
+            most = MOST_CHARACTERS * self.worker.context
+            judgement = await self.models.apart(lambda: read_judgement(body, most))
+        self.feedback.take(judgement)
+        return JSONResponse({"id": judgement.id, "object": "feedback", "kept": True})
+
+    async def list_adapters(self, request: Request) -> Response:
+        """What was learnt so far."""
+        return JSONResponse({"object": "list", "data": self.learning.history()})
+
+    async def take_back(self, request: Request) -> Response:
+        """Serve what was served before the newest adapter."""
+        return JSONResponse({"object": "adapter", "current": self.learning.take_back()})
+
+    @property
+    def learning(self) -> Learning:
+        """What learns; raises RequestError where nothing does."""
+        if self._learning is None:
+            raise RequestError(404, "nothing is learnt: the server was started without --learn FOLDER")
+        return self._learning
 
     def _model(self, name: str) -> Json:
         return {"id": name, "object": "model", "created": self.begun, "owned_by": "prge"}
@@ -169,27 +209,37 @@ class _Server:
             self.worker.cancel(jobs)
 
         reply = Reply(asked)
+
+        def ended(index: int, answer: Answer) -> None:
+            if self.feedback.keeps and answer.reason != "cancelled":
+                said = self.models.answered(reply.id, asked, requests[index], index, answer.text)
+                self.feedback.remember(asked, index, said)
+
         prompts = sum(len(each.prompt.tokens) for each in requests[:: asked.count])
         if asked.stream:
-            return _Stream(_streamed(reply, events, len(jobs), prompts), cancel)
+            return _Stream(_streamed(reply, events, len(jobs), prompts, ended), cancel)
         try:
-            return await _unless_gone(request, _whole(reply, events, len(jobs), prompts))
+            return await _unless_gone(request, _whole(reply, events, len(jobs), prompts, ended))
         finally:
             cancel()
 
 
-async def _whole(reply: Reply, events: Events, count: int, prompts: int) -> Response:
+async def _whole(reply: Reply, events: Events, count: int, prompts: int, ended: Ended) -> Response:
     answers: dict[int, Answer] = {}
     while len(answers) < count:
         index, told = await events.get()
         if not isinstance(told, str):
             answers[index] = told.wait()
+    for index, answer in answers.items():
+        ended(index, answer)
     usage = usage_of(prompts, sum(len(answer.tokens) for answer in answers.values()))
     texts = [(answers[index].text, _FINISH[answers[index].reason]) for index in range(count)]
     return JSONResponse(reply.whole(texts, usage))
 
 
-async def _streamed(reply: Reply, events: Events, count: int, prompts: int) -> AsyncIterator[str]:
+async def _streamed(
+    reply: Reply, events: Events, count: int, prompts: int, ended: Ended
+) -> AsyncIterator[str]:
     for index in range(count):
         for chunk in reply.begin(index):
             yield _event(chunk)
@@ -207,6 +257,7 @@ async def _streamed(reply: Reply, events: Events, count: int, prompts: int) -> A
             return
         open_answers -= 1
         tokens += len(answer.tokens)
+        ended(index, answer)
         yield _event(reply.end(index, _FINISH[answer.reason]))
     for chunk in reply.usage(usage_of(prompts, tokens)):
         yield _event(chunk)

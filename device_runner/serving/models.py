@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from device_runner.serving.protocol import Asked, RequestError
 from prge.errors import BundleError, DataError
 from prge.files.adapter import Adapter
+from prge.rows.feedback import Answered, Fields, adapter_digest
 from prge.rows.tokenizer import Tokenizer
 from prge.text.loop import GenerationSettings, Request
 from prge.text.prompts import Prompt, Prompts
 
 # Of a prompt, for each token of the context: longer texts aren't given to the template or the tokenizer.
 MOST_CHARACTERS = 32
+
+_T = TypeVar("_T")
 
 
 class Models:
@@ -34,6 +39,7 @@ class Models:
 
     def __init__(self, adapters: Mapping[str, Adapter], tokenizer: Tokenizer) -> None:
         self._adapters = dict(adapters)
+        self._digests: WeakKeyDictionary[Adapter, str] = WeakKeyDictionary()
         self._tokenizer = tokenizer
         self._prompts = Prompts(tokenizer)
         _ = self._prompts.chat  # its process is forked while this one has no other thread
@@ -54,6 +60,23 @@ class Models:
                 code="model_not_found",
             )
         return self._adapters[name]
+
+    def replace(self, name: str, adapter: Adapter) -> None:
+        """Serve another adapter by a name; answers in the making go on with theirs."""
+        self._adapters[name] = adapter
+
+    def answered(self, id: str, asked: Asked, request: Request, number: int, text: str) -> Answered:
+        """An answer to the request of a number, as feedback needs it."""
+        made: Fields = {"messages": [*asked.messages]}
+        if not asked.is_chat:
+            made = {"prompt": asked.prompts[number // asked.count]}
+        digest = self._digests.get(request.adapter) or adapter_digest(request.adapter)
+        self._digests[request.adapter] = digest
+        return Answered(id, asked.model, digest, made, text, request.settings.facts())
+
+    async def apart(self, work: Callable[[], _T]) -> _T:
+        """What `work` gives, done by the thread that reads."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
 
     async def requests(
         self, body: bytes, read: Callable[[bytes], Asked], context: int

@@ -116,14 +116,45 @@ def read_completion(body: bytes) -> Asked:
     return _asked(content, 16, prompts=prompts)
 
 
-def _content(body: bytes, further: tuple[str, ...]) -> Json:
+@dataclass(frozen=True)
+class Judgement:
+    """What a client says of an answer by its `id`, and where it was one of several its `index`."""
+
+    id: str
+    index: int
+    rating: str | None
+    correction: str | None
+
+
+def read_judgement(body: bytes, most: int) -> Judgement:
+    """A request to /v1/feedback, whose correction has at most so many characters; raises RequestError."""
+    content = _object(body)
+    for name in content:
+        if name not in ("id", "index", "rating", "correction"):
+            raise RequestError(400, f"unknown field {shown(name)}", param=name, code="unknown_parameter")
+    for name in ("id", "rating", "correction"):
+        if not isinstance(content.get(name, ""), str) or (name == "id" and not content.get(name)):
+            raise _wrong(name, content.get(name), "the id of an answer" if name == "id" else "a text")
+    if len(content.get("correction", "")) > most:
+        problem = f"correction has {len(content['correction'])} characters, at most {most} are taken"
+        raise RequestError(400, problem, param="correction")
+    index = _whole(content, "index", 0) if "index" in content else 0
+    return Judgement(content["id"], index, content.get("rating"), content.get("correction"))
+
+
+def _object(body: bytes) -> Json:
+    """The fields of a body that aren't null."""
     try:
         content = parse_json(body)
     except DocumentError as error:
         raise RequestError(400, f"the body can't be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise RequestError(400, f"the body is {shown(content)}, must be an object")
-    content = {name: value for name, value in content.items() if value is not None}
+    return {name: value for name, value in content.items() if value is not None}
+
+
+def _content(body: bytes, further: tuple[str, ...]) -> Json:
+    content = _object(body)
     for name, value in content.items():
         if name in (*_COMMON, *further) or name in _WITHOUT_EFFECT:
             continue
@@ -236,8 +267,9 @@ class Reply:
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
         prefix, kind = ("chatcmpl", "chat.completion") if asked.is_chat else ("cmpl", "text_completion")
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._head: Json = {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "id": self.id,
             "object": kind,
             "created": int(time.time()),
             "model": asked.model,

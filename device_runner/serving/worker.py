@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
+from typing import Protocol, TypeVar
 
 from prge.errors import EngineError
 from prge.text.loop import Generator, Request, Ticket
@@ -14,8 +16,31 @@ Told = str | Ticket
 Tell = Callable[[Told], object]
 
 
+_Found = TypeVar("_Found")
+# Between two looks at work that is done apart.
+_SECONDS = 0.02
+
+
 class BusyError(Exception):
     """There are as many requests as are taken."""
+
+
+class LeavingError(Exception):
+    """What is done beside answers ends with the server."""
+
+
+class Beside(Protocol):
+    """What the thread does while nothing is to be answered, and how often it looks if there is something."""
+
+    seconds: float
+
+    def work(self) -> bool:
+        """Do something; False if there is nothing to do. It calls `Worker.give_way` as often as it can."""
+        ...
+
+    def check(self) -> None:
+        """Called where it gave way; raises what is to end its work."""
+        ...
 
 
 class Worker:
@@ -24,11 +49,15 @@ class Worker:
     Args:
         generator: used by this thread alone.
         most: answers that are made or wait at once.
+        beside: what is done where there is nothing to answer.
     """
 
-    def __init__(self, generator: Generator, most: int) -> None:
+    def __init__(self, generator: Generator, most: int, beside: Beside | None = None) -> None:
         self._generator = generator
         self._most = most
+        self._beside = beside
+        self._is_beside = False
+        self._apart = ThreadPoolExecutor(1, "storage")
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._tickets: set[Ticket] = set()
@@ -46,6 +75,7 @@ class Worker:
         self._closing = True
         self._wake.set()
         self._thread.join()
+        self._apart.shutdown()
         # What nobody expected: what the generator and its sequences hold isn't known any more.
         if self._failure is not None and error is None:
             raise self._failure
@@ -88,6 +118,43 @@ class Worker:
             self._generator.cancel(ticket)
         self._wake.set()
 
+    def wake(self) -> None:
+        """Look for something to do."""
+        self._wake.set()
+
+    def give_way(self) -> None:
+        """Make all answers before what is done beside them goes on; nothing happens while they are made.
+
+        Raises:
+            LeavingError: the server ends.
+        """
+        if self._beside is None or not self._is_beside:
+            return
+        self._is_beside = False
+        while not self._closing and self._generator.work():
+            pass
+        self._is_beside = True
+        if self._closing:
+            raise LeavingError
+        self._beside.check()
+
+    def apart(self, work: Callable[[], _Found]) -> _Found:
+        """What `work` gives, done by another thread while this one makes answers: it waits for storage.
+
+        Raises:
+            LeavingError: the server ends; the work is done all the same.
+        """
+        doing = self._apart.submit(work)
+        doing.add_done_callback(lambda done: self._wake.set())
+        try:
+            while not doing.done():
+                self.give_way()
+                self._wake.wait(_SECONDS)
+                self._wake.clear()
+        finally:
+            wait([doing])
+        return doing.result()
+
     def _ended(self, tell: Tell) -> Callable[[Ticket], None]:
         def end(ticket: Ticket) -> None:
             with self._lock:
@@ -99,9 +166,11 @@ class Worker:
     def _run(self) -> None:
         try:
             while not self._closing:
-                if not self._generator.work():
-                    self._wake.wait()
+                if not self._generator.work() and not self._worked_beside():
+                    self._wake.wait(None if self._beside is None else self._beside.seconds)
                     self._wake.clear()
+        except LeavingError:
+            pass
         except Exception as error:
             self._failure = error
         with self._lock:
@@ -110,3 +179,12 @@ class Worker:
         for ticket in left:
             ticket.error = EngineError("the server ends")
             ticket.end()
+
+    def _worked_beside(self) -> bool:
+        if self._beside is None:
+            return False
+        self._is_beside = True
+        try:
+            return self._beside.work()
+        finally:
+            self._is_beside = False

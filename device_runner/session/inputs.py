@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,9 @@ from prge.learning.estimators.protocol import Estimator, InTurn
 from prge.learning.estimators.table import EstimatorFlags, having, make_estimator
 from prge.learning.examples import Example
 from prge.learning.head import Head
+from prge.learning.objectives import CROSS_ENTROPY, Objective
 from prge.learning.optimizers import Optimizer, OwnRates, make_optimizer, schedule
+from prge.learning.preferences import describe_objective, make_objective
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.readers import Selection
 from prge.rows.report import show_sample
@@ -70,6 +72,7 @@ class RunInputs:
     data: Record
     sample_prompts: list[SamplePrompt]
     sample_rows: list[Example]
+    objective: Objective
 
     def identity(self, settings: RunSettings) -> Record:
         """What a run with these inputs is, as the journal begins; for the settings of a plan."""
@@ -90,28 +93,33 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     contract = bundle.chain.scoring
     tokenizer = bundle_tokenizer(bundle)
     task = load_task(settings.task) if settings.task else None
-    options = BuildOptions(settings.overflow, settings.append_eos, settings.max_dropped)
+    options = BuildOptions(
+        settings.overflow, settings.append_eos, settings.max_dropped, objective=settings.objective
+    )
     seed = settings.shuffle_seed
     chosen = Selection(settings.train_start, settings.train_limit, seed)
-    train = read_source(settings.train, "train", settings.columns)
+    train = read_source(settings.train, "train", settings.columns, objective=settings.objective)
     train_examples, report = load_examples(train, tokenizer, contract, task, chosen, options)
-    texts = [report.text(), show_sample(train_examples[0], tokenizer)]
+    objective = make_objective(report.objective, settings)
+    options = replace(options, objective=report.objective)
+    texts = [*filter(None, [train.told]), report.text(), show_sample(train_examples[0], tokenizer)]
     data = {"train": report.facts()}
     dev_examples: list[Example] = []
-    dev = read_source(settings.dev, "dev", settings.columns) if settings.dev else None
-    if dev is not None:
+    dev = None
+    if settings.dev is not None:
+        dev = read_source(settings.dev, "dev", settings.columns, objective=report.objective)
         chosen = Selection(settings.dev_start, settings.dev_limit, seed)
         dev_examples, dev_report = load_examples(
             dev, tokenizer, contract, task, chosen, options, training=False
         )
-        texts.insert(1, dev_report.text())
+        texts.insert(-1, dev_report.text())
         data["dev"] = dev_report.facts()
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
     adapter = read_peft(source, contract.modules, bundle.adapter)
     start_head = None
     if contract.is_encoder:
         start_head = head_at(source, train_examples[0].candidates, contract.width)
-    origin = origin_of(bundle, adapter, train.sha256, dev.sha256 if dev else None, task)
+    origin = origin_of(bundle, adapter, train.sha256, dev.sha256 if dev else None, task, objective)
     return RunInputs(
         bundle,
         tokenizer,
@@ -125,6 +133,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         data,
         read_prompts(settings.sample_prompts, Prompts(tokenizer)) if settings.sample_prompts else [],
         _sample_rows(settings.sample_rows, dev_examples),
+        objective,
     )
 
 
@@ -134,6 +143,7 @@ def origin_of(
     train: str | None = None,
     dev: str | None = None,
     task: Task | None = None,
+    objective: Objective = CROSS_ENTROPY,
 ) -> Record:
     """What a run is made from, as its journal begins; `train` and `dev` are hashes of rows."""
     return {
@@ -146,11 +156,12 @@ def origin_of(
         # As JSON reads it back: a resumed run compares it with the journal's.
         "task": json.loads(json.dumps(asdict(task))) if task else None,
         "adapter": encode_array(adapter.values) if adapter.values.any() else None,
+        "objective": describe_objective(objective),
     }
 
 
 def _sample_rows(count: int, dev: list[Example]) -> list[Example]:
-    if count and not (dev and all(example.label is not None for example in dev)):
+    if count and not (dev and all(example.choices for example in dev)):
         raise ConfigError(
             "these settings can't be used:",
             [f"--sample-rows is {count}: there are no development rows with candidates"],

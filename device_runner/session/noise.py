@@ -14,6 +14,7 @@ from prge.learning.estimators.differences import Antithetic, Differences, OneSid
 from prge.learning.estimators.protocol import Step
 from prge.learning.estimators.table import DEFAULT_QUERIES
 from prge.learning.head import Classifier
+from prge.learning.objectives import CROSS_ENTROPY, Objective
 from prge.learning.sampling import Sampler
 
 # To a smooth loss two epsilons this near are one; rounding falls out differently.
@@ -57,7 +58,12 @@ def slopes(queries: int, epsilon: float) -> dict[str, Rule]:
 
 
 def noise_note(
-    settings: RunSettings, engine: Engine, adapter: Adapter, sampler: Sampler, head: Classifier | None
+    settings: RunSettings,
+    engine: Engine,
+    adapter: Adapter,
+    sampler: Sampler,
+    head: Classifier | None,
+    objective: Objective = CROSS_ENTROPY,
 ) -> str:
     """One line on the noise that a run's differences have in int8 activations, from its first steps.
 
@@ -67,6 +73,7 @@ def noise_note(
         adapter: where the run starts.
         sampler: answers the run's batches.
         head: the classifier of the training rows, or None.
+        objective: of the run.
     """
     queries, name = settings.queries or DEFAULT_QUERIES, settings.estimator or "antithetic"
     epsilons = (settings.epsilon, settings.epsilon * NEIGHBOUR)
@@ -74,7 +81,9 @@ def noise_note(
         np.stack(
             [
                 Differences(slopes(queries, epsilon)[name])
-                .measure(engine, Step(adapter, sampler.batches(step), settings.seed, step, head))
+                .measure(
+                    engine, Step(adapter, sampler.batches(step), settings.seed, step, head, None, objective)
+                )
                 .scalars
                 for step in range(STEPS_OF_A_NOTE)
             ]

@@ -15,6 +15,7 @@ from prge.learning.estimators.table import (
     EstimatorFlags,
     having,
 )
+from prge.learning.preferences import ObjectiveFlags
 from prge.running.training_flags import OptimizerFlags, TrainingFlags
 from prge.verbs.bounds import flag
 from prge.verbs.kinds import Bytes
@@ -39,7 +40,7 @@ class EngineFlags:
 
 
 @dataclass(frozen=True)
-class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, TrainingFlags):
+class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, TrainingFlags):
     """Fine-tune the adapter of a bundle on the stock engine."""
 
     STORED: ClassVar = CONFIG

@@ -8,7 +8,7 @@ from typing import Any
 
 Record = dict[str, Any]
 
-SCORES = ("accuracy", "f1", "exact_match", "rouge_l", "perplexity")
+SCORES = ("accuracy", "f1", "exact_match", "rouge_l", "pairs_right", "perplexity")
 
 
 def score_of(record: Mapping[str, Any]) -> tuple[str, float]:

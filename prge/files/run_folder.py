@@ -29,6 +29,7 @@ LOCK = "run.lock"
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
 TRUNK_CACHE = "trunk_cache"
+REFERENCE = "reference.json"
 # Statuses in the summary of a run with a result, and of one that can't go on.
 FINISHED = ("completed", "stopped early")
 ENDED = (*FINISHED, "diverged")
@@ -51,6 +52,10 @@ _NUMBERS = (
     "exact_match",
     "rouge_l",
     "perplexity",
+    "pairs_right",
+    "margin",
+    "chosen_change",
+    "rejected_change",
 )
 _MOST = 1e300
 

@@ -32,6 +32,11 @@ class Tuning:
         return Path(str(given)) if given else self._there("bundle", "bundle")
 
     @property
+    def rows(self) -> Path:
+        """The folder with its rows by part; raises RunError if there is none yet."""
+        return self._there("rows", "rows")
+
+    @property
     def run(self) -> Path:
         """Its final run, finished or not; raises RunError if it hasn't begun."""
         return self._there("run", "run")

@@ -78,8 +78,13 @@ def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes, rights: int | None = None) -> None:
     """Write a file whole or not at all, over an older one if there is one.
+
+    Args:
+        path: of the file.
+        content: of the file.
+        rights: who may read and write it; by default as the user's umask has it.
 
     Raises:
         RunError: the storage is full, read-only or refuses.
@@ -87,7 +92,9 @@ def write_file(path: Path, content: bytes) -> None:
     # One name for all processes: what a killed one left is overwritten by the next.
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with open_regular(partial, "wb") as stream:
+        with open_regular(partial, "wb", rights=0o666 if rights is None else 0o600) as stream:
+            if rights is not None:
+                os.fchmod(stream.fileno(), rights)
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())

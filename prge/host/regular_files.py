@@ -24,7 +24,9 @@ _KINDS = {
 }
 
 
-def open_regular(path: Path, mode: str, *, buffering: int = -1, follow: bool = False) -> BinaryIO:
+def open_regular(
+    path: Path, mode: str, *, buffering: int = -1, follow: bool = False, rights: int = 0o666
+) -> BinaryIO:
     """Open a file as `open` does in a binary mode, but neither a link nor what is no file of bytes.
 
     Args:
@@ -32,6 +34,7 @@ def open_regular(path: Path, mode: str, *, buffering: int = -1, follow: bool = F
         mode: of `open`.
         buffering: of `open`.
         follow: whether a link to a regular file will do.
+        rights: of a file that is made, less what the user's umask takes.
 
     Raises:
         OSError: it is a link, a folder, a pipe, a socket or a device; or what `open` raises.
@@ -41,7 +44,7 @@ def open_regular(path: Path, mode: str, *, buffering: int = -1, follow: bool = F
         with contextlib.suppress(FileNotFoundError):
             # Looking comes first: some devices act when they are opened.
             _refuse_others(path, os.stat(name) if follow else os.lstat(name))
-        descriptor = os.open(name, flags | _NEVER_WAIT | (0 if follow else _NEVER_FOLLOW), 0o666)
+        descriptor = os.open(name, flags | _NEVER_WAIT | (0 if follow else _NEVER_FOLLOW), rights)
         try:
             _refuse_others(path, os.fstat(descriptor))
         except OSError:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from prge.engine import Answering, Float64Array
 from prge.files.adapter import Adapter, stack
-from prge.learning.examples import Example, make_batch
+from prge.learning.examples import Example, make_batch, weights_of
 from prge.learning.head import Classifier
 from prge.learning.objectives import CROSS_ENTROPY, BatchLoss, Objective
 
@@ -67,7 +67,15 @@ def score(
     table = np.full((1, len(totals), most), -np.inf)
     for index, total in enumerate(totals):
         table[0, index, : len(total)] = total
-    return Scores(totals, objective.losses(table, examples)[0], table[0].argmax(-1), lengths)
+    losses = objective.losses(table, examples)[0] * weights_of(examples)
+    return Scores(totals, losses, table[0].argmax(-1), lengths)
+
+
+def referred(engine: Answering, adapter: Adapter, examples: Sequence[Example], pad: int = 0) -> list[Example]:
+    """Examples with the scores by the adapter that a run begins with as their reference."""
+    scores = score(engine, adapter, examples, pad=pad).scores
+    pairs = zip(examples, scores, strict=True)
+    return [replace(example, reference=tuple(values.tolist())) for example, values in pairs]
 
 
 def pooled_states(

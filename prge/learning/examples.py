@@ -8,6 +8,7 @@ with their weights into the score of a candidate:
     completion             one sequence, one candidate, weights 1 / completion tokens
     one-token candidates   one sequence, a target per candidate, all at the last position of the prompt
     longer candidates      a sequence per candidate, weights 1 / candidate tokens
+    pairs, rated answers   as longer candidates (prge/learning/preferences.py)
     encoder                one sequence without targets: the classification head answers the scores
 """
 
@@ -49,6 +50,8 @@ class Example:
     index of the right one, or None for a completion (one candidate, whose score is to rise).
     `answers` are the gold texts and `choices` the candidate texts of a task whose metric compares texts.
     `cut`: a part of the row was left out because it didn't fit the bundle.
+    `weight` multiplies its loss. `liked` rates its first candidate, where the row does so.
+    `reference` are the scores by the adapter that a run begins with, once they are computed.
     """
 
     row: int
@@ -58,6 +61,9 @@ class Example:
     answers: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     cut: bool = False
+    weight: float = 1.0
+    liked: bool | None = None
+    reference: tuple[float, ...] = ()
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -69,6 +75,11 @@ class Example:
 def labels_of(examples: Sequence[Example]) -> IntArray:
     """The right candidate of each example, i64 [examples]; -1 for a completion."""
     return np.array([-1 if example.label is None else example.label for example in examples], np.int64)
+
+
+def weights_of(examples: Sequence[Example]) -> NDArray[np.float64]:
+    """How much each example counts, f64 [examples]."""
+    return np.array([example.weight for example in examples], np.float64)
 
 
 def token_count(examples: Sequence[Example]) -> int:

@@ -20,14 +20,16 @@ from typing import Protocol
 import numpy as np
 
 from prge.engine import Array, Float64Array, FloatArray
-from prge.learning.examples import Batch, Example, labels_of
+from prge.learning.examples import Batch, Example, labels_of, weights_of
 from prge.learning.head import Classifier, Head
 
 
 class Objective(Protocol):
     """A loss of examples by the scores of their candidates, f64 [copies, examples, candidates].
 
-    An example with fewer candidates than others has scores of -inf behind its own.
+    An example with fewer candidates than others has scores of -inf behind its own. The examples are those of
+    one call, and the copies all that a step compares: what a loss takes of other examples is the same for all
+    copies, and its slopes leave it out.
     """
 
     def losses(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
@@ -90,13 +92,15 @@ class BatchLoss:
 
     @property
     def losses(self) -> Float64Array:
-        """Loss of every example, f64 [copies, examples]."""
-        return self.objective.losses(self.scores, self.batch.members)
+        """Loss of every example with its weight, f64 [copies, examples]."""
+        members = self.batch.members
+        return self.objective.losses(self.scores, members) * weights_of(members)
 
     @cached_property
     def by_score(self) -> Float64Array:
         """Derivative of every example's loss by its scores, f64 [copies, examples, candidates]."""
-        return self.objective.slopes(self.scores, self.batch.members)
+        members = self.batch.members
+        return self.objective.slopes(self.scores, members) * weights_of(members)[:, None]
 
     def along(self, tangents: Array) -> Float64Array:
         """Derivative of every example's loss along directions, f64 [queries, examples]; of one copy.

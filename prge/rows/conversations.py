@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 INEXACT = "completions encoded apart, a token would straddle the end of the prompt"
 TURN_INEXACT = "assistant turns learnt with their header, the generation prompt differs from it"
+# Behind every text.
+_FAR = np.iinfo(np.int64).max
 CONTROL = "messages with control tokens written in them, read as such"
 
 
@@ -39,6 +41,7 @@ def chat_examples(reading: Reading, chat: ChatTemplate, row: Row) -> Made:
         parts = _parts(reading, chat, row.number, messages)
     except DataError:  # a template that wants conversations whole
         return learnt(reading, row.number, whole)
+    parts = [part for part in parts if part.mask[1:].any()]
     is_cut = reading.overflow == "truncate"
     events = whole.events
     if len(parts) > 1:
@@ -53,8 +56,13 @@ def chat_examples(reading: Reading, chat: ChatTemplate, row: Row) -> Made:
     return made
 
 
-def conversation(reading: Reading, chat: ChatTemplate, row: int, messages: Sequence[Message]) -> Masked:
-    """Tokens of messages by the template, and which are learnt."""
+def conversation(
+    reading: Reading, chat: ChatTemplate, row: int, messages: Sequence[Message], before: int = 0
+) -> Masked:
+    """Tokens of messages by the template, and which are learnt: all that the assistant wrote but `before`.
+
+    Nor is a message with the weight 0, as in OpenAI's rows.
+    """
     tokenizer, events = reading.tokenizer, []
     try:
         text, spans, is_exact = chat.assistant_spans(messages)
@@ -65,7 +73,13 @@ def conversation(reading: Reading, chat: ChatTemplate, row: int, messages: Seque
     if any(token in message["content"] for message in messages for token in tokenizer.control_tokens):
         events.append(CONTROL)
     # The template writes the special tokens itself, `begin` among them.
-    first, last = np.array(spans, np.int64).reshape(-1, 2).T
+    answers = (message for message in messages if message["role"] == "assistant")
+    learnt_turns = [
+        span
+        for number, (span, answer) in enumerate(zip(spans, answers, strict=True))
+        if number >= before and answer.get("weight", 1) != 0
+    ]
+    first, last = np.array([*learnt_turns, (_FAR, _FAR)], np.int64).T
     tokens, mask = array("i"), bytearray()
     for part in tokenizer.parts(text, control=True):
         start, end = part[:, 1], part[:, 2]

@@ -8,6 +8,7 @@
                           longer ones have a sequence each, weights 1 / tokens
     a task's answers      the first answer is learnt
     a task, encoder       one sequence without targets, and a class
+    pairs, ratings        a sequence for each of two answers (preference_examples.py)
 
 What doesn't fit a bundle is cut, split or refused as `overflow` says, and told in a `DataReport`:
 a prompt loses its beginning, as in MeZO (arXiv 2305.17333); a candidate is never cut; a chat is split between
@@ -16,27 +17,43 @@ turns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from prge.contract import Contract
-from prge.errors import DataError
+from prge.errors import DataError, shown
 from prge.learning.examples import Example
+from prge.learning.preferences import PREFERENCES, ObjectiveName, settled_objective
 from prge.rows.conversations import chat_examples
-from prge.rows.forms import TEXT, Form, column_names, columns_text, find_form, present_columns, text_of
+from prge.rows.forms import (
+    TEXT,
+    WEIGHT,
+    Form,
+    column_names,
+    columns_text,
+    find_form,
+    present_columns,
+    text_of,
+)
+from prge.rows.preference_examples import pair, rating
+from prge.rows.preferences import rated_rows
 from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.report import CUTS, DataReport
 from prge.rows.sources import Source, read_source
-from prge.rows.task import RowError, Task
+from prge.rows.task import OBJECTIVES, RowError, Task
 from prge.rows.task_examples import completion, task_examples
 from prge.rows.tokenizer import Tokenizer
 from prge.rows.windows import Made, Masked, Overflow, Reading, learnt, learnt_after
 
 if TYPE_CHECKING:
     from prge.rows.chat import ChatTemplate
+
+# Of a row: more would be an oversight.
+MOST_WEIGHT = 1e6
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,8 @@ class BuildOptions:
     """Largest share of target tokens that may be left out; None: any."""
     skip_unusable: bool = False
     """Leave out rows that can't be used, as long as there are others; the report has them."""
+    objective: ObjectiveName | None = None
+    """What is learnt of the rows; None: not of preferences, which are refused."""
 
 
 def load_examples(
@@ -108,19 +127,26 @@ def build_examples(
     make: Callable[[Reading, Row], Made]
     usual: Overflow
     if task is not None:
+        task = _settled_task(task, contract, options, source)
         read, kind = task.needed_columns(contract.is_encoder), f"task {task.name}"
         _check_task(task, contract, options.overflow, read, present, source)
         make = partial(task_examples, task, training)
-        usual = "truncate"
+        usual, objective = "truncate", cast(ObjectiveName, task.objective)
     else:
-        form, chat = _form_of(rows, tokenizer, contract, source, renamed or {})
+        asked = options.objective or "completion"
+        form, chat = _form_of(rows, tokenizer, contract, source, renamed or {}, asked)
+        objective = _objective_of(form, options, source)
         read = (*form.columns, *form.optional)
         kind = form.name + (", as messages" if form.chat == "takes" and chat is not None else "")
-        make = partial(_of_form, form, chat)
-        usual = "split" if form is TEXT or chat is not None else "truncate"
+        make = partial(_of_form, form, chat, objective)
+        if objective == "kto":
+            rows = rated_rows(rows, form.prefers == "pairs")
+        is_split = form is TEXT or (chat is not None and objective == "completion")
+        usual = "split" if is_split else "truncate"
     overflow = usual if options.overflow == "auto" else options.overflow
     reading = Reading(tokenizer, contract, overflow, options.append_eos)
-    report = DataReport(f"{source} ({kind})", reading.length, columns_text(read, present, renamed or {}))
+    columns = columns_text(read, present, renamed or {})
+    report = DataReport(f"{source} ({kind})", reading.length, columns, objective)
     examples = _built(rows, partial(make, reading), report)
     if report.unusable and not (options.skip_unusable and examples):
         raise DataError(
@@ -162,8 +188,37 @@ def _built(rows: Sequence[Row], make: Callable[[Row], Made], report: DataReport)
     return examples
 
 
-def _of_form(form: Form, chat: ChatTemplate | None, reading: Reading, row: Row) -> Made:
-    """Examples of a row without a task."""
+def _of_form(
+    form: Form, chat: ChatTemplate | None, objective: ObjectiveName, reading: Reading, row: Row
+) -> Made:
+    """Examples of a row without a task, with the weight that the row has."""
+    if objective in PREFERENCES:
+        form.check(row)
+        made = (rating if objective == "kto" else pair)(chat, reading, row)
+    else:
+        made = _learnt_of(form, chat, reading, row)
+    if WEIGHT not in form.optional or row.fields.get(WEIGHT) is None:
+        return made
+    weight = _weight_of(row.fields[WEIGHT])
+    return replace(made, examples=tuple(replace(each, weight=weight) for each in made.examples))
+
+
+def _weight_of(value: object) -> float:
+    """How much a row counts, by its column; raises RowError."""
+    try:
+        weight = float(value) if isinstance(value, int | float | str) else math.nan
+    except (ValueError, OverflowError):
+        weight = math.nan
+    if not 0 < weight <= MOST_WEIGHT:
+        raise RowError(
+            f"its weight is {shown(value)}, must be a number above 0, at most {MOST_WEIGHT:g}: how much the "
+            "row counts; give a column that says something else another name"
+        )
+    return weight
+
+
+def _learnt_of(form: Form, chat: ChatTemplate | None, reading: Reading, row: Row) -> Made:
+    """Examples of a row whose text, completion or answers are learnt."""
     row = form.row(row, chat=chat is not None)
     if "messages" in row.fields and chat is not None:
         return chat_examples(reading, chat, row)
@@ -176,8 +231,47 @@ def _of_form(form: Form, chat: ChatTemplate | None, reading: Reading, row: Row) 
     return completion(reading, row.number, prompt, answer)
 
 
+def _settled_task(task: Task, contract: Contract, options: BuildOptions, source: str) -> Task:
+    """The task with the objective that is asked for, if one is."""
+    asked = options.objective
+    if asked in (None, "auto", task.objective):
+        return task
+    known = asked in OBJECTIVES and not contract.is_encoder and not task.is_completion
+    if known:
+        return replace(task, objective=cast(str, asked))
+    raise DataError(
+        f"{source} can't be used",
+        [f"--objective is {asked}, which the task {task.name} can't be learnt by"],
+        remedy="leave --objective out, or give rows of pairs or ratings without a task",
+    )
+
+
+def _objective_of(form: Form, options: BuildOptions, source: str) -> ObjectiveName:
+    """What is learnt of rows of a form; raises DataError where they don't fit what is asked for."""
+    what = f"{source} can't be used"
+    if form.prefers and options.objective is None:
+        raise DataError(
+            what,
+            [f"its rows are {form.name}, which `prge tune`, `prge run` and `prge eval` take alone"],
+            remedy="give rows of prompts and completions",
+        )
+    try:
+        objective = settled_objective(options.objective or "auto", form.prefers)
+    except ValueError as error:
+        remedy = "leave --objective out: the columns choose it"
+        raise DataError(what, [f"{error}; its rows are {form.name}"], remedy=remedy) from None
+    if objective in PREFERENCES and options.overflow == "split":
+        raise DataError(what, [f"--overflow is split; a row of {form.name} is one"], remedy="truncate them")
+    return objective
+
+
 def _form_of(
-    rows: Sequence[Row], tokenizer: Tokenizer, contract: Contract, source: str, renamed: Mapping[str, str]
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    contract: Contract,
+    source: str,
+    renamed: Mapping[str, str],
+    objective: ObjectiveName,
 ) -> tuple[Form, ChatTemplate | None]:
     """The form of rows without a task, and the template of those that are messages."""
     what = f"{source} can't be used"
@@ -187,7 +281,7 @@ def _form_of(
             [f"the bundle's readout is {contract.readout}: it compares classes, learns no texts"],
             remedy="give a task (a name or a task file)",
         )
-    form = find_form(rows, source, renamed)
+    form = find_form(rows, source, renamed, objective=objective)
     if not form.chat:
         return form, None
     if tokenizer.chat_template is not None:

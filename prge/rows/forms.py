@@ -1,7 +1,9 @@
 """What a row is by its columns, where no task says it: text, prompt and completion, or messages.
 
+    pairs                 chosen and rejected, and prompt where there is one (preferences.py)
     messages              messages, each with role and content
     ShareGPT              conversations, each turn with from and value, or role and content: messages
+    ratings               prompt, completion and label
     prompt and completion
     Alpaca                instruction, output, and input where there is one: messages where the model has a
                           chat template, else a prompt under headings and its completion
@@ -13,10 +15,12 @@ A file has one form: the first of these whose columns are there.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from prge.errors import DataError, printable, shortened, shown
+from prge.learning.preferences import ObjectiveName, Preferring
+from prge.rows.preferences import pair_fields, rating_fields
 from prge.rows.readers import Row
 from prge.rows.task import RowError
 
@@ -36,7 +40,8 @@ class Form:
 
     `asked` are the columns that a prompt is made of; `plain` makes the fields `text`, `prompt` and
     `completion`, or `messages` of a row's, for a model with a chat template or without. `chat` says if it
-    needs such a template, or takes it where there is one.
+    needs such a template, or takes it where there is one. `prefers` says what of its rows are preferences;
+    `plain` makes of these what is liked.
     """
 
     name: str
@@ -45,6 +50,7 @@ class Form:
     plain: Callable[[Fields, bool], Fields]
     optional: tuple[str, ...] = ()
     chat: Literal["needs", "takes", ""] = ""
+    prefers: Preferring = ""
 
     def needed(self, asked: bool) -> tuple[str, ...]:
         """Columns that a row must have; `asked`: it may lack what is to be answered."""
@@ -61,11 +67,15 @@ class Form:
         Raises:
             RowError: it lacks a column, or has what isn't of this form.
         """
+        self.check(row, asked)
+        return Row(row.number, self.plain(self.own(row).fields, chat))
+
+    def check(self, row: Row, asked: bool = False) -> None:
+        """Raise RowError if a row lacks a column; see `needed`."""
         if any(column not in row.fields for column in self.needed(asked)):
             raise RowError(
                 f"is no row of {self.name}: its columns are {', '.join(map(str, row.fields)) or 'none'}"
             )
-        return Row(row.number, self.plain(self.own(row).fields, chat))
 
     def own(self, row: Row) -> Row:
         """A row with the columns of this form alone."""
@@ -113,6 +123,22 @@ def _of_instruction(fields: Fields, chat: bool) -> Fields:
     return {"messages": [{"role": role, "content": text} for role, text in roles if text]}
 
 
+def _of_pair(fields: Fields, chat: bool) -> Fields:
+    pair = pair_fields(fields)
+    return _answered(pair["prompt"], pair["chosen"])
+
+
+def _of_rating(fields: Fields, chat: bool) -> Fields:
+    rating = rating_fields(fields)
+    return _answered(rating["prompt"], rating["completion"])
+
+
+def _answered(prompt: Any, answer: Any) -> Fields:
+    if isinstance(prompt, list):
+        return {"messages": [*prompt, *answer]}
+    return {"prompt": prompt, "completion": answer}
+
+
 def text_of(fields: Fields, column: str) -> str:
     """A column's text; raises RowError where it is missing, or no text."""
     value = fields.get(column)
@@ -123,16 +149,27 @@ def text_of(fields: Fields, column: str) -> str:
 
 
 TEXT = Form("text", ("text",), ("text",), _as_it_is)
+WEIGHT = "weight"
+_PAIR, _RATING = ("chosen", "rejected"), ("prompt", "completion", "label")
 FORMS = (
-    Form("messages", ("messages",), ("messages",), _as_it_is, chat="needs"),
+    Form("pairs", _PAIR, _PAIR, _of_pair, ("prompt", WEIGHT), prefers="pairs"),
+    Form("messages", ("messages",), ("messages",), _as_it_is, (WEIGHT,), "needs"),
     Form("ShareGPT", ("conversations",), ("conversations",), _of_turns, chat="needs"),
-    Form("prompt and completion", ("prompt", "completion"), ("prompt",), _as_it_is),
+    Form("ratings", _RATING, _RATING, _of_rating, (WEIGHT,), prefers="ratings"),
+    Form("prompt and completion", ("prompt", "completion"), ("prompt",), _as_it_is, (WEIGHT,)),
     Form("Alpaca", ("instruction", "output"), ("instruction",), _of_instruction, ("input",), "takes"),
     TEXT,
 )
 
 
-def find_form(rows: Sequence[Row], source: str, named: Collection[str] = (), *, asked: bool = False) -> Form:
+def find_form(
+    rows: Sequence[Row],
+    source: str,
+    named: Collection[str] = (),
+    *,
+    asked: bool = False,
+    objective: ObjectiveName = "auto",
+) -> Form:
     """The form of all rows of a file.
 
     Args:
@@ -140,12 +177,15 @@ def find_form(rows: Sequence[Row], source: str, named: Collection[str] = (), *, 
         source: names the data in errors.
         named: columns that the user gave names of; other forms than theirs aren't looked for.
         asked: rows may lack what is to be answered.
+        objective: what is learnt; `completion` takes rated answers whatever their label.
 
     Raises:
         DataError: their columns are of no form, or of several.
     """
     what = f"{source} can't be used"
     forms = [form for form in FORMS if set(named) <= {*form.columns, *form.optional}]
+    if objective == "completion":
+        forms = [form for form in forms if form.prefers != "ratings"]
     found = {
         next((form for form in forms if {*form.needed(asked)} <= row.fields.keys()), None) for row in rows
     } - {None}
@@ -159,7 +199,9 @@ def find_form(rows: Sequence[Row], source: str, named: Collection[str] = (), *, 
     if len(found) > 1:
         names = ", ".join(form.name for form in FORMS if form in found)
         raise DataError(what, [f"it mixes rows of several forms: {names}"], remedy="make a file of each")
-    return next(form for form in forms if form in found)
+    form = next(form for form in forms if form in found)
+    holds_messages = any(isinstance(row.fields.get(column), list) for row in rows for column in form.columns)
+    return replace(form, chat="needs") if form.prefers and holds_messages else form
 
 
 def present_columns(rows: Sequence[Row]) -> list[str]:

@@ -20,9 +20,11 @@ import numpy as np
 from prge.errors import LONGEST_LINE, ConfigError, DataError, shortened
 from prge.files.documents import DocumentError, parse_json
 from prge.host.packages import install_extra
+from prge.rows.feedback import whole_lines
 
 JSON, PARQUET = ".json", ".parquet"
-FORMATS = (".jsonl", ".ndjson", JSON, ".csv", ".tsv", PARQUET)
+LINES = (".jsonl", ".ndjson")
+FORMATS = (*LINES, JSON, ".csv", ".tsv", PARQUET)
 UTF8_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 LONGEST_FIELD = 2**31 - 1
@@ -82,12 +84,12 @@ def read_rows(path: Path | str, broken: list[str] | None = None) -> list[Row]:
     if not path.is_file():
         raise DataError(f"{path} can't be read as data", ["there is no such file"], remedy="check the path")
     problems: list[str] = [] if broken is None else broken
-    text = "" if suffix == PARQUET else read_text(path)
+    text = "" if suffix == PARQUET else read_text(path, whole=suffix in LINES)
     if suffix == PARQUET:
         rows = _parquet_rows(path)
     elif suffix == JSON and text.lstrip().startswith("["):
         rows = list(_listed_rows(text, problems))
-    elif suffix in (".jsonl", ".ndjson", JSON):
+    elif suffix in (*LINES, JSON):
         rows = list(_json_rows(text, problems))
     elif suffix == ".tsv" and '"' not in text.split("\n", 1)[0]:
         rows = list(_table_rows(_plain_records(text), problems))
@@ -128,9 +130,13 @@ def select_rows(rows: Sequence[Item], selection: Selection) -> list[Item]:
     return chosen
 
 
-def read_text(path: Path) -> str:
-    """The text of a UTF-8 file; raises OSError, or DataError that tells where it isn't UTF-8."""
+def read_text(path: Path, whole: bool = False) -> str:
+    """The text of a UTF-8 file; raises OSError, or DataError that tells where it isn't UTF-8.
+
+    `whole`: a last line that a killed process left of feedback is left out.
+    """
     content = path.read_bytes()
+    content = whole_lines(content) if whole else content
     what, remedy = f"{path} is not UTF-8", "save the file as UTF-8"
     if content.startswith(UTF16_MARKS):
         raise DataError(what, ["byte 0: it begins as a UTF-16 file"], remedy=remedy)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prge.learning.examples import Example
+from prge.learning.preferences import ObjectiveName
 from prge.rows.tokenizer import Tokenizer
 
 SHOWN_ROWS = 5
@@ -18,6 +19,12 @@ SPLIT = "longer than the bundle takes, split into several examples"
 TURNS_SPLIT = "chats longer than the bundle takes, split between turns into several examples"
 TURNS_CUT = "chats without their older turns, not learnt"
 CUTS = (PROMPT_CUT, END_CUT, ENCODER_CUT, TURNS_CUT)
+# What KTO learns of labels that are all alike.
+ONE_RATING = {
+    "true": "all labels are true: KTO raises these answers far above other ones, and nothing says what isn't "
+    "wanted; --objective completion learns them as they are",
+    "false": "all labels are false: KTO lowers these answers, and nothing says what to write instead",
+}
 _LONGER = "an export with a larger --sequence-length keeps them whole"
 _SPLIT = "--overflow split keeps them, or " + _LONGER
 MENDS = {PROMPT_CUT: _LONGER, END_CUT: _SPLIT, TURNS_CUT: _SPLIT, ENCODER_CUT: _LONGER}
@@ -27,13 +34,15 @@ MENDS = {PROMPT_CUT: _LONGER, END_CUT: _SPLIT, TURNS_CUT: _SPLIT, ENCODER_CUT: _
 class DataReport:
     """What became of the rows, for a person to read before training.
 
-    `kind` says what they are, `columns` which of theirs were read; `dropped` target tokens didn't fit,
-    `unknown` ones the tokenizer can't spell, `unusable` rows were left out.
+    `kind` says what they are, `columns` which of theirs were read, `objective` what is learnt of them;
+    `dropped` target tokens didn't fit, `unknown` ones the tokenizer can't spell, `unusable` rows were left
+    out.
     """
 
     kind: str
     sequence_length: int
     columns: str = ""
+    objective: ObjectiveName = "completion"
     dropped: int = 0
     rows: int = 0
     examples: int = 0
@@ -92,7 +101,9 @@ class DataReport:
 
     def events(self) -> list[str]:
         """What was done to rows, which, and what would keep them as they are, a line each."""
-        lines = []
+        lines = [
+            ONE_RATING[label] for label in self.classes if self.objective == "kto" and len(self.classes) == 1
+        ]
         for event, rows in self.notes.items():
             shown = ", ".join(str(row) for row in sorted(rows)[:SHOWN_ROWS]) + (
                 ", ..." if len(rows) > SHOWN_ROWS else ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from prge.engine import Answering
 from prge.files.adapter import Adapter
@@ -11,11 +13,15 @@ from prge.files.curves import SCORES
 from prge.learning.evaluation import Scores, score
 from prge.learning.examples import Example
 from prge.learning.head import Head
+from prge.learning.objectives import CROSS_ENTROPY, Objective
+from prge.learning.preferences import Preference, lengths_of, liked_of, references_of
 from prge.rows.task import TEXT_METRICS, Task
 from prge.rows.text_metrics import accuracy, exact_match, macro_f1, perplexity, rouge_l, token_f1
 
 CUT_EXAMPLES = "cut_examples"
-METRIC_NAMES = (*SCORES, CUT_EXAMPLES)
+# Of the fall of rejected rows: more of it than this share is no side effect.
+_SHARED = 0.25
+METRIC_NAMES = (*SCORES, "margin", "chosen_change", "rejected_change", CUT_EXAMPLES)
 
 
 def evaluate(
@@ -26,18 +32,24 @@ def evaluate(
     head: Head | None = None,
     pad: int = 0,
     select: Literal["metric", "loss"] = "metric",
+    objective: Objective = CROSS_ENTROPY,
 ) -> tuple[dict[str, Any], Scores]:
     """Score examples: a record with `loss`, the metric by its name, and `value`, where more is better.
 
-    Without a task, and for completions, the metric is the perplexity per token. `cut_examples` is there if
-    some examples are not whole.
+    Without a task, and for completions, the metric is the perplexity per token. Preferences have several
+    figures; their value is that of the loss, less the nats a token that the chosen answers fell.
+    `cut_examples` is there if some examples are not whole.
     """
-    scored = score(engine, adapter, examples, head, pad)
+    scored = score(engine, adapter, examples, head, pad, objective)
     record: dict[str, Any] = {"loss": scored.loss, "examples": len(examples)}
     if cut := sum(example.cut for example in examples):
         record[CUT_EXAMPLES] = cut
+    if isinstance(objective, Preference):
+        value = -float(np.maximum(scored.losses, objective.enough).mean()) - _harm(scored, examples)
+        return {**record, **preference_figures(objective, scored, examples), "value": value}, scored
     if task is None or examples[0].label is None:
-        name, metric = "perplexity", perplexity(scored.losses.tolist(), scored.tokens.tolist())
+        lost = [-float(each[0]) for each in scored.scores]
+        name, metric = "perplexity", perplexity(lost, scored.tokens.tolist())
         better = -metric
     else:
         name, metric = metric_of(task, examples, scored)
@@ -45,6 +57,60 @@ def evaluate(
     record[name] = metric
     record["value"] = better if select == "metric" else -scored.loss
     return record, scored
+
+
+def preference_figures(
+    objective: Preference, scored: Scores, examples: Sequence[Example]
+) -> dict[str, float]:
+    """What an adapter makes of answers that are preferred or not.
+
+    Returns:
+        `pairs_right`: share of pairs whose chosen answer has the higher reward; half where both have the
+        same. Rated answers make pairs of each that is liked and each that isn't. `margin`: how much higher it
+        is, a mean. `chosen_change`, `rejected_change`: means of how the log-probability of an answer changed
+        since the start. Without what no answer tells.
+    """
+    scores = np.stack(scored.scores)[None]
+    rewards = objective.rewards(scores, examples)[0]
+    changes = (lengths_of(examples) * (scores - references_of(examples)))[0]
+    if examples[0].liked is None:
+        chosen, rejected = changes.T
+        margins = rewards[:, 0] - rewards[:, 1]
+    else:
+        liked = liked_of(examples)
+        chosen, rejected = changes[liked, 0], changes[~liked, 0]
+        margins = rewards[liked, 0][:, None] - rewards[~liked, 0]
+    found = {
+        "pairs_right": (margins > 0) + 0.5 * (margins == 0),
+        "margin": margins,
+        "chosen_change": chosen,
+        "rejected_change": rejected,
+    }
+    return {name: float(each.mean()) for name, each in found.items() if each.size}
+
+
+def _harm(scored: Scores, examples: Sequence[Example]) -> float:
+    """How much less likely the chosen answers became since the start, in nats a token; at least 0."""
+    chosen = [
+        values[0] - example.reference[0]
+        for values, example in zip(scored.scores, examples, strict=True)
+        if example.liked is not False
+    ]
+    return max(-float(np.mean(chosen)), 0.0) if chosen else 0.0
+
+
+def displacement(figures: Mapping[str, Any]) -> str:
+    """What to say of preferences that were learnt at the cost of what is chosen; empty if they weren't."""
+    chosen, rejected = figures.get("chosen_change"), figures.get("rejected_change")
+    if chosen is None or chosen >= 0:
+        return ""
+    fall = f"the log-probability of chosen development rows fell by {-chosen:.3g} since the start"
+    if rejected is None or chosen > _SHARED * rejected:
+        return f"{fall} (likelihood displacement)"
+    return (
+        f"{fall}, that of rejected ones by {-rejected:.3g}: the run only lowers what is rejected, and harms "
+        "what is chosen; a larger --beta or a lower --learning-rate harms it less, --objective orpo learns it"
+    )
 
 
 def metric_of(task: Task, examples: Sequence[Example], scored: Scores) -> tuple[str, float]:

@@ -10,13 +10,16 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from prge.errors import ConfigError, DataError, shown
 from prge.files.bundle import file_sha256
 from prge.host.packages import install_extra
+from prge.learning.preferences import ObjectiveName
+from prge.rows.feedback import is_feedback, problem_of
+from prge.rows.feedback_rows import rows_of_feedback
 from prge.rows.forms import column_names, present_columns
 from prge.rows.readers import FORMATS, Row, plain_value, read_rows
 
@@ -33,12 +36,16 @@ _SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Source:
-    """Rows as they came: what to call them, what identifies them, and the file's names of renamed columns."""
+    """Rows as they came: what to call them, what identifies them, and the file's names of renamed columns.
+
+    `told` says what became of feedback.
+    """
 
     name: str
     rows: list[Row]
     sha256: str
     renamed: Mapping[str, str] = field(default_factory=dict)
+    told: str = ""
 
 
 def read_source(
@@ -46,14 +53,16 @@ def read_source(
     part: Part = "train",
     columns: Sequence[str] = (),
     broken: list[str] | None = None,
+    objective: ObjectiveName = "completion",
 ) -> Source:
-    """Read the rows that a user names.
+    """Read the rows that a user names; feedback becomes rows to learn from.
 
     Args:
         where: a file, a folder, or the name of a data set.
         part: which file of a folder, or split of a data set.
         columns: words such as `prompt=question`, which call the file's column `question` `prompt`.
         broken: as of `read_rows`.
+        objective: what feedback is to become rows of.
 
     Raises:
         ConfigError: `columns` are no such words.
@@ -67,7 +76,7 @@ def read_source(
     else:
         source = _of_hub(str(where), part, renamed)
     if not renamed:
-        return source
+        return _learnable(source, broken, objective)
     present = present_columns(source.rows)
     if lacking := [column for column in renamed.values() if column not in present]:
         raise DataError(
@@ -77,6 +86,23 @@ def read_source(
         )
     rows = [Row(row.number, _renamed(row.fields, renamed)) for row in source.rows]
     return Source(source.name, rows, source.sha256, renamed)
+
+
+def _learnable(source: Source, broken: list[str] | None, objective: ObjectiveName) -> Source:
+    """The same rows, or those that feedback becomes; raises DataError as `read_rows`."""
+    rows = [row for row in source.rows if is_feedback(row.fields)]
+    if not rows:
+        return source
+    what = f"{source.name} can't be used"
+    if len(rows) < len(source.rows):
+        raise DataError(what, ["it mixes feedback with other rows"], remedy="make a file of each")
+    found = {row.number: problem_of(row.fields) for row in rows}
+    problems: list[str] = [] if broken is None else broken
+    problems += [f"row {number}: {problem}" for number, problem in found.items() if problem]
+    made, told = rows_of_feedback([row for row in rows if not found[row.number]], objective)
+    if (problems and broken is None) or not made:
+        raise DataError(what, problems or [f"no row is left to learn from: {told}"], remedy="correct them")
+    return replace(source, rows=made, told=told)
 
 
 def rows_file(where: Path | str, part: Part) -> Path | None:

@@ -21,24 +21,35 @@ SPELLED = 8
 
 def completion(reading: Reading, row: int, prompt: str, text: str) -> Made:
     """Examples that learn a completion, the end-of-sequence token after it."""
+    masked = completed(reading, prompt, text)
+    most = len(masked.tokens)
+    if reading.overflow == "truncate":
+        # What lies further on is never learnt.
+        most = int(masked.mask.argmax()) + reading.length + 1
+    left = replace(masked, tokens=masked.tokens[:most], mask=masked.mask[:most])
+    made = learnt(reading, row, left)
+    return replace(made, dropped=made.dropped + len(masked.tokens[most:]))
+
+
+def completed(reading: Reading, prompt: str, text: str) -> Masked:
+    """A prompt and its completion, which is learnt with the end-of-sequence token after it.
+
+    Raises:
+        RowError: the completion is empty.
+    """
     tokenizer = reading.tokenizer
     pair = tokenizer.encode_pair(prompt, text)
     if not len(pair.completion):
         raise RowError("its completion is empty: there is nothing to learn from")
-    eos, targets = tokenizer.eos_id, pair.completion
-    ends = reading.append_eos and eos is not None and targets[-1] != eos
-    if reading.overflow == "truncate":
-        # What lies further on is never learnt.
-        targets = targets[: reading.length + 1]
+    eos = tokenizer.eos_id
+    ends = reading.append_eos and eos is not None and pair.completion[-1] != eos
     after = np.array([eos] if ends else [], np.int32)
     # What lies further back than the longest row is never read.
     begin = len(tokenizer.begin)
     dropped = max(len(pair.prompt) - begin - reading.length, 0)
-    tokens = np.concatenate([pair.prompt[:begin], pair.prompt[begin + dropped :], targets, after])
+    tokens = np.concatenate([pair.prompt[:begin], pair.prompt[begin + dropped :], pair.completion, after])
     mask = learnt_after(len(pair.prompt) - dropped, len(tokens))
-    events = () if pair.exact else (INEXACT,)
-    made = learnt(reading, row, Masked(tokens, mask, begin, dropped, events))
-    return replace(made, dropped=made.dropped + len(pair.completion) - len(targets))
+    return Masked(tokens, mask, begin, dropped, () if pair.exact else (INEXACT,))
 
 
 def task_examples(task: Task, training: bool, reading: Reading, row: Row) -> Made:

@@ -25,7 +25,7 @@ class RowsFlags:
 
     task: str | None = None
     """Task name or YAML file; without one, the columns say what a row is: text, prompt and completion,
-    messages, Alpaca's or ShareGPT's."""
+    messages, Alpaca's or ShareGPT's, a pair of answers or a rated one."""
     columns: list[str] = field(default_factory=list)
     """Names for columns of the rows: prompt=question completion=answer."""
 

@@ -26,6 +26,8 @@ from prge.running.training_flags import TrainingFlags
 class Watcher:
     """Implements prge.learning.training.Observer; `stopped` is set when the user asks for an end.
 
+    `newest` is the last evaluation, empty before the first one.
+
     Args:
         settings: of the run.
         taken: steps that it has taken before.
@@ -62,7 +64,7 @@ class Watcher:
         for record in self.log.records:
             if record["event"] == "evaluation":
                 self._judge(record)
-        self._evaluation = _evaluation(self.log.last("evaluation") or {}) or None
+        self.newest: Record = self.log.last("evaluation") or {}
         self._paused = 0.0
         self._memory: Record | None = None
         self._examples = int(describe()[1].get("training_rows") or 0)
@@ -133,7 +135,7 @@ class Watcher:
     def on_evaluation(self, record: Record, fresh: bool) -> None:
         """See prge.learning.training.Observer."""
         self.on_samples()
-        self._evaluation = _evaluation(record)
+        self.newest = record
         if fresh:
             self._write_evaluation(record)
             self.say(f"step {record['step']}: development rows: {_figures_text(record)}")
@@ -152,7 +154,7 @@ class Watcher:
         figures = f": {_figures_text(evaluation)}" if evaluation else ""
         self.say(f"final: step {step} of {self.steps}{figures}")
         found: dict[str, Record] = {}
-        for name, record in (("before", self._before), ("best", self._best), ("last", self._evaluation)):
+        for name, record in (("before", self._before), ("best", self._best), ("last", self.newest)):
             if record and record["step"] not in {each["step"] for each in found.values()}:
                 found[name] = record
         if len(found) > 1:
@@ -225,9 +227,11 @@ class Watcher:
                 "paused_seconds": self._paused,
                 "rows": self.rows(self.steps),
                 "largest_tangent": self._largest_tangent,
-                "last_evaluation": self._evaluation,
+                "last_evaluation": _evaluation(self.newest) or None,
+                "last_value": self.newest.get("value"),
                 "before": _evaluation(self._before or {}) or None,
                 "best": _evaluation(self._best or {}) or None,
+                "best_value": (self._best or {}).get("value"),
                 "final_step": self._final,
                 **train,
                 **self.told,

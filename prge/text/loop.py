@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from threading import Event, Lock
-from typing import Literal
+from typing import Any, Literal
 
 from prge.engine import FloatArray
 from prge.errors import ConfigError, DataError, PrgeError, shown
@@ -60,6 +60,10 @@ class GenerationSettings:
         problems = problems or bound_problems(self)
         if problems:
             raise ConfigError("no text can be generated so:", problems)
+
+    def facts(self) -> dict[str, Any]:
+        """What an answer followed from beside its prompt, as a row of feedback has it."""
+        return {"max_tokens": self.max_tokens, "stop": list(self.stop), **asdict(self.choice)}
 
 
 @dataclass(frozen=True)

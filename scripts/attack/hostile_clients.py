@@ -32,6 +32,7 @@ _SECONDS, _PROMPT_SECONDS = 15.0, 5.0
 # Beyond what the server has after its first answers.
 _MOST_GROWTH = 64 << 20
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_FEEDBACK = "/v1/feedback"
 _ASKED: dict[str, dict[str, Any]] = {
     _CHAT: {"model": "base", "messages": [{"role": "user", "content": "aa"}], "max_tokens": 2},
     _COMPLETIONS: {"model": "base", "prompt": "aa", "max_tokens": 2},
@@ -125,7 +126,8 @@ def attack_clients(bench: Bench, random: Random, folder: Path) -> Found:
 
 def _started(bench: Bench, key: str) -> _Server:
     log = bench.folder / f"server-{len(bench.closers)}.log"
-    words = ["serve", bench.workshop.bundle("decoder"), "--port", 0, "--threads", 1]
+    kept = bench.folder / f"feedback-{len(bench.closers)}.jsonl"
+    words = ["serve", bench.workshop.bundle("decoder"), "--port", 0, "--threads", 1, "--feedback", kept]
     service = serving(log, words, "Ctrl-C", **({"PRGE_API_KEY": key} if key else {}))
     bench.closers.append(service.end)
     server = _Server(service, key, int(service.told().split("/v1;")[0].rpartition(":")[2]))
@@ -402,6 +404,27 @@ def _path(server: _Server, random: Random) -> Request:
     return Request(request + (b"{}" if method == "POST" else b""), method=method)
 
 
+def _feedback(server: _Server, random: Random) -> Request:
+    """What is said of an answer: strange, far too long, and twice."""
+    asked = server.request(_COMPLETIONS, json.dumps(_ASKED[_COMPLETIONS]).encode())
+    name = random.choice(["id", "index", "rating", "correction", "file"])
+    value = random.choice([*TABLES["strange"], "a" * random.choice([1, 100_000, 3_000_000]), "\0", "good"])
+
+    def judged() -> Told:
+        with contextlib.closing(server.open()) as connection:
+            connection.sendall(asked)
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            fields = {"id": json.loads(answer.read())["id"], name: value}
+        if name != "correction":
+            fields.setdefault("rating", "good")
+        request = Request(server.request(_FEEDBACK, json.dumps(fields).encode()))
+        first, again = _judged(server, request), _judged(server, request)
+        return again if again[0] is not Verdict.REFUSED else first
+
+    return Request(f"{name}: {value!r}"[:2000].encode(errors="replace"), judged=judged)
+
+
 def _key(server: _Server, random: Random) -> Request:
     """A key that is none, nearly right, long, or strange."""
     given = random.choice([*TABLES["keys"], "Bearer {key}"]).format(key=KEY)
@@ -417,6 +440,7 @@ _ATTACKS: dict[str, Callable[[_Server, Random], Request]] = {
     "far too much": _beyond,
     "a strange head": _head,
     "bodies that stop": _slow,
+    "feedback": _feedback,
     "a pipeline": _pipeline,
     "broken chunks": _chunks,
     "clients that leave": _leaving,

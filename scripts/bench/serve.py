@@ -2,6 +2,8 @@
 
     python scripts/bench/serve.py METHOD FOLDER NUMBER...
 
+`--learn` instead measures a server that learns, see learning.py.
+
 Every line of the standard input is answered by a line of numbers. The first one asks for nothing: the process
 has its libraries, and has opened nothing yet. Methods on the engine import what a device has, and no more.
 
@@ -187,6 +189,10 @@ def runner_texts(method: str, folder: Path, prompt: int, new: int, threads: int)
 
 def main() -> None:
     """Answer every line of the standard input."""
+    if "--learn" in sys.argv[1:2]:
+        from learning import main as measure
+
+        raise SystemExit(measure(sys.argv[2:]))
     # ExecuTorch's runner writes the text to the standard output too.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -16,6 +16,7 @@ from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.readers import Selection, read_rows, select_rows
 from prge.rows.task import load_task
 from prge.rows.tokenizer import Tokenizer
+from prge.rows.windows import Overflow
 from server_export.model.chain import ModelChain
 from server_export.model.inputs import watch_inputs
 from server_export.model.principal import Directions, Principal, spread_ranks
@@ -33,7 +34,9 @@ def init_examples(config: ExportConfig, tokenizer: Tokenizer, contract: Contract
     """
     assert config.init_rows is not None
     task = load_task(config.init_task) if config.init_task else None
-    options = BuildOptions("split" if task is None or task.is_completion else "truncate")
+    # Of preferences what is liked.
+    overflow: Overflow = "split" if task is None or task.is_completion else "truncate"
+    options = BuildOptions(overflow, objective=None if task else "completion")
     rows = select_rows(read_rows(config.init_rows), Selection(shuffle_seed=config.seed))
     found: list[Example] = []
     for start in range(0, len(rows), _ROWS):

@@ -104,6 +104,7 @@ class Choosing:
         if record.value("rows_of_a_call") is None:
             record.decide(*self._fitting(bundle, facts, batch))
         self.decide("head_folds", settings.head_folds, lambda: decisions.head_folds(facts))
+        self.decide("beta", settings.beta, lambda: decisions.beta(facts))
         self.decide("steps", settings.steps, lambda: decisions.steps(facts, batch, settings.epochs))
         return facts
 

@@ -11,6 +11,7 @@ from prge.errors import shown
 from prge.files.run_folder import DECISIONS, write_json
 from prge.host.progress import duration
 from prge.host.terminal import best_effort
+from prge.rows.scoring import displacement
 from prge.verbs.settings import parse_settings
 from server_export.tune.settings import TuneSettings
 
@@ -57,6 +58,8 @@ def _text(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name:<16}{earlier}{after[name]:>12.4g}"
     if result["final_step"] == 0:
         yield "no step was better than the start, so the adapter is that of the start"
+    if fallen := displacement(after):
+        yield f"note: {fallen}"
     yield from _samples(result["samples"] or {})
     memory = result["peak_mb"]
     yield f"\n{duration(result['seconds'])}" + (f", at most {memory:.0f} MB while training" if memory else "")

@@ -27,6 +27,8 @@ _EVALUATIONS = 10
 BYTES_OF_A_TOKEN = 70
 # Different rows of a class of which a tenth can be left out.
 _FOLDED_ROWS = 10
+# Tokens for each nat that a margin of 1 takes; and the usual beta, for answers of some hundred tokens.
+_NATS, _LEAST_BETA = 10, 0.1
 # The largest adapter, and the share of a limit that it may take.
 ALL_LAYERS: Mapping[str, Any] = {"target_modules": ["all-linear"], "rank": 16, "adapter": "lora"}
 _ADAPTER_SHARE = 1 / 4
@@ -80,6 +82,8 @@ class RowFacts:
     """Of these, how many the tokenizer can't spell."""
     fewest: int | None = None
     """Of an encoder's rows: how many different ones the smallest class has."""
+    objective: str = "completion"
+    """What is learnt of them."""
 
 
 def scheme(parameters: int) -> Decision:
@@ -178,6 +182,18 @@ def head_folds(facts: RowFacts) -> Decision | None:
         return None
     why = f"the smallest class has {facts.fewest} different rows, too few to leave some out"
     return Decision("head_folds", 0, why)
+
+
+def beta(facts: RowFacts) -> Decision | None:
+    """How closely preferences hold to the start; None: as usual, or none are learnt.
+
+    A pair is right with a probability of nine tenths at a margin of 2, which is 2 / beta nats of the answers.
+    """
+    if facts.objective not in ("dpo", "kto"):
+        return None
+    tokens = facts.targets / (facts.rows * facts.widest)
+    value = float(f"{min(max(_NATS * 2 / tokens, _LEAST_BETA), 1.0):.2g}")
+    return Decision("beta", value, f"answers have {tokens:.3g} tokens on average")
 
 
 def steps(facts: RowFacts, batch: int, epochs: float | None = None) -> Decision:

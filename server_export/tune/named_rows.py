@@ -47,17 +47,26 @@ class NamedRows:
                 self._sources[part] = source = self._read(where, part)
                 called = "" if part == "train" else f"{part}: "
                 self.notes.append(f"{called}{len(source.rows):,} rows from {source.name}")
+                self.notes += filter(None, [source.told])
 
     @property
     def chat(self) -> str:
         """Whether rows `needs` a chat template, `takes` one where there is one, or neither, ""."""
         train = self._sources["train"]
-        return "" if self._task else find_form(train.rows, train.name, train.renamed).chat
+        if self._task:
+            return ""
+        return find_form(train.rows, train.name, train.renamed, objective=self._settings.objective).chat
 
     def some(self, count: int, tokenizer: Tokenizer, contract: Contract) -> list[tuple[int, ...]]:
         """Tokens of a random choice of training rows as a run of the contract takes them."""
         rows = select_rows(self._sources["train"].rows, Selection(limit=count, shuffle_seed=0))
-        examples, _ = self._built("train", rows, tokenizer, _unbounded(contract), BuildOptions("auto"))
+        examples, _ = self._built(
+            "train",
+            rows,
+            tokenizer,
+            _unbounded(contract),
+            BuildOptions("auto", objective=self._settings.objective),
+        )
         return [example.sequences[0].tokens for example in examples]
 
     def check(self, tokenizer: Tokenizer, contract: Contract) -> int:
@@ -69,7 +78,7 @@ class NamedRows:
         longest = 0
         problems: dict[str, list[str]] = {}
         for part, source in self._sources.items():
-            options = BuildOptions("auto", skip_unusable=True)
+            options = BuildOptions("auto", skip_unusable=True, objective=self._settings.objective)
             examples, report = self._built(part, source.rows, tokenizer, _unbounded(contract), options)
             found = [
                 *self._broken.pop(part, ()),
@@ -106,7 +115,10 @@ class NamedRows:
             DataError: more target tokens than the settings allow would be left out, or a class of an encoder
             has no training row.
         """
-        options = BuildOptions(self._settings.overflow, max_dropped=self._settings.max_dropped)
+        settings = self._settings
+        options = BuildOptions(
+            settings.overflow, max_dropped=settings.max_dropped, objective=settings.objective
+        )
         for part, source in self._sources.items():
             _, report = self._built(part, source.rows, tokenizer, contract, options)
             self.notes += [f"{source.name}: {event}" for event in report.events()]
@@ -133,10 +145,11 @@ class NamedRows:
 
     def _read(self, where: Path, part: Part) -> Source:
         """The rows that a user names; without a task with the columns of their form alone."""
-        source = read_source(where, part, self._settings.columns, self._broken.setdefault(part, []))
+        broken = self._broken.setdefault(part, [])
+        source = read_source(where, part, self._settings.columns, broken, self._settings.objective)
         if self._task:
             return source
-        form = find_form(source.rows, source.name, source.renamed)
+        form = find_form(source.rows, source.name, source.renamed, objective=self._settings.objective)
         return replace(source, rows=[form.own(row) for row in source.rows])
 
     def _built(

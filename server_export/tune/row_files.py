@@ -11,6 +11,7 @@ from typing import Any
 
 from prge.contract import Contract
 from prge.host.atomic import new_folder, write_file
+from prge.learning.preferences import ObjectiveName
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.forms import find_form
 from prge.rows.readers import Row, read_rows
@@ -25,10 +26,11 @@ SAMPLES, _WORDS = 3, 8
 
 @dataclass(frozen=True)
 class RowFiles:
-    """The folder of the rows. `task` is the name or file that the user gave."""
+    """The folder of the rows. `task` is the name or file that the user gave, `objective` what is learnt."""
 
     folder: Path
     task: str | None
+    objective: ObjectiveName = "auto"
 
     @property
     def train(self) -> Path:
@@ -84,7 +86,7 @@ class RowFiles:
             tokenizer,
             contract,
             self._task(),
-            BuildOptions(overflow),
+            BuildOptions(overflow, objective=self.objective),
             source=str(self.train),
         )
         lengths = [len(sequence.tokens) for example in examples for sequence in example.sequences]
@@ -94,7 +96,14 @@ class RowFiles:
             different = {(example.sequences[0].tokens, example.label) for example in examples}
             fewest = min(Counter(label for _, label in different).values())
         return RowFacts(
-            len(examples), max(lengths), sum(lengths), widest, sum(report.targets), report.unknown, fewest
+            len(examples),
+            max(lengths),
+            sum(lengths),
+            widest,
+            sum(report.targets),
+            report.unknown,
+            fewest,
+            report.objective,
         )
 
     def write_prompts(self, tokenizer: Tokenizer) -> Path:

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from prge.errors import ConfigError
 from prge.files.run_folder import CONFIG
 from prge.learning.estimators.table import EstimatorName
+from prge.learning.preferences import ObjectiveFlags
 from prge.rows.sources import hub_names
 from prge.rows.windows import Overflow
 from prge.running.training_flags import RowsFlags, TrainingFlags
@@ -21,7 +22,7 @@ OnBadRow = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True)
-class TuneSettings(RowsFlags):
+class TuneSettings(ObjectiveFlags, RowsFlags):
     """Tune a model on rows: export, choose, find the learning rate, train, score, publish.
 
     Whatever is left out is decided from measured facts.

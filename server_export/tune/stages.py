@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from prge.files.signatures import DECODE
 from prge.host.progress import duration
 from prge.learning.estimators.guide import GUIDE
 from prge.learning.estimators.table import having
+from prge.learning.preferences import ObjectiveFlags
 from prge.rows.readers import Row, read_rows
 from prge.rows.report import unknown_note
 from prge.rows.sources import Part
@@ -49,6 +50,7 @@ from server_export.tune.settings import TuneSettings
 # Development rows that a run's evaluations read.
 _DEV_ROWS = 200
 _PILOT, _PILOT_STEPS = "search/pilot", 10
+_OBJECTIVE = tuple(item.name for item in fields(ObjectiveFlags))
 # Of the adapter and the report, about.
 _SECONDS_AFTER = 8.0
 
@@ -92,7 +94,7 @@ class _Tuning:
     def __init__(self, settings: TuneSettings) -> None:
         self._settings = settings
         self._record = Record(settings)
-        self._rows = RowFiles(settings.out / "rows", settings.task)
+        self._rows = RowFiles(settings.out / "rows", settings.task, settings.objective)
         self._parts: dict[Part, list[Row]] = {}
         self._notes: list[str] | None = None
         self._folder = settings.bundle or settings.out / "bundle"
@@ -248,7 +250,8 @@ class _Tuning:
         elif not path.is_file():
             partial = path.with_suffix(".partial")
             scored = {"bundle": self._folder, "data": rows, "task": self._settings.task, "adapter": adapter}
-            self._verb("eval", {**scored, **self._given("overflow", "threads"), "json": partial}, name)
+            scored |= {**self._given("overflow", "threads", *_OBJECTIVE), "beta": self._record.value("beta")}
+            self._verb("eval", {**scored, "json": partial}, name)
             partial.rename(path)
         self._record.found("scoring_seconds", lambda: time.perf_counter() - begin)
 
@@ -277,9 +280,11 @@ class _Tuning:
         """Loss of development rows after a short run; infinite if it diverged."""
         name = f"search/{rate:.4g}-{steps}"
         summary = self._run(name, learning_rate=rate, steps=steps, evaluate_every=steps, is_short=True)
-        found = summary["train"]["last_evaluation"] or {}
+        train = summary["train"]
+        found = train["last_evaluation"] or {}
         is_whole = summary["run"]["status"] == "completed" and found.get("step") == steps
-        loss = float(found["loss"]) if is_whole and found["loss"] is not None else math.inf
+        # What steps are judged by: the loss, of preferences with the harm to what is chosen.
+        loss = -float(train["last_value"]) if is_whole and train["last_value"] is not None else math.inf
         print(f"  {rate:<8.4g} {steps:>5} steps   loss of development rows {loss:.4g}", flush=True)
         return loss
 
@@ -291,7 +296,7 @@ class _Tuning:
         if is_given or isinstance(self._place, Phone):
             return  # a phone keeps the first one under the same name
         train = summary["train"]
-        best = (train["best"] or {}).get("loss")
+        best = None if train["best_value"] is None else -float(train["best_value"])
         again = decisions.shorter(record.known("trials") or [], best, train["steps"])
         if again and not record.known("first_run"):
             record.decide(*again)
@@ -347,7 +352,8 @@ class _Tuning:
         facts = RowFacts(**self._record.known("facts"))
         heads = self._settings.out / (self._record.known("heads") or "")
         return {
-            **self._given("overflow", "max_dropped"),
+            **self._given("overflow", "max_dropped", *_OBJECTIVE),
+            "beta": value("beta"),
             "heads_of": heads if heads.is_file() else None,
             "bundle": self._folder,
             "train": rows.train,

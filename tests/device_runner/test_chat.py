@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from device_runner import chat as verb
 from prge.cli import main
+from prge.errors import DataError
 from prge.files.adapter import Adapter
 from prge.files.peft import read_peft
 from prge.text.prompts import Prompts
@@ -117,6 +119,52 @@ def test_a_path_without_an_adapter_changes_nothing(speaking: Speaking, talk: Tal
 def test_quit_ends_and_so_does_the_end_of_the_input(speaking: Speaking, talk: Talk) -> None:
     assert talk("a dog", "/quit", "a cat") == written(conversation(speaking, "a dog"))
     assert talk() == ""
+
+
+def test_what_a_user_thinks_of_answers_is_kept(speaking: Speaking, talk: Talk, tmp_path: Path) -> None:
+    path = tmp_path / "feedback.jsonl"
+    first, second = conversation(speaking, "a dog", "a cat")
+    out = talk(
+        *(
+            "/good",
+            "a dog",
+            "/good",
+            "/bad",
+            "a cat",
+            "/better",
+            f"/better {second}",
+            "/better a cow",
+            "the town",
+        ),
+        flags=("--feedback", path),
+    )
+    assert talk.err.count("there is no answer") == 2
+    assert "the correction is empty" in talk.err and "rate it good instead" in talk.err
+    good, row = (json.loads(line) for line in path.read_text().splitlines())
+    asked = {"role": "user", "content": "a dog"}
+    assert (good["messages"], good["answer"], good["rating"]) == ([asked], first, "good")
+    assert (row["answer"], row["correction"], row["model"]) == (second, "a cow", "bundle")
+    assert row["messages"][1:] == [
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "a cat"},
+    ]
+    # The conversation goes on from what should have been said.
+    said = [*row["messages"], {"role": "assistant", "content": "a cow"}]
+    third = speaking.answers([*said, {"role": "user", "content": "the town"}]).text
+    assert out == written([first, second, third])
+
+
+def test_without_the_flag_nothing_is_kept(talk: Talk) -> None:
+    talk("a dog", "/good")
+    assert "nothing is kept: start with --feedback FILE" in talk.err
+
+
+def test_a_file_of_other_rows_takes_no_feedback(speaking: Speaking, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match="something else than feedback: row 1"):
+        verb.main(["--bundle", str(speaking.folder), "--feedback", str(path)])
+    assert path.read_text() == '{"text": "a"}\n'
 
 
 def test_help_and_unknown_commands_say_what_there_is(talk: Talk) -> None:

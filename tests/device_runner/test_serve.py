@@ -64,6 +64,13 @@ def test_others_may_ask_with_a_key_or_where_that_was_asked_for(host: str) -> Non
         serve._check_key(serve.ServeSettings(Path("nothing"), insecure=True), "secret", True)
 
 
+def test_flags_of_learning_belong_to_a_folder_to_learn_into(tmp_path: Path) -> None:
+    found = refused("--replay", 0.1, "--kept", "rows.jsonl", "--when", "charging")
+    assert all(f"{flag} belongs to --learn" in found for flag in ("--replay", "--kept", "--when"))
+    found = refused("--learn", tmp_path, "--feedback", "feedback.jsonl", "--learn-every", 2)
+    assert "with --learn it is in that folder" in found and "--learn-every is 2, must be at least 3" in found
+
+
 def test_this_machine_needs_no_key() -> None:
     serve._check_key(serve.ServeSettings(Path("nothing")), None, False)
     with pytest.raises(BundleError):

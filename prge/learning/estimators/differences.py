@@ -115,7 +115,7 @@ class Differences:
         variants = self.rule.variants()
         directions = self._directions(step.seed, step.number, step.adapter.modules)
         stack = self._stack_of(contract)
-        total = np.zeros(len(variants))
+        answers: list[list[FloatArray]] = [[] for _ in step.batches]
         calls = Calls(engine, step.trained_head)
         for start in range(0, len(variants), contract.copies):
             chunk = variants[start : start + contract.copies]
@@ -123,13 +123,16 @@ class Differences:
                 # Copies beyond the last variant repeat it; their rows are computed and not read.
                 variant = chunk[min(copy, len(chunk) - 1)]
                 stack.fill(copy, perturbed(step.adapter, variant, directions))
-            for batch in step.batches:
+            for batch, parts in zip(step.batches, answers, strict=True):
                 inputs = batch.inputs(contract.copies, contract.is_encoder)
                 outputs = calls.forward({**inputs, **stack.inputs})
-                answers = outputs[contract.answer][: len(chunk) * contract.batch_size]
-                loss = step.loss(batch, answers, len(chunk))
-                total[start : start + len(chunk)] += loss.losses.sum(-1)
-                calls.learn_head(loss)
+                parts.append(outputs[contract.answer][: len(chunk) * contract.batch_size])
+        total = np.zeros(len(variants))
+        # All variants at once: what a loss takes of other examples must be the same for each of them.
+        for batch, parts in zip(step.batches, answers, strict=True):
+            loss = step.loss(batch, np.concatenate(parts), len(variants))
+            total += loss.losses.sum(-1)
+            calls.learn_head(loss)
         mean = total / step.examples
         return Measurement(
             float(mean.mean()),

@@ -1,15 +1,17 @@
-"""A server in a process of its own, with a small model in numpy: `child.py SECONDS_A_STEP QUEUE KEY`."""
+"""A server in a process of its own, with a small model in numpy: `child.py SECONDS_A_STEP QUEUE KEY FILE`."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from device_runner.serving.access import Access
 from device_runner.serving.app import make_app
+from device_runner.serving.feedback import Feedback
 from device_runner.serving.listening import Server, address_of, listening
 from device_runner.serving.models import Models
 from device_runner.serving.worker import Worker
@@ -61,8 +63,10 @@ def adapters() -> dict[str, Adapter]:
 if __name__ == "__main__":
     chat.SECONDS = 0.5  # of a template
     seconds, queue, key = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    feedback = Feedback(Path(sys.argv[4]) if sys.argv[4] else None, lambda text: print(text, flush=True))
     models = Models(adapters(), make_tokenizer())
     generator = Generator(SlowSpeaker(seconds), make_tokenizer())
     with listening("127.0.0.1", 0) as listener, Worker(generator, queue) as worker:
         print(address_of(listener), flush=True)
-        Server(make_app(models, worker, Access(key or None, "127.0.0.1")), worker).run([listener])
+        app = make_app(models, worker, Access(key or None, "127.0.0.1"), feedback)
+        Server(app, worker).run([listener])

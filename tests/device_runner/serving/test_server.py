@@ -60,8 +60,11 @@ class Child:
 
 
 @contextmanager
-def served(seconds: float = 0.0, queue: int = 64, key: str = "") -> Iterator[Child]:
-    words = [sys.executable, REPOSITORY / "tests/device_runner/serving/child.py", seconds, queue, key]
+def served(
+    seconds: float = 0.0, queue: int = 64, key: str = "", feedback: Path | str = ""
+) -> Iterator[Child]:
+    script = REPOSITORY / "tests/device_runner/serving/child.py"
+    words = [sys.executable, script, seconds, queue, key, feedback]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -372,6 +375,63 @@ def test_a_page_of_the_web_that_calls_itself_this_server(child: Child) -> None:
         answer = connection.getresponse()
         assert answer.status == 403
         assert "access-control-allow-origin" not in {name.lower() for name, _ in answer.getheaders()}
+
+
+def _judged(server: Child, **fields: object) -> tuple[int, str]:
+    status, answer = server.ask(fields, "/v1/feedback")
+    return status, answer["error"]["message"] if "error" in answer else ""
+
+
+def test_feedback_is_kept_by_the_id_of_an_answer(tmp_path: Path) -> None:
+    path = tmp_path / "feedback.jsonl"
+    with served(feedback=path) as server:
+        client = server.client()
+        chat = client.chat.completions.create(model="tuned", messages=HELLO, max_tokens=5, temperature=0)
+        client.post("/feedback", body={"id": chat.id, "correction": "Hello!"}, cast_to=object)
+        stream = client.completions.create(model="base", prompt=["a dog", "a cat"], n=2, stream=True, seed=3)
+        (id,) = {event.id for event in stream}
+        assert _judged(server, id=id, index=3, rating="bad") == (200, "")
+        assert _judged(server, id=id, index=4, rating="bad")[0] == 404
+        first, second = (json.loads(line) for line in path.read_text().splitlines())
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert (first["model"], first["messages"], first["correction"]) == ("tuned", HELLO, "Hello!")
+        assert first["answer"] == chat.choices[0].message.content and first["adapter"] != second["adapter"]
+        assert (second["prompt"], second["rating"], second["settings"]["seed"]) == ("a cat", "bad", 3)
+        for fields, status, told in (
+            ({"id": chat.id, "rating": "good"}, 409, "was given before"),
+            ({"id": "chatcmpl-1", "rating": "good"}, 404, "there is no answer 'chatcmpl-1'"),
+            ({"id": id, "rating": "fine"}, 400, "must be good or bad"),
+            ({"id": id, "rating": "good", "correction": "a"}, 400, "one of them"),
+            ({"id": id}, 400, "one of them"),
+            ({"id": id, "correction": "  "}, 400, "is empty"),
+            ({"id": id, "correction": "a" * 100_000}, 400, "at most 65536 are taken"),
+            ({"id": id, "correction": 5}, 400, "must be a text"),
+            ({"rating": "good"}, 400, "must be the id"),
+            ({"id": id, "index": -1, "rating": "good"}, 400, "a whole number"),
+            ({"id": id, "file": "/etc/passwd"}, 400, "unknown field"),
+        ):
+            found = _judged(server, **fields)
+            assert found[0] == status and told in found[1], found
+        assert len(path.read_text().splitlines()) == 2
+        # The storage refuses: answers go on.
+        path.unlink()
+        path.mkdir()
+        for _ in range(2):
+            assert _judged(server, id=id, rating="good")[0] == 503
+        assert server.ask({"model": "base", "prompt": "a", "max_tokens": 1})[0] == 200
+        path.rmdir()
+        assert _judged(server, id=id, rating="good") == (200, "")
+        server.process.send_signal(signal.SIGTERM)
+        said = server.process.communicate()[0]
+        assert said.count("feedback can't be kept") == 1
+
+
+def test_without_a_file_no_feedback_is_taken(child: Child) -> None:
+    status, told = _judged(child, id="cmpl-1", rating="good")
+    assert status == 404 and "without --feedback FILE" in told
+    with pytest.raises(openai.NotFoundError, match="without --learn FOLDER"):
+        child.client().get("/adapters", cast_to=object)
+    assert child.ask({}, "/v1/adapters/back")[0] == 404
 
 
 def test_a_key_and_an_end_by_a_signal() -> None:

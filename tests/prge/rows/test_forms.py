@@ -43,6 +43,8 @@ def message(role: str, content: str) -> dict[str, str]:
         ("text prompt completion", "prompt and completion"),
         ("text instruction input output", "Alpaca"),
         ("prompt messages", "messages"),
+        ("prompt chosen rejected messages score_chosen", "pairs"),
+        ("prompt completion label", "ratings"),
     ],
 )
 def test_the_columns_say_the_form(columns: str, form: str) -> None:
@@ -62,7 +64,8 @@ def test_unknown_columns_are_told_with_the_forms_that_are_known() -> None:
         find_form(rows({"question": "a", "answer": "b"}), "a.jsonl")
     [problem] = caught.value.problems
     assert problem == (
-        "its columns are question, answer; known are messages: messages; ShareGPT: conversations; "
+        "its columns are question, answer; known are pairs: chosen, rejected; "
+        "messages: messages; ShareGPT: conversations; ratings: prompt, completion, label; "
         "prompt and completion: prompt, completion; Alpaca: instruction, output; text: text"
     )
     assert "--columns prompt=question completion=answer" in caught.value.remedy

@@ -21,6 +21,18 @@ def facts(rows: int = 100, longest: int = 60, widest: int = 1) -> RowFacts:
 
 
 @pytest.mark.parametrize(
+    ("objective", "tokens", "beta"),
+    [("dpo", 1, 1.0), ("dpo", 20, 1.0), ("kto", 80, 0.25), ("dpo", 1000, 0.1), ("ipo", 80, None)],
+)
+def test_preferences_of_short_answers_hold_closer_to_the_start(
+    objective: str, tokens: int, beta: float | None
+) -> None:
+    facts = RowFacts(50, 2000, 10**6, 2, 100 * tokens, objective=objective)
+    found = decisions.beta(facts)
+    assert (found.value if found else None) == beta
+
+
+@pytest.mark.parametrize(
     ("parameters", "scheme"), [(900_000, "fp32"), (49_999_999, "fp32"), (135_000_000, "8da4w")]
 )
 def test_weights_of_a_small_model_stay_whole(parameters: int, scheme: str) -> None:

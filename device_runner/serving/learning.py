@@ -1,0 +1,386 @@
+"""Learning beside answers: rounds of feedback, which of their adapters is served, and the history of that.
+
+feedback.jsonl    what clients said of answers
+adapters.jsonl    journal: what began, which rows a round has, how it was judged, what was taken back
+rounds/0001/      a round; final/ is its adapter
+
+A round has a fixed number of rows in their order, so that adapters follow from feedback, and not from when it
+came or how often the process was killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from device_runner.engines.blocks import Blocks
+from device_runner.engines.kept_states import KeptStates
+from device_runner.engines.opening import Engines, open_engines
+from device_runner.serving.history import History, Version
+from device_runner.serving.protocol import RequestError
+from device_runner.serving.rounds import (
+    AbandonedError,
+    Apart,
+    Judged,
+    Kept,
+    Round,
+    Rows,
+    Workshop,
+    at_once,
+    held_back,
+    read_kept,
+)
+from device_runner.serving.worker import Worker
+from device_runner.session.planning import DEFAULT_BATCH, plan_run, settled
+from device_runner.session.sensors import Sensors
+from device_runner.session.settings import EngineFlags, RunSettings
+from prge.errors import BundleError, ConfigError, DataError, DivergenceError, PrgeError
+from prge.files.adapter import Adapter
+from prge.files.bundle import Bundle
+from prge.files.journal import Record
+from prge.files.peft import read_peft
+from prge.files.run_folder import CONFIG, FINAL
+from prge.files.signatures import STACK
+from prge.files.tuned import tuning_at
+from prge.rows.feedback import Fields, adapter_digest, read_feedback
+from prge.rows.tokenizer import Tokenizer
+from prge.verbs.bounds import flag
+from prge.verbs.settings import read_settings
+
+FEEDBACK, ROUNDS = "feedback.jsonl", "rounds"
+# Rows of refused rounds that the next one learns, too.
+_MOST_OPEN = 256
+# Between two looks at the charger.
+_SECONDS = 5.0
+_Json = dict[str, Any]
+When = Literal["idle", "charging"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnFlags:
+    """Learning beside answers."""
+
+    learn: Path | None = None
+    """Folder to learn into: between requests the model is trained on feedback, and a better adapter takes the
+    place of the one that is served. Its feedback.jsonl is --feedback's default."""
+    learn_every: int = 8
+    """Rows of feedback of a round of learning; what one in five of them is about is held back to judge by."""
+    learn_epochs: float = 8.0
+    """Times that a round sees every row."""
+    learning_rate: float | None = None
+    """Peak learning rate of a round; default: the tuning's, or 0.003."""
+    replay: float = 0.5
+    """Share of a round's rows that are earlier ones: feedback and --kept, so that nothing is forgotten."""
+    kept: Path | None = None
+    """Rows that must not be forgotten. Some are replayed; on others no adapter may be worse than that of the
+    start. Default: those of the tuning."""
+    may_lose: float = 0.02
+    """By how much an adapter may be worse than that of the start on kept rows: of their task's metric,
+    such as accuracy, or else of the mean loss."""
+    when: When = "idle"
+    """idle: whenever no request is answered; charging: only while the battery is charged, too."""
+
+    def idle_problems(self) -> list[str]:
+        """Flags that mean nothing without `learn`."""
+        if self.learn is not None:
+            return []
+        own = fields(LearnFlags)
+        return [
+            f"{flag(each.name)} belongs to --learn"
+            for each in own
+            if getattr(self, each.name) != each.default
+        ]
+
+
+class Learning:
+    """Takes rounds when the worker has nothing to answer; `history` and `take_back` are asked by any thread.
+
+    Args:
+        flags: `learn` is the folder.
+        settings: of a round's steps.
+        bundle: of all adapters.
+        start: what the folder began with.
+        serve: puts an adapter in the place of the one that is served.
+        tell: called with what a user should know.
+    """
+
+    seconds = _SECONDS
+
+    def __init__(
+        self,
+        flags: LearnFlags,
+        settings: RunSettings,
+        bundle: Bundle,
+        start: Adapter,
+        serve: Callable[[Adapter], object],
+        tell: Callable[[str], object],
+    ) -> None:
+        assert flags.learn is not None
+        self._flags, self._settings, self._bundle = flags, settings, bundle
+        self._folder, self._start = flags.learn, start
+        self._serve, self._tell = serve, tell
+        begun = {"bundle": bundle.sha256, "adapter": adapter_digest(start)}
+        self._history = History(self._folder, begun)
+        self._workshop: Workshop | None = None
+        self._apart: Apart = at_once
+        self._taken: Version | None = None
+        self._sensors = Sensors()
+        self._next_look, self._may_now, self._failed = 0.0, True, False
+        # Rows that are new: those in the file when it was read last, and those that were counted since then.
+        self._in_file = self._counted = self._counted_then = 0
+        self._tidy()
+        if flags.when == "charging" and (reading := self._sensors.charging()).value is None:
+            problem = f"--when charging: {reading.reason}"
+            raise ConfigError("the device doesn't tell what these need:", [problem], remedy="leave it out")
+
+    def open(self, workshop: Workshop) -> None:
+        """Have what rounds need."""
+        self._workshop = workshop
+
+    def give_way(self, worker: Worker, blocks: Blocks) -> None:
+        """Let answers be made before every block of a step, and while the storage is waited for."""
+        blocks.between, self._apart = worker.give_way, worker.apart
+        if self._workshop is not None:
+            self._workshop.apart = worker.apart
+
+    @property
+    def adapter(self) -> Adapter:
+        """The one that is served."""
+        return self._adapter(self._history.current)
+
+    def count(self, row: Fields) -> None:
+        """Know of a new row of feedback."""
+        self._counted += 1
+
+    def work(self) -> bool:
+        """Go on with a round, or begin one; False if there is nothing to do by now."""
+        if self._workshop is None or self._failed or self.must_wait():
+            return False
+        try:
+            version = self._history.open or self._apart(self._begun)
+            return version is not None and self._worked(self._workshop, version)
+        except PrgeError as error:
+            self._failed = True
+            self._tell(f"nothing more is learnt until the next start: {error}")
+            return False
+
+    def must_wait(self) -> bool:
+        """Whether no step may be taken now."""
+        if self._flags.when == "charging" and time.monotonic() >= self._next_look:
+            self._may_now = self._sensors.charging().value is not False
+            self._next_look = time.monotonic() + _SECONDS
+        return not self._may_now
+
+    def history(self) -> list[_Json]:
+        """All adapters, the newest last."""
+        with self._history.lock:
+            return self._history.told()
+
+    def take_back(self) -> int:
+        """Serve what was served before the newest adapter; its version. Raises RequestError."""
+        with self._history.lock:
+            last = self._history.current
+            if last == 0:
+                raise RequestError(409, "the adapter of the start is served: there is none to take back")
+            parent = self._history.versions[last].parent or 0
+            adapter = self._adapter(parent)
+            self._history.add("back", last)
+            if (version := self._history.open) is not None:
+                self._history.add("judged", version.number, status="abandoned")
+            self._serve(adapter)
+            return parent
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._history.close()
+
+    def check(self) -> None:
+        """Raise AbandonedError if the round that is being taken was judged meanwhile."""
+        if self._taken is not None and self._history.open is not self._taken:
+            raise AbandonedError
+
+    def _begun(self) -> Version | None:
+        """A new round, if there are rows for it."""
+        every = self._flags.learn_every
+        if self._in_file + self._counted - self._counted_then < every or len(new := self._new_rows()) < every:
+            return None
+        keys = [key_of(row) for row in new[:every]]
+        history = self._history
+        with history.lock:
+            history.add("round", len(history.versions), parent=history.current, rows=keys)
+            return history.open
+
+    def _worked(self, workshop: Workshop, version: Version) -> bool:
+        begin, self._taken = time.monotonic(), version
+        try:
+            round = self._apart(lambda: self._round(version))
+            adapter = self._apart(lambda: self._adapter(version.parent or 0))
+            judged = workshop.take(round, adapter)
+            if judged is None:
+                return False
+            verdict = {**_verdict(judged, self._flags.may_lose), "seconds": time.monotonic() - begin}
+        except AbandonedError:
+            judged, verdict = None, {"status": "abandoned"}
+        except (DivergenceError, DataError, BundleError) as error:
+            # Of rows that can't be learnt the next round has none.
+            judged, verdict = None, {"status": "failed", "why": error.what}
+        finally:
+            self._taken = None
+        with self._history.lock:
+            if self._history.open is version:
+                self._history.add("judged", version.number, **verdict)
+                if verdict["status"] == "served" and judged is not None and judged.adapter is not None:
+                    self._serve(judged.adapter)
+        self._apart(self._tidy)
+        self._tell(version.line())
+        return True
+
+    def _tidy(self) -> None:
+        """Remove what nobody goes back to, and count the rows that are new."""
+        for version in self._history.versions[1:]:
+            if version.status not in ("served", "learning"):
+                shutil.rmtree(self._folder_of(version.number), ignore_errors=True)
+        self._new_rows()
+
+    def _folder_of(self, version: int) -> Path:
+        return self._folder / ROUNDS / f"{version:04d}"
+
+    def _round(self, version: Version) -> Round:
+        """A round with its rows, as far as the file has them still."""
+        rows = {key_of(row): row for row in read_feedback(self._folder / FEEDBACK)}
+
+        def there(keys: Sequence[str]) -> list[Fields]:
+            return [rows[key] for key in keys if key in rows]
+
+        parent = version.parent or 0
+        unlearnt: list[Fields] = []
+        learnt: list[Fields] = []
+        for each in self._history.versions[1 : version.number]:
+            if each.status not in ("served", "refused"):
+                continue
+            if each.number > parent:
+                unlearnt += there(each.rows)
+            else:
+                learning, held = held_back(there(each.rows))
+                learnt, unlearnt = [*learnt, *unlearnt, *learning], held
+        folder = self._folder_of(version.number)
+        seed = self._settings.seed + version.number
+        return Round(
+            version.number,
+            replace(self._settings, out=folder, seed=seed),
+            Rows(there(version.rows), unlearnt[-_MOST_OPEN:], learnt),
+            self._flags.replay,
+        )
+
+    def _new_rows(self) -> list[Fields]:
+        had, self._counted_then = self._history.rows(), self._counted
+        new = [row for row in read_feedback(self._folder / FEEDBACK) if key_of(row) not in had]
+        self._in_file = len(new)
+        return new
+
+    def _adapter(self, version: int) -> Adapter:
+        if version == 0:
+            return self._start
+        return read_peft(self._folder_of(version) / FINAL, self._bundle.chain.modules, self._bundle.adapter)
+
+
+def open_learning(
+    flags: LearnFlags,
+    engine: EngineFlags,
+    folder: Path,
+    bundle: Bundle,
+    start: Adapter,
+    tokenizer: Tokenizer,
+    serve: Callable[[Adapter], object],
+    tell: Callable[[str], object],
+) -> tuple[Learning, Engines]:
+    """What learns beside answers, and the engines that it shares with them.
+
+    Args:
+        flags: `learn` is the folder to learn into.
+        engine: flags of it.
+        folder: of the bundle, or of the tuning that it is of.
+        bundle: of all adapters.
+        start: the adapter that is served where nothing was learnt yet.
+        tokenizer: of what learns alone.
+        serve: puts an adapter in the place of the one that is served.
+        tell: called with what a user should know.
+
+    Raises:
+        PrgeError: rows that are to be kept can't be used, the folder is of something else, or the engine
+            can't be had.
+    """
+    settings = settled(settings_of_rounds(flags, engine, folder), bundle)
+    learning = Learning(flags, settings, bundle, start, serve, tell)
+    has_kept = flags.kept is not None or tuning_at(folder) is not None
+    kept = read_kept(settings, tokenizer, bundle) if has_kept else Kept()
+    plan = plan_run(bundle, kept.replayed, replace(settings, epochs=None))
+    engines = open_engines(
+        bundle,
+        plan.contract,
+        settings.threads,
+        settings.engine,
+        settings.memory,
+        # No larger than those of steps: answers wait for them.
+        bundle.chain.contract(STACK, plan.contract.rows),
+        kept=KeptStates(settings.checkpoint_dtype, flags.learn, settings.memory),
+        speaks=True,
+    )
+    if engines.notes:
+        tell(engines.notes)
+    learning.open(Workshop(bundle, engines, tokenizer, kept, start, learning.must_wait))
+    return learning, engines
+
+
+def settings_of_rounds(flags: LearnFlags, engine: EngineFlags, bundle: Path) -> RunSettings:
+    """How steps of rounds are taken: as the tuning of a folder took them, or by `prge run`'s defaults."""
+    assert flags.learn is not None
+    tuning, own = tuning_at(bundle), flags.learn / FEEDBACK
+    settings = RunSettings(bundle=bundle, train=flags.kept or own, out=flags.learn, batch_size=DEFAULT_BATCH)
+    if tuning is not None:
+        settings = read_settings(RunSettings, tuning.run / CONFIG, "prge run")
+        dev = tuning.rows / "dev.jsonl"
+        settings = replace(settings, train=tuning.rows / "train.jsonl", dev=dev if dev.is_file() else None)
+    if flags.kept is not None:
+        settings = replace(settings, train=flags.kept, dev=None, task=None, columns=[])
+    return replace(
+        settings,
+        learning_rate=flags.learning_rate or settings.learning_rate,
+        engine=engine.engine,
+        threads=engine.threads,
+        memory=engine.memory,
+        objective="completion",
+        calls=1,
+        steps=RunSettings.steps,
+        epochs=flags.learn_epochs,
+        warmup=None,
+        adapter=None,
+        sample_prompts=None,
+        sample_rows=0,
+        only_charging=False,
+    )
+
+
+def key_of(row: Fields) -> str:
+    """What tells rows of feedback apart."""
+    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _verdict(judged: Judged, may_lose: float) -> Record:
+    """Whether an adapter is to be served, and why not."""
+    held, kept = judged.held_back, judged.kept
+    why = ""
+    if judged.adapter is None:
+        why = "no row can be learnt: there are no corrections and no good ratings"
+    elif not held["after"] < held["before"]:
+        why = "no better on the feedback that it is judged by"
+    elif kept["rows"] and not kept["after"] >= kept["start"] - may_lose:
+        why = "worse on the kept rows"
+    found = {"learnt": judged.learnt, "steps": judged.steps, "held_back": held, "kept": kept}
+    return {"status": "refused", "why": why, **found} if why else {"status": "served", **found}

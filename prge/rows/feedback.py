@@ -1,0 +1,230 @@
+"""Feedback on answers: a file with a JSON object a line, which its owner alone may read.
+
+    {"id": "cmpl-1f", "time": "...", "model": "first", "adapter": "9c1f...", "settings": {...},
+     "prompt": "The soup was cold. It was", "answer": " great", "correction": " terrible"}
+
+`messages` stand for `prompt` where a conversation was answered, and `rating`, good or bad, for `correction`.
+Who writes holds the file's lock. A line is whole or it never was: a torn last one is dropped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from prge.errors import DataError, shown
+from prge.files.adapter import Adapter
+from prge.files.documents import DocumentError, parse_json
+from prge.host.atomic import storage_error, write_file
+from prge.host.regular_files import open_regular, read_regular
+
+GOOD, BAD = RATINGS = ("good", "bad")
+_OWNERS = 0o600
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer that feedback may be given on.
+
+    `asked` has `prompt` or `messages`; `adapter` is the digest of the one that answered, `settings` are how
+    tokens were drawn.
+    """
+
+    id: str
+    model: str
+    adapter: str
+    asked: Fields
+    answer: str
+    settings: Fields
+
+    def judged(self, rating: str | None = None, correction: str | None = None) -> Fields:
+        """The row of what somebody says of it: a rating, or what should have been answered.
+
+        Raises:
+            ValueError: both or neither is given, or it says nothing.
+        """
+        if (rating is None) == (correction is None):
+            raise ValueError("give a rating or a correction, one of them")
+        if rating is not None and rating not in RATINGS:
+            raise ValueError(f"rating is {shown(rating)}, must be {' or '.join(RATINGS)}")
+        if correction is not None and not correction.strip():
+            raise ValueError("the correction is empty: nothing can be learnt from it")
+        if correction is not None and correction.strip() == self.answer.strip():
+            raise ValueError("the correction is what was answered: rate it good instead")
+        given = {"rating": rating} if correction is None else {"correction": correction}
+        time = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        head = {"id": self.id, "time": time, "model": self.model, "adapter": self.adapter}
+        return {**head, "settings": self.settings, **self.asked, "answer": self.answer, **given}
+
+
+def adapter_digest(adapter: Adapter) -> str:
+    """What tells adapters of one bundle apart in feedback."""
+    digest = hashlib.sha256(adapter.values.tobytes())
+    for name, matrix in sorted((adapter.lora_a or {}).items()):
+        digest.update(name.encode() + matrix.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def spaced(correction: str, answer: str) -> str:
+    """A correction of an answer that goes on in its prompt's text, with the space that the answer had."""
+    space = answer[: len(answer) - len(answer.lstrip())]
+    return correction if correction[:1].isspace() else space + correction
+
+
+def is_feedback(fields: Fields) -> bool:
+    """Whether a row of a file is feedback."""
+    asked = "prompt" in fields or "messages" in fields
+    return asked and "answer" in fields and ("rating" in fields or "correction" in fields)
+
+
+def check_feedback(path: Path) -> None:
+    """See that feedback can be appended to a file, which is made.
+
+    Raises:
+        RunError: it can't be written.
+        DataError: it holds something else.
+    """
+    append_feedback(path, [])
+    for number, fields, _ in read_lines(path):
+        if fields is None or not is_feedback(fields):
+            what = f"{path} holds something else than feedback: row {number}"
+            raise DataError(what, [], remedy="give another file")
+        return
+
+
+def problem_of(row: Fields) -> str:
+    """What is wrong with a row of feedback, which anybody may have written; empty if nothing is."""
+    if not isinstance(row["answer"], str):
+        return f"its answer is {shown(row['answer'])}, must be a text"
+    if "correction" in row and not (isinstance(row["correction"], str) and row["correction"].strip()):
+        return f"its correction is {shown(row['correction'])}, must be a text"
+    if "correction" not in row and row["rating"] not in RATINGS:
+        return f"its rating is {shown(row['rating'])}, must be {' or '.join(RATINGS)}"
+    messages = row.get("messages", [])
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        return "its messages must be a list, each with role and content"
+    if not messages and not isinstance(row.get("prompt"), str):
+        return f"its prompt is {shown(row.get('prompt'))}, must be a text"
+    return ""
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+
+
+def append_feedback(path: Path, rows: Sequence[Fields]) -> None:
+    """Append rows, all or none; what a killed process left of its last row goes.
+
+    Raises:
+        RunError: the file can't be written; it stays as it was.
+    """
+    try:
+        with _locked(path) as stream:
+            length = os.fstat(stream.fileno()).st_size
+            lines = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows).encode()
+            if length and os.pread(stream.fileno(), 1, length - 1) != b"\n":
+                content = os.pread(stream.fileno(), length, 0)
+                if _parsed(content[content.rfind(b"\n") + 1 :]) is None:
+                    length = content.rfind(b"\n") + 1
+                    stream.truncate(length)
+                else:
+                    lines = b"\n" + lines
+            try:
+                rest = memoryview(lines)
+                while rest:
+                    rest = rest[stream.write(rest) :]
+            except OSError:
+                stream.truncate(length)
+                raise
+    except OSError as error:
+        raise storage_error(path, error) from None
+
+
+def forget_rows(path: Path, is_meant: Callable[[int, Fields | None, str], bool]) -> int:
+    """Take rows out of a file of lines, which is rewritten at once or not at all; how many they were.
+
+    Args:
+        path: of the file, whose rights stay.
+        is_meant: of a row's number, its fields (None where the line is no JSON object) and its line.
+
+    Raises:
+        RunError: the file can't be read or written.
+    """
+    try:
+        rights = stat.S_IMODE(os.stat(path).st_mode)
+        with _locked(path, rights):
+            lines = whole_lines(read_regular(path)).split(b"\n")
+            kept = [
+                line
+                for number, line in enumerate(lines, 1)
+                if not line.strip() or not is_meant(number, _parsed(line), line.decode(errors="replace"))
+            ]
+            if len(kept) < len(lines):
+                write_file(path, b"\n".join(kept), rights)
+    except OSError as error:
+        raise storage_error(path, error) from None
+    return len(lines) - len(kept)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, Fields | None, str]]:
+    """Rows of a file of lines, as `forget_rows` tells of them; raises OSError."""
+    for number, line in enumerate(whole_lines(read_regular(path)).split(b"\n"), 1):
+        if line.strip():
+            yield number, _parsed(line), line.decode(errors="replace")
+
+
+def read_feedback(path: Path) -> list[Fields]:
+    """All sound feedback of a file, none where there is no file; raises OSError."""
+    if not path.exists():
+        return []
+    rows = [fields for _, fields, _ in read_lines(path) if fields is not None and is_feedback(fields)]
+    return [row for row in rows if not problem_of(row)]
+
+
+def whole_lines(content: bytes) -> bytes:
+    """A file of feedback without a last line that was torn; any other file as it is."""
+    end = content.rfind(b"\n") + 1
+    first = _parsed(content.partition(b"\n")[0])
+    if end == len(content) or first is None or not is_feedback(first):
+        return content
+    return content if _parsed(content[end:]) is not None else content[:end]
+
+
+def texts_of(value: object) -> Iterator[str]:
+    """All texts of a row."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from texts_of(each)
+
+
+@contextmanager
+def _locked(path: Path, rights: int = _OWNERS) -> Iterator[BinaryIO]:
+    """A file, open for appending and held alone; one that was replaced meanwhile is opened again."""
+    while True:
+        with open_regular(path, "a+b", buffering=0, rights=rights) as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            there = os.stat(path, follow_symlinks=False) if path.exists() else None
+            if there is not None and os.path.samestat(there, os.fstat(stream.fileno())):
+                os.fchmod(stream.fileno(), rights)
+                yield stream
+                return
+
+
+def _parsed(line: bytes) -> Fields | None:
+    try:
+        fields = parse_json(line)
+    except (DocumentError, UnicodeDecodeError):
+        return None
+    return fields if isinstance(fields, dict) else None

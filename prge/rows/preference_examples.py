@@ -1,0 +1,96 @@
+"""Pairs and rated answers to examples of two candidates: a sequence each, after one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prge.learning.examples import Example, TokenSequence
+from prge.rows.conversations import conversation
+from prge.rows.preferences import OTHER, pair_fields, rating_fields
+from prge.rows.readers import Row
+from prge.rows.report import PROMPT_CUT
+from prge.rows.task import RowError
+from prge.rows.task_examples import completed
+from prge.rows.windows import Made, Masked, Reading, learnt
+
+if TYPE_CHECKING:
+    from prge.rows.chat import ChatTemplate
+
+
+def pair(chat: ChatTemplate | None, reading: Reading, row: Row) -> Made:
+    """The example of a pair: the chosen answer, then the rejected one."""
+    fields = pair_fields(row.fields)
+    return _compared(chat, reading, row.number, fields["prompt"], [fields["chosen"], fields["rejected"]])
+
+
+def rating(chat: ChatTemplate | None, reading: Reading, row: Row) -> Made:
+    """The example of a row of `rated_rows`: the answer, then that of the other row after the same prompt."""
+    # A pair that can't be used tells why.
+    fields = rating_fields(row.fields) if OTHER in row.fields else pair_fields(row.fields)
+    if type(fields[OTHER]) is not type(fields["prompt"]):
+        raise RowError("it and the row before are not both texts or both messages")
+    made = _compared(chat, reading, row.number, fields["prompt"], [fields["completion"], fields[OTHER]])
+    rated = tuple(replace(each, label=None, liked=fields["label"]) for each in made.examples)
+    return replace(made, examples=rated, label=str(fields["label"]).lower())
+
+
+def _compared(
+    chat: ChatTemplate | None, reading: Reading, row: int, prompt: Any, answers: Sequence[Any]
+) -> Made:
+    """An example of answers to one prompt, which is cut alike for all of them."""
+    if isinstance(prompt, list):
+        masked = _spoken(chat, reading, row, prompt, answers)
+    else:
+        masked = [completed(reading, prompt, answer) for answer in answers]
+    events: tuple[str, ...] = ()
+    if reading.overflow != "error" and (cut := _beyond(reading, masked)):
+        events = (PROMPT_CUT,)
+        masked = [_without(each, cut) for each in masked]
+    made = [learnt(reading, row, each) for each in masked]
+    sequences = [_candidate(each.examples[0].sequences[0], index) for index, each in enumerate(made)]
+    events += tuple(event for each in made for event in each.events if event not in events)
+    return Made(
+        (Example(row, tuple(sequences), len(sequences), 0),),
+        tuple(dict.fromkeys(events)),
+        sum(each.dropped for each in made),
+        sum(each.unknown for each in made),
+    )
+
+
+def _spoken(
+    chat: ChatTemplate | None, reading: Reading, row: int, prompt: list[Any], answers: Sequence[list[Any]]
+) -> list[Masked]:
+    """Conversations of which what follows the prompt is learnt."""
+    from prge.rows.chat import ASSISTANT, check_messages
+
+    if chat is None:
+        raise RowError("it holds messages and the model has no chat template")
+    try:
+        asked = check_messages(prompt, answered=False)
+        whole = [check_messages([*asked, *answer]) for answer in answers]
+    except ValueError as error:
+        raise RowError(str(error)) from None
+    before = sum(message["role"] == ASSISTANT for message in asked)
+    return [conversation(reading, chat, row, messages, before) for messages in whole]
+
+
+def _beyond(reading: Reading, masked: Sequence[Masked]) -> int:
+    """Tokens of the prompt that leave it so that the longest answer fits; half of the room stays for it."""
+    context = min(int(each.mask.argmax()) for each in masked)
+    longest = max(len(each.tokens) for each in masked)
+    kept = max(context - max(longest - reading.length, 0), min(context, reading.length // 2))
+    return min(context - kept, max(context - masked[0].begin - 1, 0))
+
+
+def _without(masked: Masked, count: int) -> Masked:
+    """A sequence without so many tokens after its beginning."""
+    gone = slice(masked.begin, masked.begin + count)
+    return replace(masked, tokens=np.delete(masked.tokens, gone), mask=np.delete(masked.mask, gone))
+
+
+def _candidate(sequence: TokenSequence, index: int) -> TokenSequence:
+    return replace(sequence, targets=tuple(replace(each, candidate=index) for each in sequence.targets))

@@ -1,0 +1,147 @@
+"""Rows that say what is preferred, as TRL has them: pairs, with or without a prompt, and rated answers.
+
+chosen, rejected           two texts or two lists of messages with a common beginning, which is the prompt
+prompt, chosen, rejected   what follows the prompt, or the whole with it
+prompt, completion, label  an answer, and whether it is liked
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from prge.errors import shown
+from prge.rows.readers import Row
+from prge.rows.task import RowError
+
+Fields = Mapping[str, Any]
+# A text, or messages.
+Said = TypeVar("Said", str, list[Any])
+OTHER = "other"
+_LABELS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def pair_fields(fields: Fields, chat: bool = False) -> Fields:
+    """A pair as `prompt`, `chosen` and `rejected`, all texts or all messages; raises RowError."""
+    prompt, chosen, rejected = fields.get("prompt"), fields["chosen"], fields["rejected"]
+    _check_alike({"chosen": chosen, "rejected": rejected})
+    if chosen == rejected:
+        raise RowError("its chosen and rejected are equal: nothing is preferred")
+    for name, said in (("chosen", chosen), ("rejected", rejected)):
+        _check_said(name, said)
+    if isinstance(chosen, list):
+        if isinstance(prompt, str):
+            prompt = _asked_by(prompt, chosen, rejected)
+        parts = _parted(chosen, rejected, _common(chosen, rejected) if prompt is None else prompt)
+    else:
+        if not isinstance(prompt, str | None):
+            raise RowError(f"its prompt is {shown(prompt)}, must be a text, as its chosen is")
+        parts = _parted(chosen, rejected, _common_words(chosen, rejected) if prompt is None else prompt)
+    for name, said in zip(("chosen", "rejected"), parts[1:], strict=True):
+        _check_said(name, said, " after what both begin with")
+    return dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
+
+
+def rating_fields(fields: Fields, chat: bool = False) -> Fields:
+    """A rated answer as `prompt`, `completion` and `label`, true or false; raises RowError."""
+    prompt, completion, label = fields["prompt"], fields["completion"], fields["label"]
+    _check_alike({"prompt": prompt, "completion": completion})
+    _check_said("completion", completion)
+    known = _LABELS.get(str(label).lower()) if isinstance(label, bool | int | str) else None
+    if known is None:
+        raise RowError(
+            f"its label is {shown(label)}, must be true or false; --objective completion learns completions "
+            "whatever their label"
+        )
+    return {**fields, "label": known}
+
+
+def rated_rows(rows: Sequence[Row], are_pairs: bool) -> list[Row]:
+    """Rows of ratings, each with the completion of the one before as `other`, the first with the last one's.
+
+    Pairs become a liked and a disliked answer each, first all that are liked; one that can't be used stays.
+    """
+    broken: list[Row] = []
+    if are_pairs:
+        pairs: list[tuple[Row, Fields]] = []
+        for row in rows:
+            try:
+                pairs.append((row, pair_fields(row.fields)))
+            except (KeyError, RowError):
+                broken.append(row)
+        rows = [
+            Row(
+                row.number, {**row.fields, "prompt": pair["prompt"], "completion": pair[side], "label": liked}
+            )
+            for side, liked in (("chosen", True), ("rejected", False))
+            for row, pair in pairs
+        ]
+    said = [row.fields.get("completion") for row in rows]
+    said = [each if isinstance(each, str | list) else "" for each in said]
+    other = next((each for each in reversed(said) if each), "")
+    found = []
+    for row, own in zip(rows, said, strict=True):
+        found.append(Row(row.number, {**row.fields, OTHER: other}))
+        other = own or other
+    return found + broken
+
+
+def _check_alike(said: Mapping[str, object]) -> None:
+    for name, each in said.items():
+        if not isinstance(each, str | list):
+            raise RowError(f"its {name} is {shown(each)}, must be a text or a list of messages")
+    if len({type(each) for each in said.values()}) > 1:
+        raise RowError(f"its {' and '.join(said)} must be both texts or both lists of messages")
+
+
+def _check_said(name: str, said: str | list[Any], where: str = "") -> None:
+    if not (said.strip() if isinstance(said, str) else said):
+        raise RowError(f"its {name} is empty{where}")
+
+
+def _parted(chosen: Said, rejected: Said, prompt: Said) -> tuple[Said, Said, Said]:
+    """Prompt, and what follows it: the answers as they are, or without the prompt that both begin with."""
+    size = len(prompt)
+    begin = [each[:size] == prompt for each in (chosen, rejected)]
+    if all(begin):
+        return prompt, chosen[size:], rejected[size:]
+    # A word that one answer begins with too is no prompt of it.
+    if any(begin) and (isinstance(prompt, list) or len(prompt.split()) > 1):
+        names = ("chosen", "rejected") if begin[0] else ("rejected", "chosen")
+        raise RowError(
+            f"its prompt begins {names[0]} and not {names[1]}: give it before both, or before none"
+        )
+    return prompt, chosen, rejected
+
+
+def _common_words(chosen: str, rejected: str) -> str:
+    """The common beginning of two texts in whole words; the space before the next word is the answers'."""
+    common = "".join(_common(chosen, rejected))
+    end = max((index for index, letter in enumerate(common) if letter.isspace()), default=len(common) - 1)
+    return common[:end] if common[end : end + 1] == " " else common[: end + 1]
+
+
+def _common(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """What two texts or lists begin with alike."""
+
+    def equal() -> Iterator[Any]:
+        for each, other in zip(first, second, strict=False):
+            if each != other:
+                return
+            yield each
+
+    found = list(equal())
+    if not found:
+        raise RowError("its chosen and rejected have no common beginning, and there is no prompt")
+    return found
+
+
+def _asked_by(prompt: str, chosen: list[Any], rejected: list[Any]) -> list[Any]:
+    """The messages before two answers that a prompt in words stands for."""
+    firsts = [each[0].get("role") if isinstance(each[0], dict) else None for each in (chosen, rejected)]
+    if firsts == ["assistant", "assistant"]:
+        return [{"role": "user", "content": prompt}]
+    common = _common(chosen, rejected)
+    if not isinstance(common[-1], dict) or common[-1].get("content") != prompt:
+        raise RowError(f"its prompt is {shown(prompt)}, its chosen and rejected don't both begin with it")
+    return common

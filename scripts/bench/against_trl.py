@@ -1,0 +1,202 @@
+"""Steps on preferences against steps on completions, and against TRL's trainers in PyTorch.
+
+`scripts/bench/preferences.py` is the command. A model learns to prefer one mood of the demo's texts in plain
+SGD: in the engine, and by TRL from the same adapter on the same rows in order. ORPO has one pair a step,
+no prompt: TRL's trainer learns the prompt too, and takes the mean over all tokens of a step. Prints JSON:
+
+    dpo_step_over_completion_step   seconds of a step on pairs, over those of one on as many chosen answers
+    over_trl_seconds, over_trl_memory
+                                    of a step, and of a process at its peak, by objective
+    loss_difference_trl             largest relative difference of the losses of --steps steps, by objective
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from processes import watched
+from timing import export
+
+from prge.files.journal import Journal
+from prge.files.run_folder import JOURNAL, environment, read_metrics
+from prge.rows.readers import read_rows
+from prge.rows.task import load_task
+from prge.verbs.starting import command_of
+
+DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
+BETA = 0.1
+# A steep loss takes a small one: what rounding begins grows with each step.
+RATES = {"ipo": 0.005}
+RATE = 0.05
+# Rows of a step; see above.
+ROWS = {"dpo": 4, "ipo": 4, "simpo": 4, "kto": 4, "orpo": 1, "completion": 4}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Steps of a process: losses and seconds of each, and the most anonymous memory, in MB."""
+
+    losses: list[float]
+    seconds: list[float]
+    memory: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step, the median."""
+        return statistics.median(self.seconds)
+
+
+def main() -> None:
+    """Read the flags, take the steps, print JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=DEMO / "model")
+    parser.add_argument("--bundle", type=Path, help="of the model in float32; default: it is exported")
+    parser.add_argument("--objectives", nargs="+", default=["dpo", "kto", "orpo"])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="file to write the figures to as well")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        bundle = arguments.bundle or Path(place, "bundle")
+        if arguments.bundle is None:
+            export(arguments.model, bundle, "--target-modules", "all-linear", "--adapter", "lora")
+        figures = bench(arguments, bundle, Path(place))
+    told = {**figures, "settings": vars(arguments), "machine": environment()}
+    text = json.dumps(told, indent=2, default=str)
+    if arguments.json:
+        arguments.json.write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+def bench(arguments: argparse.Namespace, bundle: Path, folder: Path) -> dict[str, Any]:
+    """All figures."""
+    found: dict[str, dict[str, float]] = {}
+    ours: dict[str, Taken] = {}
+    for name in arguments.objectives:
+        ours[name], theirs = both(name, arguments.model, bundle, folder, arguments.steps, arguments.threads)
+        for figure, value in {
+            "over_trl_seconds": ours[name].step / theirs.step,
+            "over_trl_memory": ours[name].memory / theirs.memory,
+            "loss_difference_trl": difference(ours[name], theirs),
+            "seconds": ours[name].step,
+            "memory_mb": ours[name].memory,
+        }.items():
+            found.setdefault(figure, {})[name] = value
+    if "dpo" not in ours:
+        return found
+    rows = rows_of("completion", ROWS["completion"] * arguments.steps)
+    plain, _ = engine_steps("completion", bundle, folder / "completion", rows, arguments.threads)
+    return {"dpo_step_over_completion_step": ours["dpo"].step / plain.step, **found}
+
+
+def both(
+    objective: str, model: Path, bundle: Path, folder: Path, steps: int, threads: int = 1
+) -> tuple[Taken, Taken]:
+    """Steps in the engine and by TRL."""
+    rows = rows_of(objective, ROWS[objective] * steps)
+    ours, order = engine_steps(objective, bundle, folder / objective, rows, threads)
+    given = [rows[number - 1] for number in order]
+    if objective == "kto":
+        place = {number: at for at, number in enumerate(order)}
+        # The answer of the row before it in the file.
+        given = [
+            {**row, "other": place[(n - 2) % len(rows) + 1]} for row, n in zip(given, order, strict=True)
+        ]
+    return ours, trl_steps(objective, model, bundle / "adapter", folder / objective, given, threads)
+
+
+def difference(first: Taken, second: Taken) -> float:
+    """Largest relative difference of two courses of losses."""
+    return float(np.abs(np.array(first.losses) / np.array(second.losses) - 1).max())
+
+
+def rows_of(objective: str, count: int) -> list[dict[str, Any]]:
+    """The demo's texts, each with the right mood preferred to the wrong one."""
+    task = load_task(str(DEMO / "task.yaml"))
+    found: list[dict[str, Any]] = []
+    for number, row in enumerate(read_rows(DEMO / "train.jsonl")[:count]):
+        prompt, words, label = task.prompt(row.fields), task.candidates(row.fields), task.label(row.fields)
+        right, wrong = (f"{words[each]} there." for each in (label, 1 - label))
+        rows: dict[str, dict[str, Any]] = {
+            "orpo": {"prompt": "", "chosen": prompt + right, "rejected": prompt + wrong},
+            "kto": {"prompt": prompt, "completion": wrong if number % 3 else right, "label": number % 3 == 0},
+            "completion": {"prompt": prompt, "completion": right},
+        }
+        found.append(rows.get(objective, {"prompt": prompt, "chosen": right, "rejected": wrong}))
+    return found
+
+
+def engine_steps(
+    objective: str, bundle: Path, folder: Path, rows: Sequence[dict[str, Any]], threads: int
+) -> tuple[Taken, list[int]]:
+    """Steps of `prge run`, and the numbers of the rows in the order that they took."""
+    folder.mkdir(parents=True)
+    data, out = folder / "rows.jsonl", folder / "run"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    sequences = 1 if objective == "completion" else 2
+    how = {
+        **{"bundle": bundle, "train": data, "out": out, "threads": threads, "objective": objective},
+        **{"steps": len(rows) // ROWS[objective], "batch-size": sequences * ROWS[objective]},
+        **{
+            "optimizer": "sgd",
+            "learning-rate": RATES.get(objective, RATE),
+            "schedule": "constant",
+            "warmup": 0,
+        },
+        **({} if objective == "completion" else {"beta": BETA}),
+    }
+    words = [word for name, value in how.items() for word in (f"--{name}", str(value))]
+    memory = _watched(command_of("run", *words, "--quiet"), None)[1]
+    metrics = [record for record in read_metrics(out) if record["event"] == "step"]
+    with Journal(out / JOURNAL, writable=False) as journal:
+        steps = [step for number in range(journal.steps) if (step := journal.step(number)) is not None]
+    seconds = [each["engine_seconds"] + each["host_seconds"] for each in metrics]
+    taken = Taken([step["loss"] for step in steps], seconds, memory)
+    return taken, [row for step in steps for row in step["rows"]]
+
+
+def trl_steps(
+    objective: str, model: Path, adapter: Path, folder: Path, rows: list[dict[str, Any]], threads: int
+) -> Taken:
+    """Steps of TRL's trainer in a process of its own."""
+    settings = folder / "trl.json"
+    content = {
+        **{"objective": objective, "model": str(model), "adapter": str(adapter), "rows": rows, "beta": BETA},
+        **{
+            "batch_size": ROWS[objective],
+            "learning_rate": RATES.get(objective, RATE),
+            "out": str(folder / "trl"),
+        },
+    }
+    settings.write_text(json.dumps(content), encoding="utf-8")
+    script = Path(__file__).with_name("trl_steps.py")
+    told, memory = _watched([sys.executable, str(script), str(settings)], str(threads))
+    found = json.loads(told.splitlines()[-1])
+    return Taken(found["losses"], found["seconds"], memory)
+
+
+def _watched(command: Sequence[str], threads: str | None) -> tuple[str, float]:
+    """What a process prints, and the most memory that it and its children take, in MB."""
+    more = {"OMP_NUM_THREADS": threads} if threads else {}
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", **more}
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as child,
+        watched(child.pid) as peak,
+    ):
+        told = child.communicate()[0]
+    if child.returncode:
+        raise SystemExit(f"{command[0]} ended with code {child.returncode}")
+    return told, peak.anonymous_mb

@@ -1,0 +1,194 @@
+"""A server that learns against one that only answers, and against `prge run`, in one run on one machine.
+
+    python scripts/bench/serve.py --learn BUNDLE ROWS [--requests 200] [--tokens 32] [--json FILE]
+
+ROWS are jsonl with prompt and completion; they are asked, and are the corrections that are learnt. Both
+servers are asked in turns, one is stopped meanwhile. The one that learns has more feedback than it comes to.
+Requests come one after the other, with a pause between them in which it takes steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prge.rows.feedback import Answered, append_feedback
+from prge.rows.readers import read_rows
+from prge.verbs.starting import json_of, run_verb, started
+
+# Requests of a turn, seconds between them, and seconds of steps without requests.
+_TURN, _PAUSE, _ALONE = 10, 0.1, 20.0
+# Times that a round sees its rows: it lasts longer than the measurement.
+_EPOCHS = 100_000
+
+
+@dataclass
+class Served:
+    """A server, and what its answers took."""
+
+    process: subprocess.Popen[str]
+    port: int
+    first: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    decoding: float = 0.0
+    tokens: int = 0
+
+    def ask(self, prompt: str, tokens: int) -> None:
+        """Have a text written, and time its first piece and its end."""
+        body = {"model": "base", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        options = {"stream_options": {"include_usage": True}}
+        begin, first = time.perf_counter(), 0.0
+        connection.request(
+            "POST", "/v1/completions", json.dumps({**body, **options}), {"Content-Type": "application/json"}
+        )
+        for line in connection.getresponse():
+            first = first or (time.perf_counter() - begin if line.startswith(b"data:") else 0.0)
+            if found := re.search(rb'"completion_tokens": (\d+)', line):
+                self.tokens += int(found[1])
+        self.seconds += time.perf_counter() - begin
+        self.decoding += time.perf_counter() - begin - first
+        self.first.append(first)
+        connection.close()
+
+    def stop(self) -> None:
+        """Let it wait, and compute nothing."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let it go on."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def anonymous_bytes(self) -> int:
+        """Memory that no file backs."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return 1024 * sum(map(int, re.findall(r"Rss(?:Anon|Shmem):\s+(\d+)", status)))
+
+    def figures(self) -> dict[str, float]:
+        """Seconds to the first token, and tokens a second."""
+        ordered = sorted(self.first)
+        return {
+            "first_token_median": statistics.median(ordered),
+            "first_token_95th": ordered[int(0.95 * (len(ordered) - 1))],
+            "tokens_per_second": self.tokens / self.seconds,
+            "tokens_per_second_after_first": (self.tokens - len(self.first)) / self.decoding,
+            "anonymous_mb": self.anonymous_bytes() / 1e6,
+        }
+
+
+@contextmanager
+def serving(bundle: Path, threads: int, *words: object) -> Iterator[Served]:
+    """A server of a bundle, once it listens."""
+    given = ["serve", bundle, "--port", 0, "--threads", threads, "--slots", 1, *words]
+    with started(*given, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = next(line for line in process.stdout if "listening" in line)
+            yield Served(process, int(re.search(r":(\d+)/", line)[1]))  # type: ignore[index]
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+def steps_of(journal: Path) -> int:
+    """Steps that a round has taken so far."""
+    return journal.read_bytes().count(b'"kind":"step"') if journal.is_file() else 0
+
+
+def measure(
+    bundle: Path, rows: Path, requests: int, tokens: int, threads: int, folder: Path
+) -> dict[str, Any]:
+    """All figures."""
+    asked = [(str(row.fields["prompt"]), str(row.fields["completion"])) for row in read_rows(rows)]
+    learn = folder / "learn"
+    learn.mkdir()
+    answers = [
+        Answered(str(number), "m", "", {"prompt": prompt}, " ?", {})
+        for number, (prompt, _) in enumerate(asked)
+    ]
+    corrections = [each.judged(correction=better) for each, (_, better) in zip(answers, asked, strict=True)]
+    append_feedback(learn / "feedback.jsonl", corrections)
+    learning = ["--learn", learn, "--learn-every", len(asked), "--learn-epochs", _EPOCHS, "--replay", 0]
+    journal = learn / "rounds" / "0001" / "journal.jsonl"
+    with ExitStack() as held:
+        alone = held.enter_context(serving(bundle, threads))
+        beside = held.enter_context(serving(bundle, threads, *learning))
+        while steps_of(journal) < 5:
+            time.sleep(0.1)
+        taken, spent = 0, 0.0
+        for start in range(0, requests, _TURN):
+            for server, other in ((alone, beside), (beside, alone)):
+                other.stop()
+                server.go_on()
+                begin, before = time.perf_counter(), steps_of(journal)
+                for number in range(start, start + _TURN):
+                    time.sleep(_PAUSE)
+                    server.ask(asked[number % len(asked)][0], tokens)
+                if server is beside:
+                    taken, spent = taken + steps_of(journal) - before, spent + time.perf_counter() - begin
+        alone.stop()
+        begin, before = time.perf_counter(), steps_of(journal)
+        time.sleep(_ALONE)
+        idle = (steps_of(journal) - before) / (time.perf_counter() - begin)
+        served = {"alone": alone.figures(), "learning": beside.figures()}
+    run = _steps_of_a_run(bundle, rows, threads, max(20, int(idle * _ALONE)), folder / "run")
+    both = [served[name] for name in ("learning", "alone")]
+    return {
+        **served,
+        "tokens_learning_over_alone": both[0]["tokens_per_second"] / both[1]["tokens_per_second"],
+        "tokens_after_first_learning_over_alone": both[0]["tokens_per_second_after_first"]
+        / both[1]["tokens_per_second_after_first"],
+        "first_token_learning_over_alone": both[0]["first_token_median"] / both[1]["first_token_median"],
+        "steps_per_second_between_requests": taken / spent,
+        "steps_per_second_idle": idle,
+        "steps_per_second_run": run,
+        "steps_idle_over_run": idle / run,
+        "requests": requests,
+    }
+
+
+def _steps_of_a_run(bundle: Path, rows: Path, threads: int, steps: int, out: Path) -> float:
+    """Steps a second of `prge run` on the same rows, as rounds take them."""
+    words = ["--bundle", bundle, "--train", rows, "--steps", steps, "--batch-size", 4, "--threads", threads]
+    run_verb("run", *words, "--evaluate-every", 0, "--out", out, "--quiet", quiet=True)
+    return steps / float(json_of(out / "run.json")["train"]["seconds"])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="serve.py --learn", description=__doc__)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(argv)
+    folder = Path(tempfile.mkdtemp(prefix="prge-learning-"))
+    try:
+        found = measure(given.bundle, given.rows, given.requests, given.tokens, given.threads, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    text = json.dumps(found, indent=2)
+    print(text)
+    if given.json:
+        given.json.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

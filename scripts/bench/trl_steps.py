@@ -1,0 +1,119 @@
+"""Steps of TRL's trainers on rows in their order: what preferences are held against.
+
+    python scripts/bench/trl_steps.py SETTINGS.json
+
+The settings name `objective` (dpo, ipo, simpo, kto, orpo), `model`, `adapter` (a PEFT folder to start from),
+`rows` (prompt with chosen and rejected, or with completion, label and `other`, the place of the row whose
+answer stands beside its own), `beta`, `batch_size`, `learning_rate`, `out`. Prints JSON: `losses`, `seconds`
+of each step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Take a step for each batch of the rows, in plain SGD."""
+    settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    print(json.dumps(take_steps(settings)))
+
+
+def take_steps(settings: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Losses before each step, and its seconds."""
+    import torch
+    from datasets import Dataset
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+    rows = settings["rows"]
+    losses: list[float] = []
+    times: list[float] = []
+    trainer_class, config_class, more = _trainer(settings["objective"], rows)
+
+    class Told(trainer_class):  # type: ignore[misc, valid-type]
+        """A trainer whose losses are kept as they are: its log rounds them."""
+
+        def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+            """See transformers.Trainer."""
+            found = super().compute_loss(*arguments, **keywords)
+            losses.append(float(found.detach()))
+            return found
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        """Takes the time of steps."""
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            """See transformers.TrainerCallback."""
+            times.append(-time.perf_counter())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            """See transformers.TrainerCallback."""
+            times[-1] += time.perf_counter()
+
+    base = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    arguments = config_class(
+        output_dir=settings["out"],
+        beta=settings["beta"],
+        learning_rate=settings["learning_rate"],
+        per_device_train_batch_size=settings["batch_size"],
+        num_train_epochs=1,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        train_sampling_strategy="sequential",
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **more,
+    )
+    trainer = Told(
+        PeftModel.from_pretrained(base, settings["adapter"], is_trainable=True),
+        args=arguments,
+        train_dataset=Dataset.from_list([{**row} for row in rows]),
+        processing_class=AutoTokenizer.from_pretrained(settings["model"]),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    return {"losses": losses, "seconds": times}
+
+
+def _trainer(objective: str, rows: list[dict[str, Any]]) -> tuple[type, type, dict[str, Any]]:
+    """TRL's trainer of an objective, its configuration, and settings that it alone has."""
+    if objective == "orpo":
+        from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+        return ORPOTrainer, ORPOConfig, {}
+    if objective == "simpo":
+        from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+        return CPOTrainer, CPOConfig, {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.0}
+    import trl
+
+    kept = {"precompute_ref_log_probs": True}
+    if objective in ("dpo", "ipo"):
+        kind = {"dpo": "sigmoid"}.get(objective, objective)
+        return trl.DPOTrainer, trl.DPOConfig, {**kept, "loss_type": [kind]}
+    others = [row.pop("other") for row in rows]
+
+    class Paired(trl.KTOTrainer):  # type: ignore[misc]
+        """KTO whose other answers are those of the rows that are named."""
+
+        def _prepare_dataset(self, *arguments: Any, **keywords: Any) -> Any:
+            prepared = super()._prepare_dataset(*arguments, **keywords)
+            answers = [prepared["completion_ids"][place] for place in others]
+            return prepared.remove_columns("KL_completion_ids").add_column("KL_completion_ids", answers)
+
+    return Paired, trl.KTOConfig, kept
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""Learning beside answers, with a model in numpy: which adapter comes of which feedback, which is served."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from device_runner.serving import learning as module
+from device_runner.serving.history import HISTORY
+from device_runner.serving.learning import FEEDBACK, LearnFlags, Learning, open_learning
+from device_runner.serving.protocol import RequestError
+from device_runner.serving.rounds import held_back, read_kept
+from device_runner.serving.worker import Worker
+from device_runner.session.sensors import Reading, Sensors
+from device_runner.session.settings import EngineFlags, RunSettings
+from prge.errors import ConfigError, RunError
+from prge.files.adapter import Adapter
+from prge.files.bundle import open_bundle
+from prge.files.journal import Journal
+from prge.rows.feedback import Answered, append_feedback, forget_rows, read_feedback
+from prge.rows.tokenizer import bundle_tokenizer
+from prge.text.loop import GenerationSettings, Generator, Request
+from prge.text.prompts import Prompt
+from tests.device_runner.numpy_device import Device, Killed
+from tests.speakers import NumpySpeaker, make_adapter
+from tests.templates import random_adapter
+from tests.workshop import write_rows
+
+WORDS = ["good", "bad", "great", "terrible", "film", "dog", "cat", "town"]
+EVERY = 4
+
+
+def feedback(path: Path, count: int, correction: str = " Yes", start: int = 0) -> None:
+    """Corrections, and here and there a rating."""
+    rows = []
+    for number in range(start, start + count):
+        asked = {"prompt": f"{WORDS[number % 8]} {WORDS[number // 8 % 8]}"}
+        answered = Answered(f"cmpl-{number}", "bundle", "", asked, " No", {})
+        is_rating = number % 7 == 6
+        rows.append(answered.judged("bad") if is_rating else answered.judged(correction=correction))
+    append_feedback(path, rows)
+
+
+@dataclass
+class Place:
+    """A bundle, a device, and folders to learn into."""
+
+    folder: Path
+    device: Device
+    flags: LearnFlags
+    served: list[Adapter] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+
+    @property
+    def learn(self) -> Path:
+        assert self.flags.learn is not None
+        return self.flags.learn
+
+    def open(self, start: Adapter | None = None, **flags: Any) -> Learning:
+        """What learns, as a process that begins has it."""
+        bundle = open_bundle(self.folder / "bundle")
+        self.learn.mkdir(exist_ok=True)
+        return open_learning(
+            replace(self.flags, **flags),
+            EngineFlags(),
+            self.folder / "bundle",
+            bundle,
+            start or Adapter.zeros(bundle.chain.modules),
+            bundle_tokenizer(bundle),
+            self.served.append,
+            self.told.append,
+        )[0]
+
+    def learnt(self, **flags: Any) -> list[dict[str, Any]]:
+        """The history, once all that can be learnt is."""
+        learning = self.open(**flags)
+        while learning.work():
+            pass
+        learning.close()
+        return learning.history()
+
+    def bits(self) -> dict[str, bytes]:
+        """Results of all rounds."""
+        found = self.learn.glob("rounds/*/final/adapter_model.safetensors")
+        return {path.parts[-3]: path.read_bytes() for path in found}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    device = Device(has_back=True)
+    device.replaces(monkeypatch, module)
+    device.write_bundle(tmp_path / "bundle")
+    kept = [{"prompt": f"{one} {other}", "completion": " No"} for one in WORDS[4:] for other in WORDS[4:]]
+    write_rows(tmp_path / "kept.jsonl", kept)
+    learn = tmp_path / "learn"
+    learn.mkdir()
+    flags = LearnFlags(learn=learn, learn_every=EVERY, learning_rate=0.05, learn_epochs=3)
+    return Place(tmp_path, device, flags)
+
+
+def told(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in each.items() if name != "seconds"} for each in history]
+
+
+def test_a_better_adapter_is_served_round_after_round(place: Place) -> None:
+    feedback(place.learn / FEEDBACK, 3 * EVERY + 2)
+    start, *rounds = place.learnt()
+    assert start["status"] == "start" and not start["current"]
+    assert [(each["version"], each["status"], each["parent"]) for each in rounds] == [
+        (1, "served", 0), (2, "served", 1), (3, "served", 2)
+    ]  # fmt: skip
+    assert [each["current"] for each in rounds] == [False, False, True]
+    for each in rounds:
+        assert each["held_back"]["rows"] and each["held_back"]["after"] < each["held_back"]["before"]
+    assert len(place.served) == 3 and place.told[0].startswith("adapter 1 of 4 rows: served, loss")
+    learning = place.open()
+    assert learning.adapter.values.tobytes() == place.served[-1].values.tobytes()
+    assert not learning.work()  # two rows are too few
+
+
+def test_a_bundle_without_backpropagation_learns_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    device.replaces(monkeypatch, module)
+    device.write_bundle(tmp_path / "bundle")
+    flags = LearnFlags(learn=tmp_path / "learn", learn_every=EVERY, learning_rate=0.02, learn_epochs=20)
+    place = Place(tmp_path, device, flags)
+    place.learn.mkdir()
+    feedback(place.learn / FEEDBACK, EVERY)
+    assert [each["status"] for each in place.learnt()] == ["start", "served"]
+
+
+def test_killed_at_any_time_it_goes_on_to_the_same_bits(place: Place, tmp_path: Path) -> None:
+    feedback(place.learn / FEEDBACK, 3 * EVERY)
+    kept = {"kept": tmp_path / "kept.jsonl", "may_lose": 0.5}
+    history, bits = told(place.learnt(**kept)), place.bits()
+    content = (place.learn / FEEDBACK).read_bytes()
+    shutil.rmtree(place.learn)
+    place.learn.mkdir()
+    # The same rows come one by one, and the process is killed again and again.
+    lines, lives, kills = content.splitlines(keepends=True), 0, 0
+    while lines or told(place.open(**kept).history()) != history:
+        if lines:
+            with (place.learn / FEEDBACK).open("ab") as stream:
+                stream.write(lines.pop(0))
+        place.device.calls_left = (1, 1, 2, 1, 3, 2, 16)[lives % 7]
+        lives += 1
+        learning = place.open(**kept)
+        try:
+            while learning.work():
+                pass
+        except Killed:
+            kills += 1
+        place.device.calls_left = None
+        assert lives < 100
+    assert kills > 6
+    assert place.bits() == bits and len(bits) == 3
+
+
+def test_an_adapter_that_harms_kept_rows_is_not_served_and_its_rows_are_learnt_later(
+    place: Place, tmp_path: Path
+) -> None:
+    feedback(place.learn / FEEDBACK, 2 * EVERY)
+    _, *rounds = place.learnt(kept=tmp_path / "kept.jsonl", may_lose=0.0, replay=0.0)
+    assert [each["status"] for each in rounds] == ["refused", "refused"]
+    assert {each["why"] for each in rounds} == {"worse on the kept rows"}
+    # Two rows of the second round can be learnt beside the one that is held back, and all four of the first.
+    assert [each["learnt"] for each in rounds] == [3, 6]
+    assert rounds[0]["kept"]["metric"] == "-loss" and not place.served
+    assert not any((place.learn / "rounds").iterdir())
+
+
+def test_an_adapter_that_is_no_better_is_not_served(place: Place) -> None:
+    feedback(place.learn / FEEDBACK, 2)
+    # What is held back is asked for the opposite.
+    feedback(place.learn / FEEDBACK, 1, "\x00\x01", start=2)
+    feedback(place.learn / FEEDBACK, 1, start=3)
+    _, found = place.learnt(learning_rate=0.5)
+    assert found["status"] == "refused" and found["why"].startswith("no better")
+
+
+def test_bad_ratings_alone_teach_nothing(place: Place) -> None:
+    rows = [Answered(str(n), "m", "", {"prompt": str(n)}, " a", {}).judged("bad") for n in range(EVERY)]
+    append_feedback(place.learn / FEEDBACK, rows)
+    _, found = place.learnt()
+    assert (found["status"], found["learnt"]) == ("refused", 0) and "no good ratings" in found["why"]
+
+
+def test_the_last_adapter_is_taken_back(place: Place) -> None:
+    feedback(place.learn / FEEDBACK, 2 * EVERY)
+    learning = place.open()
+    with pytest.raises(RequestError, match="there is none to take back"):
+        learning.take_back()
+    while learning.work():
+        pass
+    first = place.served[0]
+    assert learning.take_back() == 1
+    assert place.served[-1].values.tobytes() == first.values.tobytes()
+    learning.close()
+    learning = place.open()
+    assert [each["status"] for each in learning.history()] == ["start", "served", "taken back"]
+    assert learning.adapter.values.tobytes() == first.values.tobytes()
+    assert learning.take_back() == 0 and not place.served[-1].values.any()
+    # What taught those adapters isn't learnt again.
+    feedback(place.learn / FEEDBACK, EVERY, start=20)
+    learning.close()
+    found = place.learnt()[-1]
+    assert (found["parent"], found["learnt"], found["status"]) == (0, 2, "served")
+
+
+def test_a_round_whose_start_is_taken_back_is_abandoned_and_its_rows_are_new_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feedback(place.learn / FEEDBACK, EVERY)
+    learning = place.open()
+    assert learning.work()
+    feedback(place.learn / FEEDBACK, EVERY, start=EVERY)
+    learning = place.open()
+    calls = 0
+
+    def count() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            assert learning.take_back() == 0
+        learning.check()
+
+    monkeypatch.setattr(place.device, "_count", count)
+    assert learning.work()
+    assert [each["status"] for each in learning.history()] == ["start", "taken back", "abandoned"]
+    assert calls == 3
+    monkeypatch.undo()
+    place.device.replaces(monkeypatch, module)
+    assert learning.work()
+    last = learning.history()[-1]
+    assert (last["parent"], last["feedback"], last["status"]) == (0, EVERY, "served")
+
+
+def test_answers_are_made_between_blocks_and_end_no_round(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feedback(place.learn / FEEDBACK, 2 * EVERY)
+    learning, blocks = place.open(), SimpleNamespace(between=lambda: None)
+    monkeypatch.setattr(place.device, "_count", lambda: blocks.between())
+    tokenizer = bundle_tokenizer(open_bundle(place.folder / "bundle"))
+    worker = Worker(Generator(NumpySpeaker(), tokenizer), 4, learning)
+    learning.give_way(worker, cast(Any, blocks))
+    request = Request(Prompt((1, 5)), make_adapter(), GenerationSettings(5))
+    (alone,) = Generator(NumpySpeaker(), tokenizer).generate([request])
+    answers: Queue[Any] = Queue()
+    with worker:
+        while len(place.served) < 2:
+            worker.submit([(request, answers.put)])
+            while isinstance(told := answers.get(timeout=10), str):
+                pass
+            assert told.wait(0).text == alone.text
+        assert learning.take_back() == 1
+    assert [each["status"] for each in learning.history()] == ["start", "served", "taken back"]
+
+
+def test_a_row_that_is_forgotten_on_the_way_begins_the_round_again(place: Place) -> None:
+    feedback(place.learn / FEEDBACK, EVERY)
+    place.device.calls_left = 3
+    with pytest.raises(Killed):
+        place.open().work()
+    place.device.calls_left = None
+    forget_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
+    found = place.learnt()[-1]
+    assert (found["status"], found["learnt"], found["feedback"]) == ("served", 2, EVERY)
+    with Journal(place.learn / "rounds/0001/journal.jsonl", writable=False) as journal:
+        assert {row for step in journal.records[1:] for row in step["rows"]} <= {1, 2}
+    texts = b"".join(path.read_bytes() for path in place.learn.rglob("*") if path.is_file())
+    assert b"good good" not in texts
+
+
+def test_a_folder_goes_on_with_what_it_began_with(place: Place) -> None:
+    place.open().close()
+    other = random_adapter(open_bundle(place.folder / "bundle").chain.modules, 1)
+    with pytest.raises(ConfigError, match="another adapter"):
+        place.open(other)
+
+
+def test_a_storage_that_refuses_ends_the_learning_and_says_so_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feedback(place.learn / FEEDBACK, EVERY)
+    learning = place.open()
+
+    def refuse(*_: object) -> None:
+        raise RunError("no space left")
+
+    monkeypatch.setattr(Journal, "append", refuse)
+    assert not learning.work() and not learning.work()
+    assert place.told == ["nothing more is learnt until the next start: no space left"]
+
+
+def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--when charging"):
+        place.open(when="charging")
+    feedback(place.learn / FEEDBACK, EVERY)
+    states = iter([True, False, False, True, *[True] * 100])
+    monkeypatch.setattr(Sensors, "charging", lambda self: Reading(next(states), "test"))
+    monkeypatch.setattr(module, "_SECONDS", 0.0)
+    learning = place.open(when="charging")
+    assert not learning.work() and not learning.work()
+    assert learning.work() and learning.history()[-1]["status"] == "served"
+
+
+def test_what_was_disliked_is_not_kept(place: Place, tmp_path: Path) -> None:
+    rows = [{"prompt": word, "completion": " No", "label": number % 2} for number, word in enumerate(WORDS)]
+    write_rows(tmp_path / "rated.jsonl", [*rows, {"prompt": "a", "completion": "b", "label": "maybe"}])
+    settings = RunSettings(Path(), tmp_path / "rated.jsonl", tmp_path, dev=tmp_path / "kept.jsonl")
+    bundle = open_bundle(place.folder / "bundle")
+    kept = read_kept(settings, bundle_tokenizer(bundle), bundle)
+    assert (len(kept.replayed), len(kept.judged)) == (4, 16)
+
+
+def test_feedback_on_one_question_is_in_one_part() -> None:
+    rows = [{"prompt": str(number // 2), "answer": "", "rating": "good"} for number in range(24)]
+    learnt, held = held_back(rows)
+    assert len(learnt) + len(held) == 24
+    assert {row["prompt"] for row in held} == {"2", "7"}
+    assert not {row["prompt"] for row in held} & {row["prompt"] for row in learnt}
+
+
+def test_the_history_is_whole_lines_of_its_owner(place: Place) -> None:
+    feedback(place.learn / FEEDBACK, EVERY)
+    place.learnt()
+    kinds = [json.loads(line)["record"]["kind"] for line in (place.learn / HISTORY).read_text().splitlines()]
+    assert kinds == ["start", "round", "judged"]
+    assert np.isfinite(place.served[0].values).all()
+    assert len(read_feedback(place.learn / FEEDBACK)) == EVERY

@@ -1,0 +1,269 @@
+"""Runs on preferences, with a model in numpy for the engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_runner import evaluate as evaluate_verb
+from device_runner import run as run_verb
+from device_runner.fleet.local import open_local
+from device_runner.replay import main as replay
+from device_runner.report import main as report
+from device_runner.run import run
+from device_runner.session.settings import RunSettings
+from prge.errors import ConfigError, DataError
+from prge.learning.preferences import ObjectiveName
+from tests.device_runner.numpy_device import Device, Killed
+from tests.tiers import rest
+from tests.workshop import bits, write_rows
+
+WORDS = ["film", "cat", "good", "bad", "Yes", "No"]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device(has_back=True)
+    device.replaces(monkeypatch, run_verb)
+    device.replaces(monkeypatch, evaluate_verb)
+    return device
+
+
+def pair(number: int) -> dict[str, Any]:
+    """The second of two words says which answer is preferred."""
+    first, second = WORDS[number % 3], WORDS[2 + number % 2]
+    chosen, rejected = (" Yes film", " No") if number % 2 else (" No", " Yes film")
+    return {"prompt": f"{first} {second}", "chosen": chosen, "rejected": rejected}
+
+
+def rating(number: int) -> dict[str, Any]:
+    row, is_liked = pair(number), number % 3 > 0
+    return {
+        "prompt": row["prompt"],
+        "completion": row["chosen" if is_liked else "rejected"],
+        "label": is_liked,
+    }
+
+
+@pytest.fixture
+def settings(device: Device, tmp_path: Path) -> RunSettings:
+    """A short run on pairs."""
+    return RunSettings(
+        bundle=device.write_bundle(tmp_path / "bundle"),
+        train=write_rows(tmp_path / "train.jsonl", [pair(number) for number in range(24)]),
+        dev=write_rows(tmp_path / "dev.jsonl", [pair(number) for number in range(24, 36)]),
+        out=tmp_path / "run",
+        steps=12,
+        learning_rate=0.02,
+        schedule="constant",
+        warmup=0,
+        evaluate_every=4,
+        checkpoint_every=5,
+        quiet=True,
+    )
+
+
+def told(out: Path) -> str:
+    return (out / "log.txt").read_text()
+
+
+def evaluations(out: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == "evaluation"]
+
+
+KINDS = [
+    (objective, estimator)
+    for objective in ("auto", "ipo", "simpo", "orpo", "kto")
+    for estimator in ("exact", "tangent", "antithetic")
+]
+
+
+@pytest.mark.parametrize(("objective", "estimator"), [KINDS[0], *rest(*KINDS[1:])])
+def test_it_learns_what_is_preferred_and_replays(
+    settings: RunSettings, objective: ObjectiveName, estimator: Any, tmp_path: Path
+) -> None:
+    how = {"objective": objective, "estimator": estimator, "keep_gradients": estimator == "exact"}
+    run(replace(settings, steps=40, **how))
+    first, *_, last = evaluations(settings.out)
+    assert last["loss"] < first["loss"]
+    assert last["margin"] > first["margin"]
+    assert (first["chosen_change"], first["rejected_change"]) == (0, 0)
+    assert last["pairs_right"] >= first["pairs_right"]
+    assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
+    assert report([str(settings.out), "--out", str(tmp_path / "report.html")]) == 0
+    assert "pairs right" in (tmp_path / "report.html").read_text()
+
+
+def test_killed_and_resumed_it_ends_in_the_same_bits(device: Device, settings: RunSettings) -> None:
+    run(settings)
+    for kept in (True, False):
+        out = settings.out.with_name(f"killed {kept}")
+        again = replace(settings, out=out)
+        for calls in (1, 6, 9):
+            device.calls_left = calls
+            with pytest.raises(Killed):
+                run(again)
+            again = replace(again, resume=out)
+            if not kept:
+                (out / "reference.json").unlink(missing_ok=True)
+        device.calls_left = None
+        run(again)
+        assert bits(out) == bits(settings.out)
+
+
+def test_the_reference_is_computed_once_and_again_if_it_is_not_whole(
+    device: Device, settings: RunSettings, tmp_path: Path
+) -> None:
+    path = settings.out / "reference.json"
+    run(replace(settings, steps=8))
+    whole = path.read_bytes()
+    assert told(settings.out).count("reference: 36 rows scored by the adapter of the start") == 1
+
+    def resumed(content: bytes) -> bool:
+        """Whether the reference was made again of what lies there."""
+        path.write_bytes(content)
+        before = told(settings.out).count("was damaged, or of another run")
+        run(replace(settings, steps=8, resume=settings.out))
+        assert path.read_bytes() == whole
+        return told(settings.out).count("was damaged, or of another run") > before
+
+    assert not resumed(whole)
+    document = json.loads(whole)
+    changed = json.loads(whole)
+    changed["scores"][3][1] += 1e-12
+    for damaged in (
+        whole[:-9],
+        b"\xff",
+        b"[]",
+        json.dumps({**document, "of": "another"}).encode(),
+        json.dumps(changed).encode(),
+        json.dumps({**document, "scores": document["scores"][1:]}).encode(),
+    ):
+        assert resumed(damaged)
+    # Another bundle's, which is whole, is of no use either.
+    other = replace(settings, bundle=Device().write_bundle(tmp_path / "other"))
+    run(replace(other, out=tmp_path / "second"))
+    assert resumed((tmp_path / "second/reference.json").read_bytes())
+
+
+def test_a_step_after_the_pairs_are_right_is_no_better_one(settings: RunSettings) -> None:
+    run(replace(settings, steps=120, beta=2.0, learning_rate=0.05))
+    found = evaluations(settings.out)
+    best = max(found, key=lambda each: each["value"])
+    assert found[-1]["loss"] < best["loss"]
+    assert best["step"] < found[-1]["step"]
+    assert best["value"] <= -0.1
+    assert best["pairs_right"] == 1
+
+
+def test_harm_to_what_is_chosen_is_said(settings: RunSettings, tmp_path: Path) -> None:
+    # Of two answers that begin alike, what is lowered with the rejected one is the chosen one too.
+    rows = [{"prompt": "film", "chosen": " Yes good good", "rejected": " Yes good"} for _ in range(8)]
+    changed = replace(
+        settings,
+        train=write_rows(tmp_path / "train.jsonl", rows),
+        dev=write_rows(tmp_path / "dev.jsonl", rows),
+        learning_rate=0.3,
+        steps=40,
+        beta=0.01,
+    )
+    run(changed)
+    last = evaluations(changed.out)[-1]
+    assert last["rejected_change"] < last["chosen_change"] < 0
+    assert "the run only lowers what is rejected, and harms what is chosen" in told(changed.out)
+
+
+def test_ratings_are_learnt_by_kto(settings: RunSettings, tmp_path: Path) -> None:
+    rows = [rating(number) for number in range(36)]
+    train, dev = write_rows(tmp_path / "t.jsonl", rows[:24]), write_rows(tmp_path / "d.jsonl", rows[24:])
+    run(replace(settings, train=train, dev=dev, steps=60))
+    first, *_, last = evaluations(settings.out)
+    assert (first["pairs_right"], first["loss"]) == (0.5, 0.5)
+    assert last["loss"] < 0.5
+    assert last["pairs_right"] > 0.5
+    start = json.loads((settings.out / "journal.jsonl").read_text().splitlines()[0])
+    assert "kto" in json.dumps(start)
+
+
+def test_an_adapter_is_scored_against_the_bundles_own(settings: RunSettings, tmp_path: Path) -> None:
+    run(replace(settings, steps=60))
+    words = ["--bundle", settings.bundle, "--data", settings.dev, "--adapter", settings.out, "--json"]
+    assert evaluate_verb.main([*map(str, words), str(tmp_path / "scores.json")]) == 0
+    found = json.loads((tmp_path / "scores.json").read_text())
+    best = max(evaluations(settings.out), key=lambda each: each["value"])
+    for name in ("loss", "pairs_right", "margin", "chosen_change", "rejected_change"):
+        assert found[name] == pytest.approx(best[name], rel=1e-6, abs=1e-9), name
+
+
+def test_a_run_goes_on_with_its_objective_alone(settings: RunSettings) -> None:
+    run(replace(settings, steps=4))
+    for changed, problem in (
+        ({"objective": "ipo"}, "objective was 'auto', is 'ipo'.*the objective is another one"),
+        ({"beta": 0.5}, "beta was None, is 0.5"),
+    ):
+        with pytest.raises(ConfigError, match=f"(?s){problem}"):
+            run(replace(settings, steps=4, resume=settings.out, **changed))
+
+
+def test_a_run_of_an_earlier_version_goes_on(settings: RunSettings) -> None:
+    texts = replace(settings, train=settings.train.with_name("texts.jsonl"), dev=None)
+    write_rows(texts.train, [{"text": f"{word} cat film"} for word in WORDS])
+    run(replace(texts, steps=4))
+    from prge.files.journal import Journal
+
+    path = settings.out / "journal.jsonl"
+    with Journal(path) as journal:
+        records = [{**record} for record in journal.records]
+    shutil.copy(path, path.with_name("now.jsonl"))
+    path.unlink()
+    for name in ("objective", "beta", "label_smoothing", "gamma"):
+        del records[0]["settings"][name]
+    del records[0]["objective"]
+    with Journal(path) as journal:
+        for record in records:
+            journal.append(record)
+    run(replace(texts, steps=4, resume=settings.out))
+    with pytest.raises(ConfigError, match="objective was 'auto', is 'completion'"):
+        run(replace(texts, steps=4, resume=settings.out, objective="completion"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"beta": 0.0}, "--beta is 0.0, must be more than 0"),
+        ({"beta": -1.0}, "--beta is -1.0, must be"),
+        ({"label_smoothing": 0.5}, "--label-smoothing is 0.5, must be less than 0.5"),
+        ({"gamma": 2.0}, "--gamma belongs to --objective simpo, the objective is dpo"),
+        ({"objective": "completion", "beta": 1.0}, "--beta belongs to --objective dpo or"),
+        (
+            {"clip_examples": 1.0, "batch_size": 1, "estimator": None},
+            "--clip-examples takes examples of one sequence each",
+        ),
+    ],
+)
+def test_settings_that_have_no_meaning(settings: RunSettings, changed: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        run(replace(settings, **changed))
+    assert not (settings.out / "journal.jsonl").exists()
+
+
+def test_the_development_rows_are_of_the_same_kind(settings: RunSettings, tmp_path: Path) -> None:
+    dev = write_rows(tmp_path / "d.jsonl", [rating(number) for number in range(4)])
+    with pytest.raises(DataError, match="--objective is dpo, which learns from pairs; its rows are ratings"):
+        run(replace(settings, dev=dev))
+    with pytest.raises(ConfigError, match="there are no development rows with candidates"):
+        run(replace(settings, sample_rows=2))
+
+
+def test_a_fleet_refuses_preferences(settings: RunSettings) -> None:
+    from device_runner.fleet.agreement import Plan
+    from prge.files.bundle import open_bundle
+
+    with pytest.raises(ConfigError, match="its rows are preferences"):
+        open_local(Plan(), open_bundle(settings.bundle), settings)

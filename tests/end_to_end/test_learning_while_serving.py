@@ -1,0 +1,126 @@
+"""A server of a real engine that learns from its clients, is killed on the way, and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.verbs import REPOSITORY
+from tests.workshop import write_rows
+
+ASKED = ["aa ?", "bb ?", "cc ?", "dd ?"]
+SETTINGS = ("--learn-every", 4, "--learn-epochs", 150, "--learning-rate", 0.05, "--replay", 0.2)
+
+
+@contextmanager
+def serving(bundle: Path, learn: Path, *words: object) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+    """A server that learns into a folder, and OpenAI's client of it."""
+    command = [sys.executable, "-m", "prge.cli", "serve", bundle, "--learn", learn, *SETTINGS, *words]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    given = [*map(str, command), "--port", "0", "--threads", "1"]
+    with subprocess.Popen(given, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            url = next(line for line in process.stdout if "listening" in line).split()[2].rstrip(";")
+            yield process, openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+        finally:
+            process.kill()
+
+
+def history(client: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = client.get("/adapters", cast_to=object)["data"]
+    return found
+
+
+def ask(client: Any, prompt: str) -> tuple[str, str]:
+    answer = client.completions.create(model="bundle", prompt=prompt, temperature=0, max_tokens=6)
+    return answer.id, answer.choices[0].text
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def results(learn: Path) -> dict[str, bytes]:
+    found = learn.glob("rounds/*/final/adapter_model.safetensors")
+    return {path.parts[-3]: path.read_bytes() for path in found}
+
+
+@pytest.mark.whole
+def test_it_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
+    bundle, learn = workshop / "bundle", tmp_path / "learn"
+    kept = write_rows(
+        tmp_path / "kept.jsonl", [{"prompt": f"{word} !", "completion": " ee"} for word in "abcdef"]
+    )
+    words = "--kept", kept, "--may-lose", 100
+    with serving(bundle, learn, *words) as (process, client):
+        assert [each["status"] for each in history(client)] == ["start"]
+        for prompt in ASKED:
+            id, text = ask(client, prompt)
+            assert text.strip() != "bb cc"
+            client.post("/feedback", body={"id": id, "correction": "bb cc"}, cast_to=object)
+        with pytest.raises(openai.ConflictError, match="was given before"):
+            client.post("/feedback", body={"id": id, "rating": "good"}, cast_to=object)
+        # Answers go on while it learns; then it is killed.
+        journal = learn / "rounds/0001/journal.jsonl"
+        until(lambda: journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 5)
+        assert ask(client, "ee ?")[0].startswith("cmpl-")
+        assert history(client)[-1]["status"] == "learning"
+        process.send_signal(signal.SIGKILL)
+    with serving(bundle, learn, *words) as (_, client):
+        until(lambda: history(client)[-1]["status"] != "learning")
+        start, learnt = history(client)
+        assert learnt["status"] == "served" and learnt["current"] and not start["current"]
+        assert learnt["held_back"]["after"] < learnt["held_back"]["before"]
+        assert [ask(client, prompt)[1].strip() for prompt in ASKED[:2]] == ["bb cc"] * 2
+        id, _ = ask(client, ASKED[0])
+        client.post("/feedback", body={"id": id, "rating": "good"}, cast_to=object)
+        rows = [json.loads(line) for line in (learn / "feedback.jsonl").read_text().splitlines()]
+        assert rows[-1]["adapter"] != rows[0]["adapter"] and rows[-1]["rating"] == "good"
+        # One request takes it back.
+        assert client.post("/adapters/back", body={}, cast_to=object)["current"] == 0
+        assert ask(client, ASKED[0])[1].strip() != "bb cc"
+        with pytest.raises(openai.ConflictError, match="none to take back"):
+            client.post("/adapters/back", body={}, cast_to=object)
+    # The same rows in another folder, without a kill.
+    other = tmp_path / "other"
+    other.mkdir()
+    content = (learn / "feedback.jsonl").read_text().splitlines(keepends=True)
+    (other / "feedback.jsonl").write_text("".join(content[:4]))
+    with serving(bundle, other, *words) as (_, client):
+        until(lambda: len(history(client)) == 2 and history(client)[-1]["status"] != "learning")
+    assert results(other) == results(learn) and len(results(other)) == 1
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("engine", ["native", "torch"])
+def test_answers_beside_steps_are_those_without_them(workshop: Path, tmp_path: Path, engine: str) -> None:
+    bundle, learn = workshop / "bundle", tmp_path / "learn"
+    with serving(bundle, learn, "--engine", engine, "--memory", "1MB") as (_, client):
+        alone = [ask(client, prompt)[1] for prompt in ASKED]
+        ids = [ask(client, prompt)[0] for prompt in ASKED]
+        for id in ids:
+            client.post("/feedback", body={"id": id, "correction": "bb cc"}, cast_to=object)
+        until(lambda: history(client)[-1]["status"] == "learning")
+        asked = 0
+        while history(client)[-1]["status"] == "learning":
+            found = [ask(client, prompt)[1] for prompt in ASKED]
+            if history(client)[-1]["status"] == "learning":
+                assert found == alone
+                asked += 1
+            time.sleep(0.05)
+        assert asked

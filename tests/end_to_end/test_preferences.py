@@ -1,0 +1,75 @@
+"""Preferences on real programs: with both kinds of adapters and all estimators, and tuned by one command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiers import rest
+from tests.verbs import prge
+from tests.workshop import bits, write_rows
+
+
+def pairs(count: int) -> list[dict[str, Any]]:
+    """After a word the chosen answer says it again."""
+    words = ["aa", "bb", "cc", "dd"]
+    return [
+        {
+            "prompt": words[i % 4],
+            "chosen": f" {words[i % 4]}",
+            "rejected": f" {words[(i + 1 + i // 4 % 3) % 4]}",
+        }
+        for i in range(count)
+    ]
+
+
+CASES = [
+    (adapter, estimator)
+    for adapter in ("lora", "lora-fa")
+    for estimator in ("exact", "tangent", "antithetic")
+]
+
+
+@pytest.mark.parametrize(("adapter", "estimator"), [CASES[0], *rest(*CASES[1:])])
+def test_a_run_learns_pairs_and_replays(
+    workshop: Path, lora_bundle: Path, tmp_path: Path, adapter: str, estimator: str
+) -> None:
+    train = write_rows(tmp_path / "train.jsonl", pairs(24))
+    bundle = lora_bundle if adapter == "lora" else workshop / "bundle"
+    keep = ["--keep-gradients"] if estimator == "exact" else []
+    words = ["--bundle", bundle, "--train", train, "--dev", train, "--estimator", estimator, *keep]
+    for out in ("run", "again"):
+        prge("run", *words, "--steps", 40, "--learning-rate", 0.02, "--out", tmp_path / out, "--quiet")
+    assert bits(tmp_path / "run") == bits(tmp_path / "again")
+    told = json.loads((tmp_path / "run/run.json").read_text())["train"]
+    assert told["best"]["loss"] < told["before"]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert told["best"]["margin"] > 0
+    assert "the same bits" in prge("replay", tmp_path / "run", "--out", tmp_path / "replayed").stdout
+
+
+def test_pairs_are_tuned_by_one_command(workshop: Path, lora_bundle: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "pairs.jsonl", pairs(40))
+    words = ["--bundle", lora_bundle, "--data", data, "--out", tmp_path / "out", "--steps", 40]
+    done = prge("tune", *words, "--json", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    before, after = found["score_before"], found["score_after"]
+    assert (before["pairs_right"], before["margin"]) == (0.5, 0)
+    assert after["pairs_right"] > 0.5
+    assert after["loss"] < before["loss"]
+    assert found["samples"]["before"] and found["samples"]["after"]
+    assert "pairs_right" in done.stdout
+    assert "pairs right" in (tmp_path / "out/report.html").read_text()
+    assert (tmp_path / "out/adapter/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.whole
+def test_a_tuning_takes_its_objective(workshop: Path, lora_bundle: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "pairs.jsonl", pairs(40))
+    words = ["--bundle", lora_bundle, "--data", data, "--steps", 20, "--learning-rate", 0.01]
+    for objective, name in (("completion", "perplexity"), ("kto", "pairs_right"), ("orpo", "pairs_right")):
+        out, told = tmp_path / objective, tmp_path / f"{objective}.json"
+        prge("tune", *words, "--objective", objective, "--out", out, "--json", told)
+        assert name in json.loads(told.read_text())["score_after"]
