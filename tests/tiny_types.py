@@ -117,6 +117,22 @@ def make_tiny(model_type: str, seed: int = 0) -> Any:
     raise ValueError(reason)
 
 
+def make_classifier(model_type: str, classes: int, seed: int = 0, **changes: Any) -> Any:
+    """A tiny model of a type with a head for so many classes, every parameter random."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    config = make_tiny(model_type).config
+    config.num_labels = classes
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
+    randomize(model)
+    config.architectures = model.config.architectures = [type(model).__name__]
+    return model.requires_grad_(False)
+
+
 def family(model_type: str, model: Any) -> str:
     """What a type has beside attention and layers for all tokens; without such decoder or encoder."""
     config = model.config

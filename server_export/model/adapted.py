@@ -264,7 +264,7 @@ def initial_lora_a(model: nn.Module, names: Sequence[str], rank: int, seed: int)
 def match_start_adapter(model: nn.Module, adapter: PeftAdapter) -> dict[str, str]:
     """Module names of the model and the names that the adapter has for them, in module order.
 
-    An adapter that was trained on a model with a head names the layers below the model's prefix.
+    Of models of one type those with a head name the layers below the model's prefix.
 
     Raises:
         AdapterError: a layer isn't there, or is of another shape.
@@ -274,7 +274,8 @@ def match_start_adapter(model: nn.Module, adapter: PeftAdapter) -> dict[str, str
     names: dict[str, str] = {}
     problems = []
     for theirs in adapter.lora_a:
-        ours = theirs if theirs in modules else theirs.removeprefix(prefix)
+        names_of = (theirs, theirs.removeprefix(prefix), prefix + theirs)
+        ours = next((name for name in names_of if name in modules), theirs)
         if ours not in modules:
             problems.append(f"the model has no linear layer {theirs}")
             continue
