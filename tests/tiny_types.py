@@ -22,6 +22,7 @@ _LARGEST = (
     (r"attention_hidden_size", 2 * WIDTH),
     (r".*kernel_size", 9),
     (r"indexer_kv_heads", 1),
+    (r"index_topk", POSITIONS),
     (r".*indexer_budget", 8),
     (r".*compress_ratio", 2),
     (r".*(head_dim|d_head|dim_head|head_size|kv_channels|d_kv|headdim)|qk_nope_head_dim|v_head_dim", 16),

@@ -28,6 +28,7 @@ from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention, experts
 from server_export.model.adapted import CallInputs
 from server_export.model.classifier import given_to_base, states_of
+from server_export.model.indexers import choose_nothing, indexers
 from server_export.model.neighbours import write_neighbours
 from server_export.model.positions import any_length
 from server_export.model.recurrent import traced_recurrences, write_convolutions
@@ -172,7 +173,8 @@ def trace(
         BundleError: torch.export can't trace it, or it has a recurrence of a kind that isn't known.
     """
     attention.register()
-    model.set_attn_implementation(attention.NAME)
+    model.set_attn_implementation(attention.INDEXED if indexers(model) else attention.NAME)
+    choose_nothing(model)
     experts.register(model)
     for module in model.modules():
         if is_decoder or hasattr(module, "is_causal"):
@@ -243,17 +245,18 @@ def _exported(
 
 
 def check_attention(model: Any, longest: int) -> None:
-    """Raise BundleError if a model's attention chooses what each token sees.
+    """Raise BundleError if a model's attention doesn't see a whole text.
 
     Args:
         model: which may lack its weights.
         longest: tokens of the longest sequence.
     """
-    if any(hasattr(module, "index_topk") for module in model.modules()):
+    chosen = min(indexers(model).values(), default=longest)
+    if chosen < longest:
         raise BundleError(
-            f"the attention of {type(model).__name__} sees only those tokens that an indexer chooses "
-            "(index_topk), which no role can",
-            remedy="take a model whose attention sees all tokens, or a window of them",
+            f"the attention of {type(model).__name__} sees only {chosen} tokens, which an indexer chooses "
+            f"(index_topk), and texts may have {longest}",
+            remedy=f"export it with --context {chosen}",
         )
     in_chunks = "chunked_attention" in (getattr(model.config, "layer_types", None) or ())
     if in_chunks and longest > (chunk := int(model.config.attention_chunk_size)):
