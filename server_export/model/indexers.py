@@ -1,4 +1,4 @@
-"""Attention to those tokens that an indexer chooses: a text of no more tokens than it chooses is seen whole."""
+"""Attention to the tokens that an indexer chooses: texts of no more than these are seen whole."""
 
 from __future__ import annotations
 
