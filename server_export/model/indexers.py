@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-_COUNT = "index_topk"
+# What modules call how many tokens they choose.
+_COUNTS = ("index_topk", "token_budget")
 
 
 def indexers(model: nn.Module) -> dict[str, int]:
     """How many tokens each indexer of a model chooses, by its name."""
     return {
-        name: int(getattr(module, _COUNT))
+        name: int(getattr(module, count))
         for name, module in model.named_modules()
-        if hasattr(module, _COUNT)
+        for count in _COUNTS
+        if hasattr(module, count)
     }
 
 
@@ -28,4 +30,5 @@ def choose_nothing(model: nn.Module) -> None:
 
 
 def _chosen(self: nn.Module, *_: Any, **__: Any) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32)
+    # Numbers of tokens, or whether each is chosen; no attention here reads either.
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool)

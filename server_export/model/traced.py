@@ -254,8 +254,8 @@ def check_attention(model: Any, longest: int) -> None:
     chosen = min(indexers(model).values(), default=longest)
     if chosen < longest:
         raise BundleError(
-            f"the attention of {type(model).__name__} sees only {chosen} tokens, which an indexer chooses "
-            f"(index_topk), and texts may have {longest}",
+            f"the attention of {type(model).__name__} sees only {chosen} tokens, which an indexer "
+            f"chooses, and texts may have {longest}",
             remedy=f"export it with --context {chosen}",
         )
     in_chunks = "chunked_attention" in (getattr(model.config, "layer_types", None) or ())
