@@ -137,7 +137,10 @@ def make_classifier(model_type: str, classes: int, seed: int = 0, **changes: Any
 
 
 def family(model_type: str, model: Any) -> str:
-    """What a type has beside attention and layers for all tokens; without such decoder or encoder."""
+    """What a type has beside attention and layers for all tokens; without such decoder or encoder.
+
+    What transformers calls a causal language model and isn't one is neither.
+    """
     config = model.config
     if config.is_encoder_decoder:
         return "encoder-decoder"
@@ -148,7 +151,20 @@ def family(model_type: str, model: Any) -> str:
         return "experts"
     if config.get_text_config(decoder=True) is not config:
         return "multimodal"
+    if text_types()[model_type] and _reads_ahead(model):
+        return "reads ahead"
     return "decoder" if text_types()[model_type] else "encoder"
+
+
+def _reads_ahead(model: Any) -> bool:
+    """Whether what a decoder says of a token depends on tokens that come later."""
+    import torch
+
+    tokens = torch.arange(3, 12)[None].repeat(2, 1)
+    tokens[1, 6:] += 5
+    with torch.no_grad():
+        one, other = model(input_ids=tokens).logits[:, :6]
+    return not torch.allclose(one, other, atol=1e-5)
 
 
 def tiny_configs(model_type: str) -> Iterator[Any]:

@@ -230,7 +230,7 @@ def _text_part(config: Any) -> Any:
         return config
     text = config.get_text_config()
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
-    if text is config or text.model_type not in known:
+    if text is config or not (text.model_type in known or _is_known(text)):
         return config
     # A head beside the part is the whole model's, which says whether it is the part's table of embeddings.
     text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
@@ -258,10 +258,34 @@ def _loader(opened: _Opened) -> Any:
     )
 
     if opened.is_decoder:
+        _is_known(opened.config)
         return AutoModelForCausalLM
     if opened.has_classes:
         return AutoModelForSequenceClassification
     return AutoModelForTextEncoding if _is_encoder_alone(opened.config) else AutoModel
+
+
+def _is_known(config: Any) -> bool:
+    """Whether transformers has a decoder of a configuration.
+
+    It is told its own of a text part whose type its table lacks: it has that of the whole alone.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = type(config)
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return True
+    package = kind.__module__.rpartition(".")[0]
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        whole = CONFIG_MAPPING[name]
+        if whole.__module__.startswith(f"{package}."):
+            found = MODEL_FOR_CAUSAL_LM_MAPPING[whole]
+            if found.config_class is kind:
+                # Without it transformers keeps its own configurations as they are.
+                AutoModelForCausalLM.register(kind, found, exist_ok=True)
+                return True
+    return False
 
 
 def _outline(files: ModelFiles, opened: _Opened) -> Any:

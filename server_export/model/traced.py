@@ -203,6 +203,7 @@ def trace(
     choose_experts(graph_module)
     take_apart(graph_module)
     remove_unused_attributes(graph_module)
+    _check_numbers(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
 
@@ -273,6 +274,17 @@ def _put_back(graph_module: GraphModule, own: Mapping[str, torch.Tensor]) -> Non
         if (table := own.get(str(node.target).removeprefix(WHOLE_PREFIX))) is not None:
             replace_tensor(graph_module, str(node.target), table)
             node.meta["val"] = table
+
+
+def _check_numbers(graph_module: GraphModule) -> None:
+    """Raise BundleError if a model computes with complex numbers other than rotations."""
+    for node in graph_module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.is_complex():
+            raise BundleError(
+                f"the model computes with complex numbers ({node.target}), which no program has",
+                remedy="take a checkpoint of another type",
+            )
 
 
 def _lacks_masks(exported: ExportedProgram, tables: ModelTables) -> bool:

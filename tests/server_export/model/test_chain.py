@@ -214,6 +214,13 @@ def test_layers_that_change_no_answer_are_refused(tmp_path: Path) -> None:
         build_chain(outline, find_files(str(tmp_path)), start, longest=LONGEST)
 
 
+def test_complex_numbers_are_refused(tmp_path: Path) -> None:
+    make_tiny("fnet").save_pretrained(tmp_path)
+    outline = outline_model(str(tmp_path))
+    with pytest.raises(BundleError, match=r"complex numbers \(aten.fft_fftn.default\)"):
+        build_chain(outline, find_files(str(tmp_path)), {}, longest=LONGEST)
+
+
 def test_texts_of_more_tokens_than_an_indexer_chooses_are_refused(tmp_path: Path) -> None:
     make_tiny("deepseek_v32").save_pretrained(tmp_path)
     outline = outline_model(str(tmp_path))

@@ -301,3 +301,14 @@ def test_the_last_layer_of_a_head_is_taken_out(tmp_path: Path) -> None:
 def test_a_head_that_chooses_no_class_is_left_out(tmp_path: Path, name: str, value: object) -> None:
     make_classifier("bert", 2, **{name: value}).save_pretrained(tmp_path)
     assert outline_model(str(tmp_path)).classifier is None
+
+
+@pytest.mark.parametrize("name", ["emu3", *rest("mllama")])
+def test_a_text_part_is_known_by_the_class_that_transformers_has_for_the_whole(
+    tmp_path: Path, name: str
+) -> None:
+    """Its table of decoders has the whole's configuration alone."""
+    make_tiny(name).save_pretrained(tmp_path)
+    loaded = outline_model(str(tmp_path))
+    assert loaded.is_decoder and type(loaded.model).__name__.endswith("ForCausalLM")
+    assert type(loaded.model).__name__.lower().startswith(name)
