@@ -41,6 +41,7 @@ _OTHER_PARTS = ("vision_config", "audio_config")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MOST_BUFFER_BYTES = 1 << 30
 _MOST_NAMES = 5
+_HALVES = "rescale_every"
 
 
 @dataclass
@@ -146,6 +147,9 @@ def prepare_model(
     """Freeze a transformers model, put it into evaluation mode, and convert it to float32."""
     model.eval().requires_grad_(False).float()
     model.config.use_cache = False
+    if getattr(model.config, _HALVES, 0):
+        # RWKV halves weights and states every few layers, so that half precision holds them.
+        setattr(model.config, _HALVES, 0)
     if not is_decoder and classifier is None and getattr(model, "pooler", None) is not None:
         # BERT's head for sentence pairs, which no readout uses; some models call it all the same.
         model.pooler = nn.Identity()
