@@ -13,19 +13,19 @@ from device_runner.engines.opening import open_engines
 from device_runner.session.settings import EngineFlags
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
-from prge.files.bundle import open_bundle
-from prge.files.peft import find_adapter, read_peft
+from prge.files.bundle import Bundle, open_bundle
+from prge.files.peft import HEAD, find_adapter, read_peft
 from prge.files.run_folder import reported, write_json
 from prge.files.tuned import tuning_at
-from prge.learning.checkpoint import HEAD, head_at
 from prge.learning.evaluation import Scores, referred
 from prge.learning.examples import Example
 from prge.learning.head import Head
 from prge.learning.preferences import ObjectiveFlags, Preference, make_objective
 from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.own_heads import head_of, refused_labels, task_of
 from prge.rows.scoring import evaluate, text_metrics
 from prge.rows.sources import read_source
-from prge.rows.task import Generate, load_task
+from prge.rows.task import Generate, Task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
 from prge.text.loop import Answer, GenerationSettings, Generator, Request
@@ -73,7 +73,8 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     Raises:
         PrgeError: bad input.
     """
-    task = load_task(settings.task) if settings.task else None
+    bundle = open_bundle(settings.bundle)
+    task = task_of(bundle, settings.task)
     writes = task.generate if task is not None else None
     if writes and settings.overflow == "split":
         raise ConfigError(
@@ -81,7 +82,6 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
             ["--overflow is split: a question with its answer is one row"],
             remedy="set --overflow to truncate or error",
         )
-    bundle = open_bundle(settings.bundle)
     contract = bundle.chain.scoring
     tokenizer = bundle_tokenizer(bundle)
     options = BuildOptions(
@@ -96,7 +96,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     named = settings.adapter or (settings.bundle if tuning_at(settings.bundle) else bundle.adapter)
     trained = find_adapter(named)
     adapter = read_peft(trained, contract.modules, bundle.adapter)
-    head = _head(trained, examples[0].candidates, contract.width) if contract.is_encoder else None
+    head = _head(bundle, trained, task, examples[0].candidates) if contract.is_encoder else None
     engines = open_engines(bundle, None, settings.threads, settings.engine, settings.memory)
     engine = engines.score
     generator = Generator(engines.speaker(SLOTS), tokenizer) if writes else None
@@ -124,13 +124,17 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     return record
 
 
-def _head(trained: Path, classes: int, width: int) -> Head:
-    """An encoder's classification head, as its run wrote it; raises ConfigError where there is none."""
-    head = head_at(trained, classes, width)
+def _head(bundle: Bundle, trained: Path, task: Task | None, classes: int) -> Head:
+    """An encoder's classification head, as its run wrote it, or as its checkpoint came with it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    head = head_of(bundle, trained, task, classes)
     if head is None:
         raise ConfigError(
             "an encoder needs a classification head",
-            [f"{trained} has no {HEAD}"],
+            [refused_labels(bundle) or f"{trained} has no {HEAD}"],
             remedy="give the folder of a run with --adapter",
         )
     return head

@@ -23,7 +23,6 @@ from prge.files.bundle import open_bundle
 from prge.files.peft import find_adapter, read_peft
 from prge.files.run_folder import write_json
 from prge.files.signatures import TANGENT
-from prge.learning.checkpoint import head_at
 from prge.learning.encoder_heads import fit_heads
 from prge.learning.estimators.differences import Variant, perturbed
 from prge.learning.estimators.directions import RankOneDirections
@@ -34,8 +33,8 @@ from prge.learning.evaluation import score
 from prge.learning.head import Head
 from prge.learning.sampling import Sampler
 from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.own_heads import head_of, task_of
 from prge.rows.sources import read_source
-from prge.rows.task import load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
 from prge.verbs.bounds import bound_problems
@@ -195,7 +194,7 @@ def probe(settings: ProbeSettings) -> Report:
             remedy="give --batches 16",
         )
     tokenizer = bundle_tokenizer(bundle)
-    task = load_task(settings.task) if settings.task else None
+    task = task_of(bundle, settings.task)
     options = BuildOptions(settings.overflow, settings.append_eos)
     rows = read_source(settings.data, "train", settings.columns)
     examples, data = load_examples(rows, tokenizer, bundle.chain.scoring, task, settings.selection, options)
@@ -207,7 +206,7 @@ def probe(settings: ProbeSettings) -> Report:
     programs = open_engines(bundle, contract, settings.threads, settings.engine, settings.memory)
     head = None
     if contract.is_encoder:
-        head = head_at(source, examples[0].candidates, contract.width)
+        head = head_of(bundle, source, task, examples[0].candidates)
         head = head or fit_heads(programs.score, adapter, examples, tokenizer.pad_id).head
     return Report(
         bundle.quantization,

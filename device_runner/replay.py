@@ -11,11 +11,11 @@ import numpy as np
 from device_runner.session.replaying import replay
 from prge.errors import RunError
 from prge.files.journal import Journal
-from prge.files.peft import read_peft
+from prge.files.peft import HEAD, read_peft
 from prge.files.run_folder import FINAL, JOURNAL
 from prge.files.tuned import bundle_at
 from prge.host.regular_files import read_regular
-from prge.learning.checkpoint import HEAD, write_result
+from prge.learning.checkpoint import write_result
 from prge.verbs.settings import parse_settings
 
 

@@ -61,6 +61,7 @@ from prge.learning.examples import token_count
 from prge.learning.preferences import ObjectiveFlags, Preference
 from prge.learning.sampling import Sampler
 from prge.learning.training import AdapterLearner, train
+from prge.rows.own_heads import refused_labels
 from prge.rows.scoring import displacement, evaluate
 from prge.running.watching import Watcher, graceful_stop
 from prge.text.loop import Generator
@@ -393,6 +394,8 @@ def prepare_heads(
     digest, told = digest_of(inputs.bundle.sha256, inputs.adapter, inputs.train, folds), "the adapter's"
     if inputs.start_head:
         heads = Heads(inputs.start_head)
+        if inputs.bundle.labels and settings.adapter is None:
+            told = f"the checkpoint's own, of {', '.join(inputs.bundle.labels)}"
     elif settings.heads_of:
         if not settings.heads_of.is_file():
             raise RunError(
@@ -404,6 +407,8 @@ def prepare_heads(
     if heads is None:
         heads = fit_heads(engine, inputs.adapter, inputs.train, inputs.tokenizer.pad_id, folds)
         told = f"fitted on {len(inputs.train):,} rows"
+        if refused := refused_labels(inputs.bundle):
+            told += f"; {refused}"
     journal.append(heads.to_record(digest))
     return heads, told
 

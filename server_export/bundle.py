@@ -10,13 +10,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import save_file
+
 from prge import __version__
 from prge.files.bundle import ADAPTER, FORMAT, MANIFEST, TOKENIZER, file_sha256, manifest_sha256
 from prge.files.chain import Chain
-from prge.files.peft import PeftAdapter, write_lora
+from prge.files.peft import HEAD, PeftAdapter, write_lora
+from prge.learning.checkpoint import head_arrays
 from prge.learning.costs import Outline
+from prge.learning.head import Head
 from server_export.check.chain import ChainVerification
 from server_export.model.base import base_of
+from server_export.model.classifier import Classifier
 from server_export.model.files import end_tokens, find_files
 from server_export.model.loading import LoadedModel
 from server_export.model.quantization import QuantizationReport
@@ -61,7 +66,8 @@ def _task_type(loaded: LoadedModel) -> str | None:
     if loaded.is_decoder:
         return "CAUSAL_LM"
     takes = inspect.signature(loaded.model.forward).parameters
-    return "FEATURE_EXTRACTION" if "inputs_embeds" in takes else None
+    is_headless = loaded.classifier is None
+    return "FEATURE_EXTRACTION" if is_headless and "inputs_embeds" in takes else None
 
 
 def write_bundle(
@@ -77,17 +83,35 @@ def write_bundle(
     """Fill `folder`, which holds programs and weights already, with everything else; returns the manifest."""
     ends = end_tokens(find_files(start.loaded.name_or_path, start.loaded.revision))
     write_adapter(folder / ADAPTER, start)
+    classifier = start.loaded.classifier
+    if classifier is not None:
+        save_file(head_arrays(_head(classifier)), folder / ADAPTER / HEAD)
     write_tokenizer(tokenizer, folder / TOKENIZER)
     content = {
         "chain": chain.to_json(),
         "outline": outline.to_json(),
         "lora": _lora_block(config, start),
+        **({} if classifier is None else {"head": _head_block(classifier)}),
         "model": _model_block(start.loaded, start.parameters),
         "quantization": quantization.to_json(),
         "tokenizer": tokenizer_block(tokenizer, config.prepend_bos, chain.vocabulary_size, ends),
         "verification": verification.to_json(),
     }
     return write_manifest(folder, content)
+
+
+def _head(classifier: Classifier) -> Head:
+    """The last layer of a checkpoint's own head, for the driver."""
+    linear = classifier.linear
+    head = Head(linear.out_features, linear.in_features)
+    head.weight[:] = linear.weight.numpy()
+    if linear.bias is not None:
+        head.bias[:] = linear.bias.numpy()
+    return head
+
+
+def _head_block(classifier: Classifier) -> dict[str, Any]:
+    return {"layer": classifier.layer, "labels": [*classifier.labels]}
 
 
 def _lora_block(config: ExportConfig, start: StartAdapter) -> dict[str, Any]:

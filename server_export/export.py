@@ -164,7 +164,6 @@ def _write(
     from server_export.check.chain import verify_chain
     from server_export.lower.cache import ProgramCache
     from server_export.lower.chain import lower_chain
-    from server_export.model.files import stored_pooling
 
     is_encoder = source.readout == "pooled"
     bounds = manifest.Bounds.for_rows(source.longest, context, is_encoder, chain.tables.recurs)
@@ -178,8 +177,8 @@ def _write(
         note(f"engine and graphs differ by {differences} (allowed {verification.tolerance:.2g})")
     described = manifest.Chain(
         readout=source.readout,
-        pooling=config.pooling or (stored_pooling(source.files) if is_encoder else None) or "mean",
-        width=int(source.loaded.config.hidden_size),
+        pooling=_pooling(config, source),
+        width=_width(source),
         vocabulary_size=chain.vocabulary_size,
         modules=chain.modules,
         bounds=bounds,
@@ -201,6 +200,23 @@ def _write(
         )
 
 
+def _pooling(config: ExportConfig, source: Source) -> str:
+    """How states become what a head reads."""
+    from prge.files.chain import OWN_HEAD
+    from server_export.model.files import stored_pooling
+
+    if source.loaded.classifier is not None:
+        return OWN_HEAD
+    stored = stored_pooling(source.files) if source.readout == "pooled" else None
+    return config.pooling or stored or "mean"
+
+
+def _width(source: Source) -> int:
+    """Width of what the blocks answer."""
+    classifier = source.loaded.classifier
+    return int(source.loaded.config.hidden_size if classifier is None else classifier.linear.in_features)
+
+
 def _tell_part(source: Source) -> None:
     """Say that a checkpoint holds more than texts."""
     loaded = source.loaded
@@ -212,12 +228,19 @@ def _tell_part(source: Source) -> None:
 
 
 def _tell_head(source: Source) -> None:
-    """Say that the head of a classifier is left out: it is seldom a layer of pooled states alone."""
-    architectures = getattr(source.loaded.config, "architectures", None) or []
-    if not source.loaded.is_decoder and any("Classification" in name for name in architectures):
+    """Say what becomes of a checkpoint's own classification head."""
+    loaded = source.loaded
+    if (classifier := loaded.classifier) is not None:
         print(
-            f"the classification head of {source.loaded.name_or_path} is left out: a run fits a linear one "
-            "of pooled states to its rows"
+            f"{loaded.name_or_path} has a classification head of its own: rows of its classes "
+            f"({', '.join(classifier.labels)}) are scored by it, others by one that a run fits"
+        )
+        return
+    architectures = getattr(loaded.config, "architectures", None) or []
+    if not loaded.is_decoder and any("Classification" in name for name in architectures):
+        print(
+            f"the classification head of {loaded.name_or_path} is left out: a run fits a linear one of "
+            "pooled states to its rows"
         )
 
 

@@ -118,9 +118,9 @@ def axes_of_gradients(problem: ModelProblem, count: int) -> tuple[Guide, dict[st
 def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
     """The bundle's model with the rows."""
     from prge.rows.example_building import BuildOptions, load_examples
+    from prge.rows.own_heads import head_of, task_of
     from prge.rows.readers import Selection
     from prge.rows.sources import read_source
-    from prge.rows.task import load_task
     from prge.rows.tokenizer import bundle_tokenizer
     from server_export.evidence.base import open_base
     from server_export.evidence.baselines.problem import ModelProblem
@@ -128,7 +128,7 @@ def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
 
     quiet_libraries()
     tokenizer = bundle_tokenizer(bundle)
-    task = load_task(settings.task) if settings.task else None
+    task = task_of(bundle, settings.task)
     rows = read_source(settings.data, "train", settings.columns)
     chosen = Selection(limit=settings.limit, shuffle_seed=settings.seed)
     # Of preferences what is liked.
@@ -136,4 +136,5 @@ def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
     examples, _ = load_examples(rows, tokenizer, bundle.chain.scoring, task, chosen, options)
     widest = max(len(example.sequences) for example in examples)
     base = open_base(bundle, settings.model)
-    return ModelProblem(bundle, base, examples, tokenizer.pad_id, widest, settings.seed)
+    head = head_of(bundle, bundle.adapter, task, examples[0].candidates)
+    return ModelProblem(bundle, base, examples, tokenizer.pad_id, widest, settings.seed, head=head)

@@ -16,13 +16,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors
+from safetensors.numpy import save_file
 
 from prge.errors import BundleError, ConfigError, RunError
 from prge.files.bundle import MANIFEST, TOKENIZER
 from prge.files.documents import mapping
-from prge.files.peft import CONFIG, WEIGHTS, read_arrays, read_lora, write_config
+from prge.files.peft import (
+    CONFIG,
+    HEAD,
+    WEIGHTS,
+    head_weights,
+    read_arrays,
+    read_lora,
+    write_config,
+)
 from prge.host.atomic import new_folder
-from prge.learning.checkpoint import HEAD
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, read_chat_template
 from server_export.model.base import base_of
 from server_export.publishing.hub import find_repository, push
@@ -83,14 +91,21 @@ def publish(config: PublishConfig) -> Path:
 
 def _write_peft(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel | None) -> Facts:
     plain = {name: value for name, value in trained.config.items() if name != "revision"}
-    write_config(folder, {**plain, **trained.base.in_peft(), "inference_mode": True})
-    shutil.copyfile(trained.folder / WEIGHTS, folder / WEIGHTS)
+    plain |= {**trained.base.in_peft(), "inference_mode": True}
+    head = trained.own_head
+    if head is None:
+        shutil.copyfile(trained.folder / WEIGHTS, folder / WEIGHTS)
+    else:
+        plain["modules_to_save"] = [trained.head_layer]
+        with_head = {**read_arrays(trained.folder / WEIGHTS), **head_weights(trained.head_layer, head)}
+        save_file(with_head, folder / WEIGHTS, metadata={"format": "pt"})
+    write_config(folder, plain)
     _copy_beside(folder, trained)
     return {}
 
 
 def _write_merged(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> Facts:
-    _merge(loaded, trained).save_pretrained(folder)
+    _with_head(_merge(loaded, trained), loaded, trained).save_pretrained(folder)
     _tokenizer(trained).save_pretrained(folder)
     _copy_beside(folder, trained)
     return {}
@@ -200,6 +215,20 @@ def _merge(loaded: LoadedModel, trained: Trained) -> Any:
     return merged
 
 
+def _with_head(merged: Any, loaded: LoadedModel, trained: Trained) -> Any:
+    """A model whose own classification head lacks its last layer, with that, or with a trained one."""
+    from server_export.publishing.encoder import linear_of
+
+    if loaded.classifier is None:
+        return merged
+    head = read_arrays(trained.head) if trained.head is not None else None
+    linear = loaded.classifier.linear if head is None else linear_of(head)
+    if linear.out_features != merged.config.num_labels:
+        merged.config.num_labels = linear.out_features
+    merged.set_submodule(loaded.classifier.layer, linear)
+    return merged
+
+
 def _tokenizer(trained: Trained) -> Any:
     """The base model's tokenizer, with the chat template that the adapter was trained with."""
     from server_export.model.tokenization import load_tokenizer
@@ -230,6 +259,8 @@ def _write_card(
         is_encoder=bool(trained.is_encoder),
         pooling=trained.bundle.pooling if trained.bundle is not None else None,
         has_head=trained.head is not None,
+        head_layer=trained.head_layer,
+        has_own_classes=trained.own_head is not None,
         adapter=trained.config,
         run=run,
         step=read_step(trained.folder, run),

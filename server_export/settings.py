@@ -104,8 +104,8 @@ class ExportConfig:
     Without it what fits the model."""
 
     pooling: Pooling | None = None
-    """How an encoder's states become one vector: mean over the row, or its first token. Without it what a
-    folder of sentence-transformers says, or else the mean."""
+    """How an encoder's states become one vector: mean over the row, or its first token. Without it as the
+    checkpoint's own classification head does, or a folder of sentence-transformers says, or else the mean."""
 
     quantize: str = "fp32"
     """Frozen weights: `fp32`, `8da8w` or `8da4w` (int8 or int4 weights, int8 dynamic activations)."""

@@ -483,7 +483,7 @@ class _Call:
 
     def pooled(self, states: FloatArray, pooling: str) -> FloatArray:
         """Encoders: one vector for each row, [..., rows, width] of states [..., rows, tokens, width]."""
-        if pooling == "first":
+        if pooling != "mean":
             return np.ascontiguousarray(states[..., 0, :])
         mask = self.mask
         summed = np.matmul(mask[:, None], states)[..., 0, :]
@@ -491,7 +491,7 @@ class _Call:
 
     def slope_of_pooled(self, slope: FloatArray, pooling: str) -> FloatArray:
         """The states' slope [rows, tokens, width] by that of `pooled`."""
-        if pooling == "first":
+        if pooling != "mean":
             share = np.zeros((len(slope), self.length), np.float32)
             share[:, 0] = 1
         else:

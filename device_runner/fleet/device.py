@@ -47,6 +47,7 @@ from prge.host.atomic import write_file
 from prge.host.terminal import best_effort
 from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.guide import guide_of
+from prge.rows.own_heads import task_of
 from prge.rows.sources import hub_names
 from prge.rows.task import load_task
 from prge.running.training_flags import RowsFlags
@@ -187,7 +188,7 @@ class _Round:
             raise RefusedError(str(error)) from None
         if agreement.sha256 != self.task.sha256:
             raise RefusedError("an agreement that doesn't have the hash that it is named by")
-        task = load_task(self.settings.task) if self.settings.task else None
+        task = task_of(self.bundle, self.settings.task)
         self.classes = () if task is None else task.classes
         if agreement.bundle != self.bundle.sha256:
             ours = self.bundle.sha256

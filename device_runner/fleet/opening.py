@@ -17,15 +17,16 @@ from prge.errors import ConfigError
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.journal import Record
 from prge.files.peft import find_adapter, read_peft
-from prge.learning.checkpoint import TrainingState, head_at
+from prge.learning.checkpoint import TrainingState
 from prge.learning.encoder_heads import fit_heads
 from prge.learning.examples import Example
 from prge.learning.head import Head
 from prge.rows.example_building import load_examples
+from prge.rows.own_heads import head_of, task_of
 from prge.rows.readers import Selection
 from prge.rows.scoring import evaluate
 from prge.rows.sources import Part, read_source
-from prge.rows.task import Task, load_task
+from prge.rows.task import Task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.running.training_flags import RowsFlags
 from prge.verbs.settings import part_of
@@ -103,13 +104,13 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
     plan = part_of(Plan, settings)
     bundle = open_bundle(settings.bundle)
     plan_run(bundle, [], plan.run_settings(settings.bundle))
-    task = load_task(settings.task) if settings.task else None
+    task = task_of(bundle, settings.task)
     rows = None
     if settings.dev or settings.head_rows:
         engines = engines or open_engines(bundle, None, settings.threads, settings.engine, settings.memory)
         rows = ServerRows(bundle, task, engines, bundle_tokenizer(bundle).pad_id)
     if not has_begun(settings.out):
-        head = _head(settings, bundle, rows)
+        head = _head(settings, bundle, task, rows)
         source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
         adapter = read_peft(source, bundle.chain.modules, bundle.adapter)
         own = settings.adapter is None and head is None
@@ -135,16 +136,18 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
     return coordinator
 
 
-def _head(settings: ServerSettings, bundle: Bundle, rows: ServerRows | None) -> Head | None:
+def _head(
+    settings: ServerSettings, bundle: Bundle, task: Task | None, rows: ServerRows | None
+) -> Head | None:
     """An encoder's head; ConfigError where nothing gives one."""
     if not bundle.chain.is_encoder:
         return None
     if rows is not None and settings.head_rows is not None:
         return rows.fitted_head(rows.examples(settings, settings.head_rows, "train", settings.head_limit))
     head = None
-    if settings.adapter and settings.task:
-        classes = len(load_task(settings.task).label_words)
-        head = head_at(find_adapter(settings.adapter), classes, bundle.chain.width)
+    if task is not None:
+        source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
+        head = head_of(bundle, source, task, len(task.label_words))
     if head is None:
         raise ConfigError(
             "an encoder's fleet needs a classification head and a task",

@@ -34,7 +34,7 @@ from prge.host.terminal import best_effort
 from prge.learning.accounting import epsilon_of
 from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.directions import philox
-from prge.rows.task import load_task
+from prge.rows.own_heads import task_of
 from prge.verbs.settings import parse_settings, part_of
 
 _SEED_STREAM = 2**64 - 3
@@ -115,7 +115,7 @@ class Simulation:
         self.dealt = parts(self.local.examples, settings.devices, settings.partition, settings.seed)
         names = ("devices", "partition", "train_start", "train_limit")
         self.identity = {**{name: getattr(settings, name) for name in names}, "train": self.local.data}
-        task = load_task(settings.task) if settings.task else None
+        task = task_of(bundle, settings.task)
         self.rows = ServerRows(bundle, task, self.engines, self.local.pad)
         seeds = philox(plan.seed, 0, _SEED_STREAM, settings.devices) >> np.uint64(1)
         self.seeds = [int(seed) for seed in seeds]

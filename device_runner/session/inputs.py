@@ -17,7 +17,7 @@ from prge.files.adapter import Adapter, adapter_size
 from prge.files.bundle import Bundle
 from prge.files.journal import Journal, Record, encode_array
 from prge.files.peft import find_adapter, read_peft
-from prge.learning.checkpoint import TrainingState, head_at
+from prge.learning.checkpoint import TrainingState
 from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.guide import Guide, guide_of
 from prge.learning.estimators.protocol import Estimator, InTurn
@@ -28,10 +28,11 @@ from prge.learning.objectives import CROSS_ENTROPY, Objective
 from prge.learning.optimizers import Optimizer, OwnRates, make_optimizer, schedule
 from prge.learning.preferences import describe_objective, make_objective
 from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.own_heads import head_of, task_of
 from prge.rows.readers import Selection
 from prge.rows.report import show_sample
 from prge.rows.sources import read_source
-from prge.rows.task import Task, load_task
+from prge.rows.task import Task
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
 from prge.text.prompts import Prompts
 
@@ -92,7 +93,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     """
     contract = bundle.chain.scoring
     tokenizer = bundle_tokenizer(bundle)
-    task = load_task(settings.task) if settings.task else None
+    task = task_of(bundle, settings.task)
     options = BuildOptions(
         settings.overflow, settings.append_eos, settings.max_dropped, objective=settings.objective
     )
@@ -118,7 +119,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     adapter = read_peft(source, contract.modules, bundle.adapter)
     start_head = None
     if contract.is_encoder:
-        start_head = head_at(source, train_examples[0].candidates, contract.width)
+        start_head = head_of(bundle, source, task, train_examples[0].candidates)
     origin = origin_of(bundle, adapter, train.sha256, dev.sha256 if dev else None, task, objective)
     return RunInputs(
         bundle,

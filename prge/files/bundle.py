@@ -57,6 +57,13 @@ class Bundle:
         return self.chain.pooling if self.chain.is_encoder else None
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """Classes of the checkpoint's own head, which lies beside the adapter; none without such a head."""
+        block = self.manifest.get("head")
+        labels = block.get("labels") if isinstance(block, Mapping) else None
+        return tuple(map(str, labels)) if isinstance(labels, list) else ()
+
+    @property
     def quantization(self) -> str | None:
         """The scheme of the frozen weights; None for float32."""
         block = self.manifest.get("quantization")

@@ -39,7 +39,9 @@ from prge.files.signatures import (
 TABLES = ("causal", "rotary", "positions", "zeros", "relative", *RELATIONS)
 # Those with a tensor in the tables file.
 STORED_TABLES = ("rotary", "relative")
-POOLINGS = ("mean", "first")
+# Of a checkpoint's own head each token has what its last layer reads.
+OWN_HEAD = "head"
+POOLINGS = ("mean", "first", OWN_HEAD)
 TABLE = "table."
 KEYS, VALUES, PAST_KEYS, PAST_VALUES = "keys", "values", "past_keys", "past_values"
 PAST_ONES = "past_ones"

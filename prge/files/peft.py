@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,8 @@ from prge.host.memory import tells_no_memory
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 HASHES = "hashes.json"
+# An encoder's classification head, beside its adapter.
+HEAD = "head.safetensors"
 # How PEFT begins the name of a layer inside its model, in files and in memory.
 PREFIX = "base_model.model."
 # Between the name of a folder's model and the hash of its files, in `base_model_name_or_path`.
@@ -142,7 +144,8 @@ def read_lora(folder: Path | str) -> PeftAdapter:
     """
     folder = Path(folder)
     config = _checked_config(folder)
-    problems = _variant_problems(config) + _number_problems(config)
+    heads = _head_names(folder, config)
+    problems = _variant_problems(config, heads) + _number_problems(config)
     if problems:
         raise AdapterError(
             f"the adapter {folder} can't be used:", problems, remedy="train it as plain LoRA on linear layers"
@@ -152,7 +155,7 @@ def read_lora(folder: Path | str) -> PeftAdapter:
         module, letter = _module_of(name)
         if letter:
             matrices[letter][module] = array
-        else:
+        elif name not in heads:
             problems.append(f"{name} is neither lora_A nor lora_B of a linear layer")
     lora_a, lora_b = matrices.values()
     problems += _pair_problems(config, lora_a, lora_b)
@@ -193,12 +196,14 @@ def read_peft(
     """
     folder = Path(folder)
     config = _checked_config(folder)
-    problems = _variant_problems(config) + (_number_problems(config) or _rank_problems(config, modules))
+    heads = _head_names(folder, config)
+    problems = _variant_problems(config, heads)
+    problems += _number_problems(config) or _rank_problems(config, modules)
     template = None if template_folder is None else Path(template_folder)
     if template is not None:
         problems += _template_problems(config, read_config(template))
     with _open_weights(folder / WEIGHTS) as weights:
-        bad = _tensor_problems(weights, modules)
+        bad = _tensor_problems(weights, modules, heads)
         problems += bad.values()
         for name in (weight_name(module.name, letter) for module in modules for letter in _LETTERS):
             if name not in bad:
@@ -435,8 +440,24 @@ def _check_hashes(folder: Path, only: str | None = None) -> None:
         )
 
 
-def _variant_problems(config: Mapping[str, Any]) -> list[str]:
-    """What of a configuration changes the formula base(x) + alpha / rank * lora_b(lora_a(x))."""
+def head_weights(layer: str, head: Mapping[str, Array]) -> dict[str, Array]:
+    """A classification head as PEFT has a layer that is saved whole, `weight` and `bias` by their names."""
+    return {f"{PREFIX}{layer}.{name}": array for name, array in head.items()}
+
+
+def _head_names(folder: Path, config: Mapping[str, Any]) -> set[str]:
+    """Names of the tensors of a classification head, which a folder also has in a file of its own."""
+    saved = config.get("modules_to_save")
+    if not (folder / HEAD).is_file() or not isinstance(saved, list):
+        return set()
+    return {name for layer in saved for name in head_weights(str(layer), {"weight": 0, "bias": 0})}  # type: ignore[dict-item]
+
+
+def _variant_problems(config: Mapping[str, Any], heads: Collection[str] = ()) -> list[str]:
+    """What of a configuration changes the formula base(x) + alpha / rank * lora_b(lora_a(x)).
+
+    `heads` are tensors of layers that are saved whole and known to be heads.
+    """
     problems = []
     if str(config.get("peft_type", "LORA")).upper() != "LORA":
         problems.append(f"{CONFIG} has peft_type {shown(config['peft_type'])}, must be 'LORA'")
@@ -444,7 +465,7 @@ def _variant_problems(config: Mapping[str, Any]) -> list[str]:
         if config.get(name):
             problems.append(f"{name} is set: the bundle computes plain LoRA")
     for name in ("modules_to_save", "target_parameters", "layer_replication", "trainable_token_indices"):
-        if config.get(name):
+        if config.get(name) and not (heads and name == "modules_to_save"):
             problems.append(f"{name} is set: the bundle adapts linear layers only")
     if config.get("bias", "none") != "none":
         problems.append(f"bias is {shown(config['bias'])}: the bundle's biases are frozen")
@@ -589,7 +610,9 @@ def _infinite(name: str, array: Array) -> list[str]:
     return [f"{name} {list(array.shape)} has {count} values that are not finite"] if count else []
 
 
-def _tensor_problems(weights: Any, modules: Sequence[AdaptedModule]) -> dict[str, str]:
+def _tensor_problems(
+    weights: Any, modules: Sequence[AdaptedModule], heads: Collection[str] = ()
+) -> dict[str, str]:
     """By tensor name, everything in which a file's header differs from what the modules need."""
     expected: dict[str, list[int]] = {}
     for module in modules:
@@ -601,7 +624,7 @@ def _tensor_problems(weights: Any, modules: Sequence[AdaptedModule]) -> dict[str
         for name, shape in expected.items()
         if name not in held
     }
-    for name in sorted(held):
+    for name in sorted(held.difference(heads)):
         tensor = weights.get_slice(name)
         shape, dtype = list(tensor.get_shape()), tensor.get_dtype()
         if name not in expected:

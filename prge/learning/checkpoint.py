@@ -23,13 +23,12 @@ from prge.errors import AdapterError
 from prge.files.adapter import Adapter
 from prge.files.documents import read_json
 from prge.files.journal import Journal, Record, decode_array
-from prge.files.peft import read_arrays, read_peft, write_peft
+from prge.files.peft import HEAD, read_arrays, read_peft, write_peft
 from prge.files.run_folder import CHECKPOINTS
 from prge.learning.head import Classifier, CrossFittedHeads, Head
 from prge.learning.optimizers import Optimizer
 
 OPTIMIZER = "optimizer.safetensors"
-HEAD = "head.safetensors"
 STATE = "state.json"
 _NAME = re.compile("step-([0-9]{6}|[1-9][0-9]{6,17})")
 _LEFTOVER = re.compile(rf"\.{_NAME.pattern}\.[0-9]+-\w+\.partial")

@@ -19,6 +19,7 @@ from server_export.graph.modules import replace_tensor
 from server_export.lower.chain import LoweredChain
 from server_export.model.attention import padding_mask
 from server_export.model.chain import ModelChain
+from server_export.model.classifier import Classifier, states_of
 from server_export.model.eager import EagerBlock, through_experts
 from server_export.model.loading import load_model, vocabulary_size
 from server_export.model.readout import log_probabilities
@@ -93,7 +94,10 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
         BundleError: they differ by more than `MODEL_TOLERANCE`, so that the model was cut or traced wrongly;
             or what a decoder answers depends on tokens that come later, an encoder's answer on padding.
     """
-    model: Any = load_model(name_or_path, pooled=not chain.is_decoder, revision=revision).model
+    loaded = load_model(
+        name_or_path, pooled=not chain.is_decoder, revision=revision, own_head=chain.has_own_head
+    )
+    model: Any = loaded.model
     generator = torch.Generator().manual_seed(0)
     tokens, targets = (
         torch.randint(0, most, (_ROWS, _TOKENS), generator=generator)
@@ -116,13 +120,15 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
             expected = log_probabilities(output.logits[..., words], targets)
             _check_causal(name, expected[:, :_ALIKE_TOKENS])
         else:
-            expected = output.last_hidden_state.clone()
+            expected = states_of(output, _TOKENS).clone()
+            if loaded.classifier is not None:
+                _check_classifier(model, loaded.classifier, output.logits, tokens, mask)
             # A row means what it means alone.
-            alone = model(input_ids=tokens[1:, :_ALIKE_TOKENS]).last_hidden_state[0]
+            alone = states_of(model(input_ids=tokens[1:, :_ALIKE_TOKENS]), _ALIKE_TOKENS)[0]
             reads_padding = not _is_alike(expected[1, :_ALIKE_TOKENS], alone)
             expected[1, :_ALIKE_TOKENS] = alone
         # The blocks need its memory.
-        del model, output
+        del model, output, loaded
         beside = targets if chain.is_decoder else padding_mask(mask.float())
         with told_as_bundle_error("the blocks of this model can't be run by themselves", _REMEDY):
             found = _answers(chain.in_scheme("fp32"), tokens, beside)
@@ -141,6 +147,24 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
             remedy=_REMEDY,
         )
     return difference
+
+
+def _check_classifier(
+    model: torch.nn.Module,
+    classifier: Classifier,
+    read: torch.Tensor,
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+) -> None:
+    """That the last layer of a model's head makes its scores of what it reads of rows."""
+    model.set_submodule(classifier.layer, classifier.linear)
+    scores = model(input_ids=tokens, attention_mask=mask).logits
+    model.set_submodule(classifier.layer, torch.nn.Identity())
+    if not _is_alike(classifier.linear(read), scores):
+        raise BundleError(
+            f"{classifier.layer} isn't the last layer of the classification head of {type(model).__name__}",
+            remedy="leave the head out with --pooling mean",
+        )
 
 
 def check_causal(name_or_path: str, revision: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prge.errors import BundleError
 from prge.files.bundle import Bundle
+from prge.files.chain import OWN_HEAD
 from server_export.model.adapted import convert_conv1d
 from server_export.model.base import content_problems, model_problems
 from server_export.model.loading import LoadedModel, load_model
@@ -18,7 +19,8 @@ def open_base(bundle: Bundle, model: str) -> LoadedModel:
     """
     recorded = bundle.manifest.get("model", {})
     revision = recorded.get("revision") if recorded.get("name_or_path") == model else None
-    loaded = load_model(model, pooled=bundle.chain.is_encoder, revision=revision)
+    own_head = bundle.pooling == OWN_HEAD
+    loaded = load_model(model, pooled=bundle.chain.is_encoder, revision=revision, own_head=own_head)
     as_exported(bundle, loaded)
     return loaded
 

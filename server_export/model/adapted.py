@@ -26,6 +26,7 @@ from prge.errors import AdapterError, BundleError, ConfigError
 from prge.files.peft import PeftAdapter
 from server_export.model.blocks import block_names
 from server_export.model.experts import expert_layers
+from server_export.model.indexers import indexers
 
 ALL_LINEAR = "all-linear"
 # No number of anything else.
@@ -146,7 +147,7 @@ def _linear_names(model: nn.Module) -> list[str]:
 
 
 def _linear_names_of_blocks(model: nn.Module) -> list[str]:
-    """Without the head's, and those that make what a model's blocks begin with, as some embeddings have."""
+    """Without the head's, those that make what a model's blocks begin with, and those of indexers."""
     try:
         blocks = tuple(f"{name}." for name in block_names(model))
     except ConfigError:
@@ -155,7 +156,8 @@ def _linear_names_of_blocks(model: nn.Module) -> list[str]:
             [f"the blocks of {type(model).__name__} have no linear layers, which adapters are for"],
             remedy="take another checkpoint",
         ) from None
-    return [name for name in _linear_names(model) if name.startswith(blocks)]
+    unread = tuple(f"{name}." for name in indexers(model))
+    return [name for name in _linear_names(model) if name.startswith(blocks) and not name.startswith(unread)]
 
 
 def normal_targets(target_modules: str | Sequence[str]) -> str | list[str]:
@@ -264,7 +266,7 @@ def initial_lora_a(model: nn.Module, names: Sequence[str], rank: int, seed: int)
 def match_start_adapter(model: nn.Module, adapter: PeftAdapter) -> dict[str, str]:
     """Module names of the model and the names that the adapter has for them, in module order.
 
-    An adapter that was trained on a model with a head names the layers below the model's prefix.
+    Of models of one type those with a head name the layers below the model's prefix.
 
     Raises:
         AdapterError: a layer isn't there, or is of another shape.
@@ -274,7 +276,8 @@ def match_start_adapter(model: nn.Module, adapter: PeftAdapter) -> dict[str, str
     names: dict[str, str] = {}
     problems = []
     for theirs in adapter.lora_a:
-        ours = theirs if theirs in modules else theirs.removeprefix(prefix)
+        names_of = (theirs, theirs.removeprefix(prefix), prefix + theirs)
+        ours = next((name for name in names_of if name in modules), theirs)
         if ours not in modules:
             problems.append(f"the model has no linear layer {theirs}")
             continue

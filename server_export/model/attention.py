@@ -15,12 +15,13 @@ from torch import nn
 
 from prge.files.chain import MASKED
 
-NAME, PADDED, CACHED = "prge", "prge_padded", "prge_cached"
+NAME, PADDED, CACHED, INDEXED = "prge", "prge_padded", "prge_cached", "prge_indexed"
 
 
 def register() -> None:
     """Make the attentions known to transformers: `prge`; of an encoder that reads its padding elsewhere too,
-    `prge_padded`, whose masks transformers makes; and over a cache `prge_cached`.
+    `prge_padded`, whose masks transformers makes; over a cache `prge_cached`; and of a decoder that hands its
+    mask to an indexer too `prge_indexed`, with a mask that says nothing.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -28,8 +29,10 @@ def register() -> None:
     AttentionInterface.register(NAME, grouped_attention)
     AttentionInterface.register(PADDED, grouped_attention)
     AttentionInterface.register(CACHED, cached_attention)
+    AttentionInterface.register(INDEXED, _without_mask)
     AttentionMaskInterface.register(CACHED, cached_mask)
     AttentionMaskInterface.register(PADDED, _mask_of_padding)
+    AttentionMaskInterface.register(INDEXED, lambda **_: torch.zeros(1, 1, 1, 1))
 
 
 def causal_mask(length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -54,6 +57,17 @@ def padding_mask(mask: torch.Tensor) -> torch.Tensor:
 def _mask_of_padding(*, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
     """`padding_mask` of what transformers makes of a mask of tokens; windows are the attention's."""
     return padding_mask(attention_mask.float())
+
+
+def _without_mask(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    return grouped_attention(module, query, key, value, None, **more)
 
 
 def grouped_attention(

@@ -55,7 +55,7 @@ class BaseModel:
             "base_model_name_or_path": f"{self.label}{HASH_MARK}{self.sha256}" if self.sha256 else self.name
         }
 
-    def load(self, *, pooled: bool | None) -> LoadedModel:
+    def load(self, *, pooled: bool | None, own_head: bool = True) -> LoadedModel:
         """Load it; arguments as of `load_model`.
 
         Raises:
@@ -66,7 +66,7 @@ class BaseModel:
         if self.revision is None and not Path(self.name).is_dir():
             content = f" with the content {self.sha256}" if self.sha256 else ""
             raise BundleError(f"there is no folder {self.name}{content}")
-        loaded = load_model(self.name, pooled=pooled, revision=self.revision)
+        loaded = load_model(self.name, pooled=pooled, revision=self.revision, own_head=own_head)
         if self.sha256 is not None and loaded.sha256 != self.sha256:
             raise BundleError(f"the content of {self.name} is another than it was: its SHA-256 differs")
         return loaded

@@ -51,6 +51,7 @@ class ModelChain:
     """A model's blocks in order.
 
     `kind_of` has each block's number in `kinds`; `adapter` the trained matrix of each placeholder;
+    `has_own_head`: an encoder's states are what the last layer of its own head reads.
     `head_rows` the rows of a head's tensors that each of its blocks has: a piece of the vocabulary.
     """
 
@@ -66,6 +67,7 @@ class ModelChain:
     head: str
     vocabulary_size: int
     scheme: str
+    has_own_head: bool
 
     @property
     def classes(self) -> int:
@@ -196,7 +198,16 @@ def build_chain(
     modules = insert_lora(model, {name: a.to("meta") for name, a in lora_a.items()}, inputs, scales)
     make_rotary_tables(model, tables)
     trained = matrices(modules)
-    traced = trace(model, inputs, tables, trained, outline.is_decoder, first_position(model), copies)
+    traced = trace(
+        model,
+        inputs,
+        tables,
+        trained,
+        outline.is_decoder,
+        first_position(model),
+        copies,
+        outline.classifier is not None,
+    )
     weights.buffers |= fold_positions(traced.graph_module, tables, weights.buffers)
     parts = cut(traced.graph_module, set(traced.adapter), TABLE)
     _check_constants(parts, weights)
@@ -218,6 +229,7 @@ def build_chain(
         head,
         vocabulary,
         scheme,
+        outline.classifier is not None,
     )
 
 

@@ -13,6 +13,13 @@ import torch
 from torch import nn
 
 from prge.errors import BundleError, shown
+from server_export.model.classifier import (
+    Classifier,
+    chooses_a_class,
+    classifies,
+    part_classifier,
+    without_last,
+)
 from server_export.model.experts import expert_layers
 from server_export.model.files import (
     BUFFERS,
@@ -34,6 +41,7 @@ _OTHER_PARTS = ("vision_config", "audio_config")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MOST_BUFFER_BYTES = 1 << 30
 _MOST_NAMES = 5
+_HALVES = "rescale_every"
 
 
 @dataclass
@@ -44,6 +52,7 @@ class LoadedModel:
     `revision` is the commit of a hub id, `sha256` the content of a folder; the outline of one has none.
     `part_of` is the type of a checkpoint that holds more, such as images, of which this is the text part;
     `key_mapping` is what transformers is to be told of its names then, once the weights are there.
+    `classifier` is the last layer of an encoder's own classification head, whose other layers `model` has.
     """
 
     model: nn.Module
@@ -53,6 +62,7 @@ class LoadedModel:
     sha256: str | None = None
     part_of: str | None = None
     key_mapping: Mapping[str, str] = field(default_factory=dict)
+    classifier: Classifier | None = None
 
     @property
     def config(self) -> Any:
@@ -60,26 +70,28 @@ class LoadedModel:
         return self.model.config
 
 
-def load_model(name_or_path: str, *, pooled: bool | None = None, revision: str | None = None) -> LoadedModel:
+def load_model(
+    name_or_path: str, *, pooled: bool | None = None, revision: str | None = None, own_head: bool = True
+) -> LoadedModel:
     """Load a causal language model or an encoder.
 
     Args:
         name_or_path: folder or hub id.
         pooled: True loads the model without its head, False with it, None decides by architecture.
         revision: of a hub id.
+        own_head: whether an encoder's classification head is taken, if the checkpoint has one.
 
     Raises:
         BundleError: there is no model, it is of a kind that a program can't be made of, or its weights are
             not all there, not all used, or not finite.
     """
     files = find_files(name_or_path, revision)
-    opened = _open_config(files, pooled)
-    outline = _outline(files, opened)
+    opened, outline, classifier = _opened(files, pooled, own_head)
     fetch_weights(files)
     check_size(files, outline, opened.part_of)
     given: dict[str, Any] = {"config": opened.config, "use_safetensors": True}
     try:
-        loader = _loader(opened.config, opened.is_decoder)
+        loader = _loader(opened)
         if opened.part_of is not None:
             # transformers finds the text part of some checkpoints only.
             loader, given["state_dict"] = type(outline), stored_part(files, outline)
@@ -97,13 +109,15 @@ def load_model(name_or_path: str, *, pooled: bool | None = None, revision: str |
             f"{name_or_path} can't be loaded as {opened.kind}: {first_line(error)}",
             remedy="give the folder or hub id of a complete transformers checkpoint",
         ) from None
-    _check_weights(name_or_path, model, report, opened.is_decoder, [*stored_paths(files)])
-    loaded = prepare_model(model, name_or_path, opened.is_decoder, files.revision, opened.part_of)
+    _check_weights(name_or_path, model, report, opened, [*stored_paths(files)])
+    if classifier is not None:
+        classifier = without_last(model, classifier)
+    loaded = prepare_model(model, name_or_path, opened.is_decoder, files.revision, opened.part_of, classifier)
     return loaded if files.revision else replace(loaded, sha256=files.sha256())
 
 
 def outline_model(
-    name_or_path: str, *, pooled: bool | None = None, revision: str | None = None
+    name_or_path: str, *, pooled: bool | None = None, revision: str | None = None, own_head: bool = True
 ) -> LoadedModel:
     """The model that `load_model` would load, with shapes instead of weights; from its config.json alone.
 
@@ -111,11 +125,10 @@ def outline_model(
         BundleError: as `load_model`, but for the weights.
     """
     files = find_files(name_or_path, revision)
-    opened = _open_config(files, pooled)
-    outline = _outline(files, opened)
+    opened, outline, classifier = _opened(files, pooled, own_head)
     for name in _other_parts(outline):
         outline.set_submodule(name, nn.Identity())
-    return prepare_model(outline, name_or_path, opened.is_decoder, files.revision, opened.part_of)
+    return prepare_model(outline, name_or_path, opened.is_decoder, files.revision, opened.part_of, classifier)
 
 
 def read_use_cache(name_or_path: str, revision: str | None = None) -> bool:
@@ -129,14 +142,18 @@ def prepare_model(
     is_decoder: bool,
     revision: str | None = None,
     part_of: str | None = None,
+    classifier: Classifier | None = None,
 ) -> LoadedModel:
     """Freeze a transformers model, put it into evaluation mode, and convert it to float32."""
     model.eval().requires_grad_(False).float()
     model.config.use_cache = False
-    if not is_decoder and getattr(model, "pooler", None) is not None:
+    if getattr(model.config, _HALVES, 0):
+        # RWKV halves weights and states every few layers, so that half precision holds them.
+        setattr(model.config, _HALVES, 0)
+    if not is_decoder and classifier is None and getattr(model, "pooler", None) is not None:
         # BERT's head for sentence pairs, which no readout uses; some models call it all the same.
         model.pooler = nn.Identity()
-    return LoadedModel(model, name_or_path, revision, is_decoder, part_of=part_of)
+    return LoadedModel(model, name_or_path, revision, is_decoder, part_of=part_of, classifier=classifier)
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -160,10 +177,28 @@ class _Opened:
     config: Any
     is_decoder: bool
     part_of: str | None
+    has_classes: bool = False
 
     @property
     def kind(self) -> str:
         return "a causal language model" if self.is_decoder else "an encoder"
+
+
+def _opened(files: ModelFiles, pooled: bool | None, own_head: bool) -> tuple[_Opened, Any, Classifier | None]:
+    """What a model is, its outline, and the last layer of its own classification head."""
+    opened = _open_config(files, pooled)
+    if pooled is None and opened.is_decoder and classifies(opened.config):
+        raise BundleError(
+            f"{files.name} ({opened.config.model_type}) is a decoder that was trained for classes: its head "
+            "reads the state of a row's last token, which no program answers",
+            remedy="take the language model that it was made of, and a task with a word for each class",
+        )
+    if own_head and not opened.is_decoder and classifies(opened.config) and chooses_a_class(opened.config):
+        with_classes = replace(opened, has_classes=True)
+        outline = _outline(files, with_classes)
+        if (classifier := part_classifier(outline)) is not None:
+            return with_classes, outline, classifier
+    return opened, _outline(files, opened), None
 
 
 def _open_config(files: ModelFiles, pooled: bool | None) -> _Opened:
@@ -199,7 +234,7 @@ def _text_part(config: Any) -> Any:
         return config
     text = config.get_text_config()
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
-    if text is config or text.model_type not in known:
+    if text is config or not (text.model_type in known or _is_known(text)):
         return config
     # A head beside the part is the whole model's, which says whether it is the part's table of embeddings.
     text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
@@ -218,19 +253,50 @@ def _is_encoder_alone(config: Any) -> bool:
     return _encoder_class(config) in (getattr(config, "architectures", None) or ())
 
 
-def _loader(config: Any, is_decoder: bool) -> Any:
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForTextEncoding
+def _loader(opened: _Opened) -> Any:
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTextEncoding,
+    )
 
-    if is_decoder:
+    if opened.is_decoder:
+        _is_known(opened.config)
         return AutoModelForCausalLM
-    return AutoModelForTextEncoding if _is_encoder_alone(config) else AutoModel
+    if opened.has_classes:
+        return AutoModelForSequenceClassification
+    return AutoModelForTextEncoding if _is_encoder_alone(opened.config) else AutoModel
+
+
+def _is_known(config: Any) -> bool:
+    """Whether transformers has a decoder of a configuration.
+
+    It is told its own of a text part whose type its table lacks: it has that of the whole alone.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = type(config)
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return True
+    package = kind.__module__.rpartition(".")[0]
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        whole = CONFIG_MAPPING[name]
+        if whole.__module__.startswith(f"{package}."):
+            found = MODEL_FOR_CAUSAL_LM_MAPPING[whole]
+            if found.config_class is kind:
+                # Without it transformers keeps its own configurations as they are.
+                AutoModelForCausalLM.register(kind, found, exist_ok=True)
+                return True
+    return False
 
 
 def _outline(files: ModelFiles, opened: _Opened) -> Any:
     """The model without memory for its numbers."""
     try:
         with torch.device("meta"):
-            model = _loader(opened.config, opened.is_decoder).from_config(
+            model = _loader(opened).from_config(
                 copy.deepcopy(opened.config),
                 dtype=torch.float32,
                 attn_implementation="eager",
@@ -309,16 +375,18 @@ def check_size(files: ModelFiles, outline: nn.Module, part_of: str | None = None
 
 
 def _check_weights(
-    name: str, model: Any, report: Mapping[str, Any], is_decoder: bool, stored: Collection[str]
+    name: str, model: Any, report: Mapping[str, Any], opened: _Opened, stored: Collection[str]
 ) -> None:
     """Raise BundleError unless every weight came from the files, and every one of the files was used."""
+    is_decoder = opened.is_decoder
+    has_head = is_decoder or opened.has_classes
     spare = [BUFFERS] if is_decoder else [BUFFERS, _HEADS]
     prefix = f"{model.base_model_prefix}."
     if not is_decoder and any(key.startswith(prefix) for key in stored):
         # What stands beside the base is a head.
         spare.append(re.compile(rf"^(?!{re.escape(prefix)})"))
     problems = {
-        "lacks": [key for key in report["missing_keys"] if is_decoder or not key.startswith(_POOLER)],
+        "lacks": [key for key in report["missing_keys"] if has_head or not key.startswith(_POOLER)],
         "has no place for": [
             key for key in report["unexpected_keys"] if not any(kind.search(key) for kind in spare)
         ],

@@ -3,6 +3,7 @@
     pad(x[:, 1:])      each token's next
     convolution        the sum of a token and its neighbours, each with a tap of its own
     im2col             a token and its neighbours side by side
+    x[:, 0]            the first token, as heads of classes read it
 
 Behind a row is nothing. So padding is made nothing first: a row means what it means alone.
 """
@@ -44,7 +45,7 @@ class _Moving:
     """What moves rows of states."""
 
     def __init__(self, beside: Node, tables: ModelTables) -> None:
-        self._beside, self._tables = beside, tables
+        self._beside, self.tables = beside, tables
         self.tokens = int(beside.meta["val"].shape[-1])
 
     def all_of(self, writer: Writer, source: Node, places: range, node: Node) -> list[Node]:
@@ -60,7 +61,7 @@ class _Moving:
             if place:
                 table = ModelTable("behind", 1, abs(place))
                 key, shape = ("behind", abs(place), 1), [1, tokens, tokens]
-                relation = asked(node, self._tables, key, table, shape, torch.float32)
+                relation = asked(node, self.tables, key, table, shape, torch.float32)
                 if place < 0:
                     relation = writer.call(aten.transpose.int, relation, 1, 2)
                 moved = writer.call(aten.bmm.default, flat, relation)
@@ -163,7 +164,27 @@ def _side_by_side(writer: Writer, moving: _Moving, node: Any) -> Node | None:
     return writer.reshape(parts[0], [rows, width * taps, tokens])
 
 
+def _first(writer: Writer, moving: _Moving, node: Any) -> Node | None:
+    """The first token of f32 [rows, tokens, width]: how many come behind it would be in the way back."""
+    source, dim, *bounds = node.args
+    value = source.meta["val"]
+    is_first = bounds == [0] if node.target is aten.select.int else bounds == [0, 1]
+    if value.dtype != torch.float32 or value.dim() != 3 or (dim, is_first) != (1, True):
+        return None
+    rows, tokens, _ = value.shape
+    if tokens != moving.tokens:
+        return None
+    table = ModelTable("behind", 1)
+    itself = asked(node, moving.tables, ("behind", 0, 1), table, [1, tokens, tokens], torch.float32)
+    place = writer.call(
+        aten.expand.default, writer.call(aten.slice.Tensor, itself, 1, 0, 1), [rows, 1, tokens]
+    )
+    return writer.reshape(writer.call(aten.bmm.default, place, source), node.meta["val"].shape)
+
+
 _RULES: dict[Any, Callable[[Writer, _Moving, Node], Node | None]] = {
+    aten.select.int: _first,
+    aten.slice.Tensor: _first,
     aten.constant_pad_nd.default: _padded,
     aten.pad.default: _padded,
     aten.convolution.default: _convolved,

@@ -64,6 +64,7 @@ def fold_positions(
     Raises:
         BundleError: numbers that depend on positions are of no kind that a table has.
     """
+    _drop_casts(graph_module)
     _choose_all(graph_module, tables.longest)
     positions = _Positions(graph_module, tables, buffers)
     _choose_rows(graph_module, positions)
@@ -164,6 +165,16 @@ class _Positions:
             return self._buffers[name]
         is_known = isinstance(tensor, torch.Tensor) and not tensor.is_meta
         return tensor if is_known and not isinstance(tensor, torch.nn.Parameter) else None
+
+
+def _drop_casts(graph_module: GraphModule) -> None:
+    """Take out what brings numbers to a place or type that they have, in place."""
+    for node in graph_module.graph.nodes:
+        if node.target in (aten.to.dtype, aten.to.dtype_layout) and node.args:
+            (source,) = node.all_input_nodes
+            if source.meta["val"].dtype is node.meta["val"].dtype:
+                node.replace_all_uses_with(source)
+                graph_module.graph.erase_node(node)
 
 
 def _choose_all(graph_module: GraphModule, longest: int) -> None:

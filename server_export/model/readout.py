@@ -45,7 +45,7 @@ def pool_first(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def pooling_of(name: str | None) -> Pooling:
     """The pooling of that name; the mean where there is none."""
-    return pool_first if name == "first" else pool_mean
+    return pool_mean if name in (None, "mean") else pool_first
 
 
 def _head_name(model: nn.Module) -> str:

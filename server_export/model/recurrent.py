@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -44,7 +44,7 @@ def traced_recurrences(model: nn.Module, tables: ModelTables) -> Iterator[None]:
     if recurs and not any(name in RECURRENCES for _, name, _ in replaced):
         raise BundleError(
             f"{type(model).__name__} has a recurrence of a kind that isn't known here; known are delta "
-            "rules, the state spaces of Mamba 1 and 2, and gated linear recurrences, where transformers "
+            "rules, state spaces of Mamba 1 and 2, gated linear recurrences and RWKV's, where transformers "
             f"calls them {', '.join(RECURRENCES)}",
             remedy="take a model with attention or one of these",
         )
@@ -76,6 +76,7 @@ RECURRENCES = {
     "mamba_selective_scan": "selective_scan",
     "_rnn_scan": "gated_scan",
     "chunk_kimi_delta_attention": "delta_rule",
+    "rwkv_linear_attention": "weighted_mean",
 }
 REPLACED = {"causal_conv1d_fn": "convolution", **RECURRENCES}
 
@@ -195,6 +196,29 @@ class _Operators:
         factor = recurrent_gate * ~reset
         return self._scan(factor.transpose(1, 2), hidden_states.transpose(1, 2)).transpose(1, 2), None
 
+    def weighted_mean(
+        self,
+        time_decay: torch.Tensor,
+        time_first: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Of [rows, tokens, width]: the mean of values so far, that weigh by their keys and grow lighter.
+
+        Keys above 88 have weights that float32 lacks: answers that are not finite are refused.
+        """
+        weight, width = torch.exp(key), key.shape[-1]
+        by_width = key.transpose(1, 2)
+        factor = torch.exp(-torch.exp(time_decay)).reshape(width, 1).expand(by_width.shape)
+
+        def before(source: torch.Tensor) -> torch.Tensor:
+            moved = F.pad(source, (0, 0, 1, -1)).transpose(1, 2)
+            return self._scan(factor, moved).transpose(1, 2)
+
+        own = torch.exp(key + time_first)
+        return (before(weight * value) + own * value) / (before(weight) + own), None
+
     def _scan(self, factor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """Of [rows, width, tokens]."""
         tokens, shifts, back = source.shape[-1], [], 1
@@ -253,6 +277,8 @@ def write_convolutions(graph_module: GraphModule, tables: ModelTables) -> None:
     """
     writer = Writer(graph_module)
     for node in list(graph_module.graph.nodes):
+        if node.target in (aten.pad.default, aten.constant_pad_nd.default):
+            writer.replace(node, _moved, tables, node)
         if node.target in (aten.conv1d.default, aten.convolution.default):
             for part in list(node.users):
                 writer.replace(part, _convolved, tables, node, part)
@@ -271,25 +297,48 @@ def _convolved(writer: Writer, tables: ModelTables, node: Any, part: Any) -> Nod
     if not (is_first and is_causal and (groups, each) == (width, 1) and taps > 1):
         return None
 
-    def relation(kind: str, first: int, window: int) -> Node:
-        shape = [1, *relation_shape(kind, tokens, window)[1:]]
-        key, table = (kind, first, window), ModelTable(kind, window, first)
-        return asked(part, tables, key, table, shape, torch.float32)
-
     columns = [
         writer.reshape(writer.call(aten.select.int, weight, 2, taps - 1 - back), [width, 1])
         for back in range(taps)
     ]
-    found = writer.call(
+    found = _with_memory(writer, tables, part, source, columns)
+    return found if bias is None else writer.plus(found, writer.reshape(bias, [width, 1]))
+
+
+def _moved(writer: Writer, tables: ModelTables, node: Any) -> Node | None:
+    """Of f32 [rows, tokens, width], the token that is so many places before each."""
+    source, pads, *fill = node.args
+    shape = node.meta["val"].shape
+    is_nothing = all(each in ("constant", None, 0) for each in fill)
+    is_moved = len(pads) == 4 and pads[:2] == [0, 0] and pads[2] == -pads[3] > 0
+    if len(shape) != 3 or not (is_moved and is_nothing):
+        return None
+    ones = [torch.zeros(shape[2], 1)] * pads[2] + [torch.ones(shape[2], 1)]
+    turned = writer.call(aten.permute.default, source, [0, 2, 1])
+    found = _with_memory(writer, tables, node, turned, [*map(writer.constant, ones)])
+    return writer.call(aten.permute.default, found, [0, 2, 1])
+
+
+def _with_memory(
+    writer: Writer, tables: ModelTables, before: Node, source: Node, columns: Sequence[Node]
+) -> Node:
+    """The operator of a convolution of f32 [rows, width, tokens] with taps [width, 1]."""
+    taps, tokens = len(columns), source.meta["val"].shape[-1]
+
+    def relation(kind: str, first: int, window: int) -> Node:
+        shape = [1, *relation_shape(kind, tokens, window)[1:]]
+        key, table = (kind, first, window), ModelTable(kind, window, first)
+        return asked(before, tables, key, table, shape, torch.float32)
+
+    return writer.call(
         CONVOLUTION,
         source,
-        columns,
+        [*columns],
         relation("behind", 1, 1),
         [relation("entering", back, taps - 1) for back in range(1, taps)],
         relation("leaving", 0, taps - 1),
         relation("staying", 0, taps - 1),
     )
-    return found if bias is None else writer.plus(found, writer.reshape(bias, [width, 1]))
 
 
 def _by_head(by_group: torch.Tensor, heads: int) -> torch.Tensor:

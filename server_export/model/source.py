@@ -14,7 +14,7 @@ from server_export.model.outline import outline_of
 from server_export.model.positions import longest_row
 from server_export.model.readout import readout_of
 from server_export.model.start import StartAdapter, start_adapter
-from server_export.model.weights import mapping_of
+from server_export.model.weights import mapping_of, with_numbers
 from server_export.quiet import quiet_libraries
 from server_export.settings import ExportConfig
 
@@ -51,6 +51,8 @@ class Source:
         check_size(self.files, loaded.model, loaded.part_of)
         if loaded.part_of is not None:
             loaded = replace(loaded, key_mapping=mapping_of(self.files, loaded.model))
+        if loaded.classifier is not None:
+            loaded = replace(loaded, classifier=with_numbers(loaded.classifier, loaded.model, self.files))
         if not self.files.revision:
             loaded = replace(loaded, sha256=self.files.sha256())
         return replace(self, start=replace(self.start, loaded=loaded))
@@ -98,7 +100,9 @@ def open_source(config: ExportConfig) -> Source:
     quiet_libraries()
     pooled = None if config.readout is None else config.readout == "pooled"
     files = find_files(config.model, config.revision)
-    loaded = outline_model(config.model, pooled=pooled, revision=config.revision)
+    # Who chooses a pooling wants states, and none of a head.
+    own_head = config.pooling is None
+    loaded = outline_model(config.model, pooled=pooled, revision=config.revision, own_head=own_head)
     readout = readout_of(config, loaded)
     longest = longest_row(loaded, config.sequence_length)
     transposed = plain_layers(loaded.model)

@@ -27,6 +27,8 @@ from server_export.graph.rotation import write_complex
 from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model import attention, experts
 from server_export.model.adapted import CallInputs
+from server_export.model.classifier import given_to_base, states_of
+from server_export.model.indexers import choose_nothing, indexers
 from server_export.model.neighbours import write_neighbours
 from server_export.model.positions import any_length
 from server_export.model.recurrent import traced_recurrences, write_convolutions
@@ -40,6 +42,8 @@ _LAID_OUT = {
     *(aten.slice.Tensor, aten.clone.default, aten.contiguous.default, aten.to.dtype, aten.alias.default),
     *(aten.detach_.default, aten._assert_tensor_metadata.default),
 }
+# What a token has at least of padding's additive mask, and padding hasn't.
+_LEAST_SEEN = -1
 # What a graph's names of weights have before transformers' own.
 WHOLE_PREFIX = "model."
 _REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
@@ -69,15 +73,18 @@ class _Whole(nn.Module):
         adapter: Sequence[Matrix],
         first_position: int,
         has_own_masks: bool = False,
+        has_classes: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
+        self.has_classes = has_classes
         self.inputs = inputs
         self.tables = tables
         self.adapter = adapter
         self.first_position = first_position
         self.has_own_masks = has_own_masks
-        self.accepted = frozenset(inspect.signature(model.forward).parameters)
+        base: Any = getattr(model, model.base_model_prefix) if has_classes else model
+        self.accepted = frozenset(inspect.signature(base.forward).parameters)
 
     def forward(
         self, tokens: torch.Tensor, beside: torch.Tensor, shift: torch.Tensor, *adapter: torch.Tensor
@@ -98,13 +105,19 @@ class _Whole(nn.Module):
             arguments.pop("token_type_ids", None)
         mask = None if is_decoder else beside
         if self.has_own_masks:
-            mask = (beside >= -1).reshape(beside.shape[0], length).long()
-        output: Any = self.model(input_ids=tokens, attention_mask=mask, return_dict=True, **arguments)
+            mask = (beside >= _LEAST_SEEN).reshape(beside.shape[0], length).long()
+        arguments |= {"attention_mask": mask, "return_dict": True}
+        if self.has_classes:
+            # A head may count the tokens of a row.
+            seen = (beside >= _LEAST_SEEN).reshape(beside.shape[0], length).float()
+            with given_to_base(self.model, arguments):
+                output: Any = self.model(input_ids=tokens, attention_mask=seen, return_dict=True)
+        else:
+            output = self.model(input_ids=tokens, **arguments)
         if is_decoder:
             parts: torch.Tensor = SOFTMAX_PARTS(output.logits, shift, beside.unsqueeze(-1))
             return parts
-        states: torch.Tensor = output.last_hidden_state
-        return states
+        return states_of(output, length)
 
 
 class _WithKnownNumbers(TorchFunctionMode):
@@ -142,6 +155,7 @@ def trace(
     is_decoder: bool,
     first_position: int,
     copies: int,
+    has_classes: bool = False,
 ) -> Traced:
     """The graph of a model whose adapted layers, attention and rotary embeddings ask `inputs` and `tables`.
 
@@ -153,12 +167,14 @@ def trace(
         is_decoder: whether it answers what it reads of logits; an encoder answers states.
         first_position: the number of a row's first position.
         copies: 1, or COPIES.
+        has_classes: whether an encoder has the layers of its own classification head, but for the last.
 
     Raises:
         BundleError: torch.export can't trace it, or it has a recurrence of a kind that isn't known.
     """
     attention.register()
-    model.set_attn_implementation(attention.NAME)
+    model.set_attn_implementation(attention.INDEXED if indexers(model) else attention.NAME)
+    choose_nothing(model)
     experts.register(model)
     for module in model.modules():
         if is_decoder or hasattr(module, "is_causal"):
@@ -174,7 +190,7 @@ def trace(
         given = (tokens, beside, shift, *trained)
 
         def whole(has_own_masks: bool) -> nn.Module:
-            return _Whole(model, inputs, tables, adapter, first_position, has_own_masks).eval()
+            return _Whole(model, inputs, tables, adapter, first_position, has_own_masks, has_classes).eval()
 
         longer = any_length(model, TOKENS, first_position + 1)
         with told_as_bundle_error("the model can't be traced", _REMEDY), longer as own:
@@ -187,6 +203,7 @@ def trace(
     choose_experts(graph_module)
     take_apart(graph_module)
     remove_unused_attributes(graph_module)
+    _check_numbers(graph_module)
     placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
 
@@ -229,17 +246,18 @@ def _exported(
 
 
 def check_attention(model: Any, longest: int) -> None:
-    """Raise BundleError if a model's attention chooses what each token sees.
+    """Raise BundleError if a model's attention doesn't see a whole text.
 
     Args:
         model: which may lack its weights.
         longest: tokens of the longest sequence.
     """
-    if any(hasattr(module, "index_topk") for module in model.modules()):
+    chosen = min(indexers(model).values(), default=longest)
+    if chosen < longest:
         raise BundleError(
-            f"the attention of {type(model).__name__} sees only those tokens that an indexer chooses "
-            "(index_topk), which no role can",
-            remedy="take a model whose attention sees all tokens, or a window of them",
+            f"the attention of {type(model).__name__} sees only {chosen} tokens, which an indexer "
+            f"chooses, and texts may have {longest}",
+            remedy=f"export it with --context {chosen}",
         )
     in_chunks = "chunked_attention" in (getattr(model.config, "layer_types", None) or ())
     if in_chunks and longest > (chunk := int(model.config.attention_chunk_size)):
@@ -258,6 +276,17 @@ def _put_back(graph_module: GraphModule, own: Mapping[str, torch.Tensor]) -> Non
             node.meta["val"] = table
 
 
+def _check_numbers(graph_module: GraphModule) -> None:
+    """Raise BundleError if a model computes with complex numbers other than rotations."""
+    for node in graph_module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.is_complex():
+            raise BundleError(
+                f"the model computes with complex numbers ({node.target}), which no program has",
+                remedy="take a checkpoint of another type",
+            )
+
+
 def _lacks_masks(exported: ExportedProgram, tables: ModelTables) -> bool:
     """Whether a traced decoder has attention and none that asks for a causal mask."""
     has_attention = any(exported.graph.find_nodes(op="call_function", target=aten.softmax.int))
@@ -265,13 +294,18 @@ def _lacks_masks(exported: ExportedProgram, tables: ModelTables) -> bool:
 
 
 def _adds(exported: ExportedProgram) -> bool:
-    """Whether a traced encoder adds the padding that it is given to scores, and does nothing else with it."""
+    """Whether a traced encoder adds the padding that it is given to scores, and does nothing else with it.
+
+    What its classification head counts is no padding of scores.
+    """
     (beside,) = (n for n in exported.graph.find_nodes(op="placeholder") if n.name == "beside")
     ahead = [beside]
     while ahead:
         for user in ahead.pop().users:
             if user.target in _LAID_OUT:
                 ahead.append(user)
+            elif user.target is aten.ge.Scalar and user.args[1] == _LEAST_SEEN:
+                continue
             elif user.op != "output" and user.target not in (aten.add.Tensor, aten.add_.Tensor):
                 return False
     return True

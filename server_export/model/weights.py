@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from prge.errors import BundleError
+from server_export.model.classifier import Classifier
 from server_export.model.files import ModelFiles, first_line
 from server_export.model.names import Outline, key_mapping, sources
 
@@ -133,6 +135,22 @@ def stored_of(files: ModelFiles, model: nn.Module) -> set[str]:
 def mapping_of(files: ModelFiles, model: nn.Module) -> dict[str, str]:
     """See `server_export.model.names.key_mapping`."""
     return key_mapping(model, stored_paths(files))
+
+
+def with_numbers(classifier: Classifier, model: nn.Module, files: ModelFiles) -> Classifier:
+    """The last layer of a model's own classification head, whose numbers are read; the model lacks it.
+
+    Raises:
+        BundleError: the files lack them.
+    """
+    layer, linear = classifier.layer, classifier.linear
+    model.set_submodule(layer, linear)
+    weights = Weights(files, model)
+    filled = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None).requires_grad_(False)
+    for name, parameter in filled.named_parameters():
+        parameter.copy_(weights.read(f"{layer}.{name}"))
+    model.set_submodule(layer, nn.Identity())
+    return replace(classifier, linear=filled)
 
 
 def stored_part(files: ModelFiles, model: nn.Module) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from server_export.check.engine import loaded_method
 from server_export.lower.program import write_program
 from server_export.model import attention, readout
 from server_export.model.adapted import convert_conv1d
+from server_export.model.classifier import given_to_base, states_of
 from server_export.model.loading import LoadedModel
 from server_export.model.positions import position_numbers
 from server_export.model.rotary import make_rotary_constant
@@ -36,7 +37,9 @@ class EncoderProgram(nn.Module):
         self.model: Any = loaded.model
         self.pool = readout.pooling_of(pooling)
         self.head = head
-        accepted = inspect.signature(self.model.forward).parameters
+        self.has_own_head = loaded.classifier is not None
+        base: Any = getattr(self.model, self.model.base_model_prefix) if self.has_own_head else self.model
+        accepted = inspect.signature(base.forward).parameters
         has_types = any(name.endswith("token_type_embeddings") for name, _ in self.model.named_modules())
         self.given = {"position_ids", *(["token_type_ids"] if has_types else [])} & set(accepted)
         self.register_buffer("position_ids", position_ids, persistent=False)
@@ -50,10 +53,13 @@ class EncoderProgram(nn.Module):
         """See the class."""
         mask = attention_mask.to(torch.float32)
         given = {name: getattr(self, name) for name in self.given}
-        answer = self.model(
-            input_ids=tokens, attention_mask=attention.padding_mask(mask), return_dict=True, **given
-        )
-        pooled = self.pool(answer.last_hidden_state, mask)
+        given |= {"attention_mask": attention.padding_mask(mask), "return_dict": True}
+        if self.has_own_head:
+            with given_to_base(self.model, given):
+                answer = self.model(input_ids=tokens, attention_mask=mask, return_dict=True)
+        else:
+            answer = self.model(input_ids=tokens, **given)
+        pooled = self.pool(states_of(answer, tokens.shape[1]), mask)
         return pooled if self.head is None else self.head(pooled)
 
 
@@ -78,7 +84,7 @@ def build_encoder(
     Raises:
         BundleError: it can't be lowered, or the program returns something else than the model.
     """
-    layer = None if head is None else _linear(head)
+    layer = None if head is None else linear_of(head)
     rows = [_row(loaded.config, length, seed) for seed in range(ROWS)]
     reference = torch.stack([_reference(loaded, pooling, layer, row) for row in rows])
     module = EncoderProgram(loaded, length, pooling, layer).eval()
@@ -99,7 +105,8 @@ def build_encoder(
     return Built("inference", facts, quantization, checks)
 
 
-def _linear(head: Mapping[str, Array]) -> nn.Linear:
+def linear_of(head: Mapping[str, Array]) -> nn.Linear:
+    """The layer of a head with `weight` and `bias`."""
     weight, bias = (torch.from_numpy(np.array(head[name], np.float32)) for name in ("weight", "bias"))
     layer = nn.Linear(weight.shape[1], weight.shape[0])
     layer.weight, layer.bias = (nn.Parameter(value, requires_grad=False) for value in (weight, bias))
@@ -112,7 +119,8 @@ def _reference(
     """What the untouched model answers."""
     tokens, mask = row
     with torch.no_grad():
-        states = loaded.model(input_ids=tokens, attention_mask=mask, return_dict=True).last_hidden_state
+        answer = loaded.model(input_ids=tokens, attention_mask=mask, return_dict=True)
+        states = states_of(answer, tokens.shape[1])
         pooled = readout.pooling_of(pooling)(states, mask.to(states.dtype))
         return pooled if head is None else head(pooled)
 

@@ -36,6 +36,8 @@ _SETTINGS = (
 class CardFacts:
     """What a card tells.
 
+    `head_layer` is the layer of the base model's own classification head that is trained, or whose input is;
+    `has_own_classes` says that it is for the classes of that head.
     `run` is the run's `run.json`, empty where there is none; `step` is that which the adapter is of, where
     that is known; `num_bos` is how many tokens begin a prompt.
     """
@@ -46,6 +48,8 @@ class CardFacts:
     is_encoder: bool
     pooling: str | None
     has_head: bool
+    head_layer: str
+    has_own_classes: bool
     adapter: Mapping[str, Any]
     run: Mapping[str, Any]
     bundle_sha256: str | None

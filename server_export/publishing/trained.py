@@ -11,22 +11,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prge.contract import AdaptedModule
+from prge.engine import Array
 from prge.errors import AdapterError, BundleError, ConfigError, RunError
 from prge.files.adapter import Adapter
 from prge.files.bundle import MANIFEST, Bundle, open_bundle
-from prge.files.documents import read_yaml
+from prge.files.chain import OWN_HEAD
+from prge.files.documents import mapping, read_yaml
 from prge.files.peft import (
     CONFIG,
+    HEAD,
     PREFIX,
     find_adapter,
     lora_scale,
+    read_arrays,
     read_config,
     read_lora,
     read_peft,
     run_of,
 )
 from prge.files.tuned import bundle_at, tuning_at
-from prge.learning.checkpoint import HEAD
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE
 from server_export.model.base import (
     BaseModel,
@@ -66,6 +69,13 @@ class Trained:
         return {"CAUSAL_LM": False, "FEATURE_EXTRACTION": True}.get(str(self.config.get("task_type")))
 
     @property
+    def has_own_head(self) -> bool:
+        """Whether the layers of the checkpoint's own classification head belong to the model."""
+        if self.bundle is not None:
+            return self.bundle.pooling == OWN_HEAD
+        return self.is_encoder is not True
+
+    @property
     def scale(self) -> float:
         """What the product of the matrices of modules that no pattern names is multiplied by."""
         alpha, rank = float(self.config["lora_alpha"]), int(self.config["r"])
@@ -83,6 +93,22 @@ class Trained:
         """The classification head of a trained encoder."""
         path = self.folder / HEAD
         return path if path.is_file() else None
+
+    @property
+    def head_layer(self) -> str:
+        """The layer of the checkpoint's own head that a trained one takes the place of, if it has one."""
+        block = mapping(self.bundle.manifest.get("head")) if self.bundle is not None else {}
+        saved = self.config.get("modules_to_save") or [block.get("layer") or ""]
+        return str(saved[0])
+
+    @property
+    def own_head(self) -> dict[str, Array] | None:
+        """The trained head, if it is one for the classes of the checkpoint's own."""
+        if self.head is None or not self.head_layer:
+            return None
+        head = read_arrays(self.head)
+        is_own = self.bundle is None or len(head["bias"]) == len(self.bundle.labels)
+        return head if is_own else None
 
 
 def read_trained(config: PublishConfig) -> Trained:
@@ -129,9 +155,11 @@ def load_base(trained: Trained) -> LoadedModel:
     base, pooled = trained.base, trained.is_encoder
     try:
         if base is trained.recorded:
-            loaded = base.load(pooled=pooled)
+            loaded = base.load(pooled=pooled, own_head=trained.has_own_head)
         else:
-            loaded = load_model(base.name, pooled=pooled, revision=base.revision)
+            loaded = load_model(
+                base.name, pooled=pooled, revision=base.revision, own_head=trained.has_own_head
+            )
     except BundleError as error:
         raise BundleError(f"the base model can't be loaded: {error.what}", remedy=remedy) from None
     problems = model_problems(loaded, trained.bundle.manifest.get("model", {})) if trained.bundle else []

@@ -8,10 +8,11 @@ from pathlib import Path
 from prge.files.bundle import Bundle
 from prge.learning.examples import Example
 from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.own_heads import task_of
 from prge.rows.readers import Selection
 from prge.rows.report import show_sample
 from prge.rows.sources import Part, read_source
-from prge.rows.task import Task, load_task
+from prge.rows.task import Task
 from prge.rows.tokenizer import bundle_tokenizer
 from server_export.evidence.baselines.settings import BaselineSettings
 
@@ -34,7 +35,7 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings) -> BaselineInputs:
     Raises:
         PrgeError: what is wrong with them.
     """
-    task = load_task(settings.task) if settings.task else None
+    task = task_of(bundle, settings.task)
     tokenizer = bundle_tokenizer(bundle)
     options = BuildOptions(settings.overflow, settings.append_eos, settings.max_dropped)
     contract, seed, texts = bundle.chain.scoring, settings.shuffle_seed, []

@@ -22,8 +22,10 @@ from prge.files.peft import read_lora
 from prge.files.signatures import STACK
 from prge.learning.encoder_heads import Heads, fit_heads
 from prge.learning.examples import Example, make_batch
+from prge.learning.head import Head
 from prge.learning.objectives import BatchLoss
 from server_export.model import readout
+from server_export.model.classifier import states_of
 from server_export.model.loading import LoadedModel
 from server_export.model.positions import position_numbers
 
@@ -42,6 +44,7 @@ class ModelProblem:
         batch_size: sequences of a step at most, and of a scoring call.
         seed: of the run.
         head_folds: encoders: folds of the heads for the training rows.
+        head: the checkpoint's own, in the place of fitted ones.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class ModelProblem:
         batch_size: int,
         seed: int,
         head_folds: int = 10,
+        head: Head | None = None,
     ) -> None:
         self.bundle = bundle
         self.model: nn.Module = base.model
@@ -60,7 +64,7 @@ class ModelProblem:
         self.pad = pad
         self.batch_size = batch_size
         self.seed = seed
-        self.heads = Heads()
+        self.heads = Heads(head)
         # A method trains what it says, whatever the bundle's own adapter is.
         self.modules = tuple(replace(module, trains_a=False) for module in bundle.chain.modules)
         # Evaluations take no more rows at once than steps, so that none of them is what memory peaks at.
@@ -129,7 +133,7 @@ class ModelProblem:
         longest = int(mask.sum(1).max())
         seen = torch.from_numpy(mask[:, :longest])
         output = self._call(tokens[:, :longest], attention_mask=seen)
-        return self._pool(output.last_hidden_state, seen.to(torch.float32))
+        return self._pool(states_of(output, longest), seen.to(torch.float32))
 
     def _log_probabilities(self, tokens: Array, row: Array, position: Array, target: Array) -> torch.Tensor:
         """log p(target) at some positions of some rows, f32 [asked]; `row`, `position`, `target` i64 [asked].

@@ -18,15 +18,17 @@ from prge.errors import DivergenceError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.journal import Record
+from prge.files.peft import HEAD
 from prge.files.run_folder import FINAL, reported
 from prge.host.atomic import new_folder
 from prge.host.memory import resident_bytes
-from prge.learning.checkpoint import HEAD, Progress, head_arrays
+from prge.learning.checkpoint import Progress, head_arrays
 from prge.learning.estimators.protocol import Measurement
 from prge.learning.examples import Example, token_count
 from prge.learning.optimizers import schedule
 from prge.learning.sampling import Sampler
 from prge.learning.training import loss_has_risen, train
+from prge.rows.own_heads import head_of
 from prge.rows.scoring import evaluate
 from prge.running.watching import Watcher, graceful_stop
 from server_export.evidence.base import open_base
@@ -59,7 +61,8 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
     batch_size = settings.batch_size or max(bundle.chain.bounds.batch, widest)
     base = open_base(bundle, settings.model)
     rows, seed = inputs.train, settings.seed
-    problem = ModelProblem(bundle, base, rows, inputs.pad, batch_size, seed, settings.head_folds)
+    head = head_of(bundle, bundle.adapter, inputs.task, rows[0].candidates)
+    problem = ModelProblem(bundle, base, rows, inputs.pad, batch_size, seed, settings.head_folds, head)
     if not entry.adapts:
         problem.merge_adapter()
     learner = BaselineLearner(settings, inputs, make(problem, settings))

@@ -14,11 +14,12 @@ import torch
 from torch.fx import GraphModule, Interpreter
 
 from device_runner.engines.interfaces import AttentionHeads, read_routings
+from prge.contract import STEP_ROLES
 from prge.engine import Array
 from prge.files import chain as manifest
 from prge.files.chain import PAST_KEYS, PAST_VALUES, Bounds, Interface
 from prge.files.relations import RELATIONS
-from prge.files.signatures import ALL_ROLES, BACK, DECODE, PREFILL, STACK, TANGENT
+from prge.files.signatures import ALL_ROLES, BACK, DECODE, OF_BACK, PREFILL, STACK, TANGENT
 from prge.learning.experts import Routing
 from server_export.derive.backprop.layers import with_transposed
 from server_export.graph.cutting import moves
@@ -37,7 +38,7 @@ class GraphBlocks:
     """What `device_runner.engines.blocks.Blocks` is to the driver.
 
     Args:
-        model: folder of a tiny decoder.
+        model: folder of a tiny model; of an encoder the first state is answered.
         lora_a: f32 [rank, in] by adapted layer.
         bounds: of calls.
     """
@@ -64,6 +65,8 @@ class GraphBlocks:
         sharing = roles.sharing_of(graph, [changes[v] for v in block.takes], len(block.gives), ALL_ROLES)
         lowest = next(place for place, each in enumerate(model.blocks) if each.adapter)
         wanted = ALL_ROLES if number in model.kind_of[lowest:] else (STACK, PREFILL, DECODE)
+        if not model.is_decoder:
+            wanted = tuple(role for role in wanted if role in (*STEP_ROLES, *OF_BACK))
         if block.is_expert:
             wanted = (STACK, TANGENT, BACK) if wanted is ALL_ROLES else (STACK,)
         layers = list(dict.fromkeys(model.adapter[name].of for name in block.adapter))
@@ -80,12 +83,12 @@ class GraphBlocks:
 
     def _described(self, bounds: Bounds) -> manifest.Chain:
         model = self._model
-        kinds = list(model.kinds)
+        kinds, files = list(model.kinds), dict[Any, int]()
         number_of = {module.name: number for number, module in enumerate(model.modules)}
         blocks = [
             manifest.Block(
                 kinds.index(kind),
-                f"{number}.ptd",
+                f"{files.setdefault((kind, block.weights), number)}.ptd",
                 block.tables,
                 tuple(
                     number_of[name]
@@ -97,8 +100,9 @@ class GraphBlocks:
             for number, (block, kind) in enumerate(zip(model.blocks, model.kind_of, strict=True))
         ]
         tables = [manifest.Table(t.kind, t.window, t.first, t.members) for t in model.tables.all]
+        readout, pooling = ("logprobs", "mean") if model.is_decoder else ("pooled", "first")
         return manifest.Chain(
-            "logprobs", "mean", self._width(model.end - 1), model.vocabulary_size, model.modules, bounds,
+            readout, pooling, self._width(model.end - 1), model.vocabulary_size, model.modules, bounds,
             tuple(tables), tuple(
                 manifest.Kind(f"{kind}.pte", self._methods[kind], model.blocks[kind].is_expert)
                 for kind in kinds

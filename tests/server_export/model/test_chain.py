@@ -237,11 +237,21 @@ def test_layers_that_change_no_answer_are_refused(tmp_path: Path) -> None:
         build_chain(outline, find_files(str(tmp_path)), start, longest=LONGEST)
 
 
-def test_attention_that_an_indexer_chooses_for_is_refused(tmp_path: Path) -> None:
+def test_complex_numbers_are_refused(tmp_path: Path) -> None:
+    make_tiny("fnet").save_pretrained(tmp_path)
+    outline = outline_model(str(tmp_path))
+    with pytest.raises(BundleError, match=r"complex numbers \(aten.fft_fftn.default\)"):
+        build_chain(outline, find_files(str(tmp_path)), {}, longest=LONGEST)
+
+
+def test_texts_of_more_tokens_than_an_indexer_chooses_are_refused(tmp_path: Path) -> None:
     make_tiny("deepseek_v32").save_pretrained(tmp_path)
     outline = outline_model(str(tmp_path))
-    with pytest.raises(BundleError, match="only those tokens that an indexer chooses"):
-        build_chain(outline, find_files(str(tmp_path)), {}, longest=LONGEST)
+    with pytest.raises(BundleError, match="sees only 64 tokens, which an indexer chooses") as found:
+        build_chain(outline, find_files(str(tmp_path)), {}, longest=65)
+    assert "--context 64" in str(found.value)
+    linear = match_target_modules(outline.model, "all-linear")
+    assert linear and not any("indexer" in name for name in linear)
 
 
 def test_a_mask_of_the_longest_row_is_never_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

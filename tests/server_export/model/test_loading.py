@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DbrxConfig
+from transformers import AutoModelForSequenceClassification, DbrxConfig
 
 from prge.errors import BundleError
 from server_export.model import loading
@@ -24,7 +24,7 @@ from server_export.model.loading import (
 )
 from tests.tiers import rest
 from tests.tiny_models import ARCHITECTURES, DECODERS, make_config, make_model, save_model
-from tests.tiny_types import make_tiny
+from tests.tiny_types import make_classifier, make_tiny
 
 
 @pytest.mark.parametrize(("architecture", "is_decoder"), [("llama", True), ("gpt2", True), ("bert", False)])
@@ -273,3 +273,42 @@ def test_a_hostile_configuration_gives_a_model_or_an_error_of_ours(
 def test_a_model_s_own_use_of_a_cache_is_remembered(tmp_path: Path) -> None:
     folder = save_model(tmp_path, "llama", use_cache=False)
     assert not read_use_cache(str(folder))
+
+
+def test_a_decoder_that_was_trained_for_classes_is_refused(tmp_path: Path) -> None:
+    make_classifier("llama", 3).save_pretrained(tmp_path)
+    with pytest.raises(BundleError, match="the state of a row's last token"):
+        outline_model(str(tmp_path))
+
+
+def test_the_last_layer_of_a_head_is_taken_out(tmp_path: Path) -> None:
+    make_classifier("roberta", 3).save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path))
+    assert loaded.classifier is not None
+    assert loaded.classifier.layer == "classifier.out_proj"
+    assert loaded.classifier.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    tokens = torch.arange(3, 9)[None]
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    found = loaded.classifier.linear(loaded.model(input_ids=tokens).logits)
+    assert torch.allclose(found, whole(input_ids=tokens).logits, atol=1e-6)
+    headless = load_model(str(tmp_path), own_head=False)
+    assert headless.classifier is None and type(headless.model).__name__ == "RobertaModel"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_labels", 1), ("problem_type", "multi_label_classification")]
+)
+def test_a_head_that_chooses_no_class_is_left_out(tmp_path: Path, name: str, value: object) -> None:
+    make_classifier("bert", 2, **{name: value}).save_pretrained(tmp_path)
+    assert outline_model(str(tmp_path)).classifier is None
+
+
+@pytest.mark.parametrize("name", ["emu3", *rest("mllama")])
+def test_a_text_part_is_known_by_the_class_that_transformers_has_for_the_whole(
+    tmp_path: Path, name: str
+) -> None:
+    """Its table of decoders has the whole's configuration alone."""
+    make_tiny(name).save_pretrained(tmp_path)
+    loaded = outline_model(str(tmp_path))
+    assert loaded.is_decoder and type(loaded.model).__name__.endswith("ForCausalLM")
+    assert type(loaded.model).__name__.lower().startswith(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, MiniMaxConfig
 
 from prge.errors import BundleError
 from server_export.graph.recurrences import CONVOLUTION as CONVOLVED
+from server_export.graph.recurrences import scan
 from server_export.model.recurrent import (
     RECURRENCES,
     REPLACED,
@@ -24,7 +26,7 @@ from tests.server_export.derive.tangent.graphs import Function
 from tests.tiny_models import RECURRENT, make_config
 
 CONVOLUTION = "causal_conv1d_fn"
-DELTA_RULE, STATE_SPACE, SELECTIVE_SCAN, GATED_SCAN, OWN_DECAYS = RECURRENCES
+DELTA_RULE, STATE_SPACE, SELECTIVE_SCAN, GATED_SCAN, OWN_DECAYS, WEIGHTED_MEAN = RECURRENCES
 # By architecture, the functions of transformers' files, or methods of its layers, that its layers call.
 CALLED = {
     "lfm2": {CONVOLUTION},
@@ -103,3 +105,29 @@ def test_a_convolution_of_the_tokens_before_has_a_memory(
         "leaving",
         "staying",
     ]
+
+
+@pytest.mark.parametrize(
+    ("pads", "is_found"), [((0, 0, 1, -1), True), ((0, 0, -1, 1), False), ((0, 0, 1, 0), False)], ids=str
+)
+def test_tokens_that_are_moved_back_have_a_memory(pads: tuple[int, ...], is_found: bool) -> None:
+    state = torch.randn(2, 6, 4)
+    moved = Function(lambda x: torch.nn.functional.pad(x, pads))
+    graph_module = torch.export.export(moved, (state,), strict=False).module(check_guards=False)
+    tables = ModelTables(8)
+    write_convolutions(graph_module, tables)
+    found = [node for node in graph_module.graph.nodes if node.target is CONVOLVED]
+    assert len(found) == is_found
+    assert [table.kind for table in tables.all] == is_found * ["behind", "entering", "leaving", "staying"]
+
+
+def test_a_mean_of_values_so_far_is_transformers_own() -> None:
+    from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
+
+    decay, first = torch.randn(4), torch.randn(4)
+    key, value = torch.randn(2, 6, 4), torch.randn(2, 6, 4)
+    expected, _ = rwkv_linear_attention_cpu(decay, first, key, value)
+    scans = _Operators(ModelTables(6))
+    with mock.patch.object(scans, "_scan", lambda factor, source: scan(factor, source, [], source, source)):
+        found, _ = scans.weighted_mean(decay, first, key, value)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

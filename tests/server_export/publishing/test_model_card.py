@@ -40,6 +40,8 @@ def card(estimator: str | None = None, base: BaseModel = HUB, **run: Any) -> str
     }
     return model_card(
         CardFacts(
+            head_layer="",
+            has_own_classes=False,
             name="adapter",
             format="peft",
             base=base,
