@@ -138,6 +138,22 @@ def test_a_bundle_without_backpropagation_learns_too(tmp_path: Path, monkeypatch
     assert [each["status"] for each in place.learnt()] == ["start", "served"]
 
 
+def test_texts_and_conversations_are_learnt_together(place: Place) -> None:
+    shutil.rmtree(place.folder / "bundle")
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    place.device.write_bundle(place.folder / "bundle", chat_template=template)
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    rows = [Answered("c", "m", "", {"messages": messages[number:]}, "b", {}) for number in (0, 2)]
+    append_feedback(place.learn / FEEDBACK, [row.judged(correction="d") for row in rows])
+    feedback(place.learn / FEEDBACK, EVERY - 2)
+    _, found = place.learnt()
+    assert (found["status"], found["learnt"], found["held_back"]["rows"]) == ("served", 3, 1)
+
+
 def test_killed_at_any_time_it_goes_on_to_the_same_bits(place: Place, tmp_path: Path) -> None:
     feedback(place.learn / FEEDBACK, 3 * EVERY)
     kept = {"kept": tmp_path / "kept.jsonl", "may_lose": 0.5}
