@@ -165,7 +165,7 @@ class Learning:
         try:
             version = self._history.open or self._apart(self._begun)
             return version is not None and self._worked(self._workshop, version)
-        except PrgeError as error:
+        except (PrgeError, OSError) as error:
             self._failed = True
             self._tell(f"nothing more is learnt until the next start: {error}")
             return False

@@ -318,6 +318,16 @@ def test_a_storage_that_refuses_ends_the_learning_and_says_so_once(
     assert place.told == ["nothing more is learnt until the next start: no space left"]
 
 
+def test_a_file_that_cannot_be_read_ends_the_learning_and_nothing_else(place: Place) -> None:
+    learning = place.open()
+    (place.learn / FEEDBACK).mkdir()
+    for number in range(EVERY):
+        learning.count({"number": number})
+    assert not learning.work() and not learning.work()
+    (told,) = place.told
+    assert told.startswith("nothing more is learnt until the next start: ") and "a folder" in told
+
+
 def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--when charging"):
         place.open(when="charging")
