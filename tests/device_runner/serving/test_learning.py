@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from device_runner import run as run_verb
 from device_runner.serving import learning as module
 from device_runner.serving.history import HISTORY
 from device_runner.serving.learning import FEEDBACK, LearnFlags, Learning, open_learning
@@ -26,6 +27,7 @@ from prge.errors import ConfigError, RunError
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
+from prge.files.peft import read_peft
 from prge.rows.feedback import Answered, append_feedback, forget_rows, read_feedback
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import GenerationSettings, Generator, Request
@@ -65,14 +67,14 @@ class Place:
         assert self.flags.learn is not None
         return self.flags.learn
 
-    def open(self, start: Adapter | None = None, **flags: Any) -> Learning:
+    def open(self, start: Adapter | None = None, source: Path | None = None, **flags: Any) -> Learning:
         """What learns, as a process that begins has it."""
         bundle = open_bundle(self.folder / "bundle")
         self.learn.mkdir(exist_ok=True)
         return open_learning(
             replace(self.flags, **flags),
             EngineFlags(),
-            self.folder / "bundle",
+            source,
             bundle,
             start or Adapter.zeros(bundle.chain.modules),
             bundle_tokenizer(bundle),
@@ -136,6 +138,23 @@ def test_a_bundle_without_backpropagation_learns_too(tmp_path: Path, monkeypatch
     place.learn.mkdir()
     feedback(place.learn / FEEDBACK, EVERY)
     assert [each["status"] for each in place.learnt()] == ["start", "served"]
+
+
+def test_it_goes_on_from_a_run_with_its_rows_and_rate(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place.device.replaces(monkeypatch, run_verb)
+    begun = {"bundle": tmp_path / "bundle", "train": tmp_path / "kept.jsonl", "dev": tmp_path / "kept.jsonl"}
+    run_verb.run(RunSettings(**begun, out=tmp_path / "run", steps=8, learning_rate=0.07, quiet=True))
+    start = read_peft(tmp_path / "run/final", open_bundle(tmp_path / "bundle").chain.modules)
+    feedback(place.learn / FEEDBACK, EVERY)
+    learning = place.open(start, tmp_path / "run", learning_rate=None, may_lose=9.0)
+    assert learning.work()
+    _, found = learning.history()
+    assert found["status"] == "served" and found["kept"]["rows"] == 16
+    with Journal(place.learn / "rounds/0001/journal.jsonl", writable=False) as journal:
+        begun = journal.records[0]["settings"]
+        assert begun["learning_rate"] == 0.07 and begun["batch_size"] == 4 and begun["train_limit"] is None
 
 
 def test_texts_and_conversations_are_learnt_together(place: Place) -> None:
