@@ -486,9 +486,9 @@ def test_all_problems_are_collected() -> None:
         (
             {"sentence": "a", "label": 1},
             None,
-            "its columns are sentence, label; known are messages: messages;",
+            "its columns are sentence, label; known are pairs: chosen, rejected;",
         ),
-        ({}, None, "its columns are none; known are messages: messages;"),
+        ({}, None, "its columns are none; known are pairs: chosen, rejected;"),
     ],
 )
 def test_missing_columns_are_told_once(fields: dict[str, Any], task: str | None, problem: str) -> None:
