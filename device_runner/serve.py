@@ -17,7 +17,15 @@ from device_runner.engines.trunk_cache import Precision
 from device_runner.serving.learning import FEEDBACK, LearnFlags, Learning, open_learning
 from device_runner.serving.models import Models
 from device_runner.session.settings import EngineFlags
-from device_runner.session.speaking import BASE, BUNDLE, by_name, note, open_speaking, read_adapter
+from device_runner.session.speaking import (
+    BASE,
+    BUNDLE,
+    adapter_source,
+    by_name,
+    note,
+    open_speaking,
+    read_adapter,
+)
 from prge.errors import ConfigError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
@@ -146,18 +154,22 @@ def _opened(
     if settings.learn is None:
         given = settings.threads, settings.engine, settings.memory
         return open_speaker(bundle, *given, *shape), None, None
-    own = next(iter(adapters))
+    # Behind the folder's own and `base` come those that were given.
+    name = list(adapters)[2 if settings.adapter else 0]
+    source = settings.bundle if tuning_at(settings.bundle) else None
+    if settings.adapter:
+        source = adapter_source(settings.adapter[0])
     learning, engines = open_learning(
         settings,
         settings,
-        settings.bundle,
+        source,
         bundle,
-        adapters[own],
+        adapters[name],
         _tokenizer(settings, bundle),
-        partial(models.replace, own),
+        partial(models.replace, name),
         note,
     )
-    models.replace(own, learning.adapter)
+    models.replace(name, learning.adapter)
     return engines.speaker(*shape), learning, engines.blocks
 
 

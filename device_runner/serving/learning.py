@@ -44,7 +44,7 @@ from prge.errors import BundleError, ConfigError, DataError, DivergenceError, Pr
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.journal import Record
-from prge.files.peft import read_peft
+from prge.files.peft import find_adapter, read_peft, run_of
 from prge.files.run_folder import CONFIG, FINAL
 from prge.files.signatures import STACK
 from prge.files.tuned import tuning_at
@@ -56,6 +56,7 @@ from prge.verbs.settings import read_settings
 FEEDBACK, ROUNDS = "feedback.jsonl", "rounds"
 # Rows of refused rounds that the next one learns, too.
 _MOST_OPEN = 256
+_ANY_LOSS = 1e6
 # Between two looks at the charger.
 _SECONDS = 5.0
 _Json = dict[str, Any]
@@ -67,19 +68,19 @@ class LearnFlags:
     """Learning beside answers."""
 
     learn: Path | None = None
-    """Folder to learn into: between requests the model is trained on feedback, and a better adapter takes the
-    place of the one that is served. Its feedback.jsonl is --feedback's default."""
+    """Folder to learn into: between requests the first --adapter, else the folder's own, learns from
+    feedback, and a better one takes its place. The folder's feedback.jsonl is --feedback's default."""
     learn_every: int = 8
     """Rows of feedback of a round of learning; what one in five of them is about is held back to judge by."""
     learn_epochs: float = 8.0
     """Times that a round sees every row."""
     learning_rate: float | None = None
-    """Peak learning rate of a round; default: the tuning's, or 0.003."""
+    """Peak learning rate of a round; default: that of the tuning or run before, or 0.003."""
     replay: float = 0.5
     """Share of a round's rows that are earlier ones: feedback and --kept, so that nothing is forgotten."""
     kept: Path | None = None
     """Rows that must not be forgotten. Some are replayed; on others no adapter may be worse than that of the
-    start. Default: those of the tuning."""
+    start. Default: those of the tuning or run before."""
     may_lose: float = 0.02
     """By how much an adapter may be worse than that of the start on kept rows: of their task's metric,
     such as accuracy, or else of the mean loss."""
@@ -165,7 +166,7 @@ class Learning:
         try:
             version = self._history.open or self._apart(self._begun)
             return version is not None and self._worked(self._workshop, version)
-        except PrgeError as error:
+        except (PrgeError, OSError) as error:
             self._failed = True
             self._tell(f"nothing more is learnt until the next start: {error}")
             return False
@@ -293,7 +294,7 @@ class Learning:
 def open_learning(
     flags: LearnFlags,
     engine: EngineFlags,
-    folder: Path,
+    source: Path | None,
     bundle: Bundle,
     start: Adapter,
     tokenizer: Tokenizer,
@@ -305,7 +306,7 @@ def open_learning(
     Args:
         flags: `learn` is the folder to learn into.
         engine: flags of it.
-        folder: of the bundle, or of the tuning that it is of.
+        source: tuning, run or PEFT folder that the adapter of the start is from; None: it is the bundle's.
         bundle: of all adapters.
         start: the adapter that is served where nothing was learnt yet.
         tokenizer: of what learns alone.
@@ -316,11 +317,17 @@ def open_learning(
         PrgeError: rows that are to be kept can't be used, the folder is of something else, or the engine
             can't be had.
     """
-    settings = settled(settings_of_rounds(flags, engine, folder), bundle)
-    learning = Learning(flags, settings, bundle, start, serve, tell)
-    has_kept = flags.kept is not None or tuning_at(folder) is not None
+    run = None if source is None else run_of(find_adapter(source))
+    settings = _settings(flags, engine, bundle, run)
+    if source is not None and (tuning := tuning_at(source)) is not None and flags.kept is None:
+        dev = tuning.rows / "dev.jsonl"
+        settings = replace(settings, train=tuning.rows / "train.jsonl", dev=dev if dev.is_file() else None)
+    settings = settled(settings, bundle)
+    has_kept = flags.kept is not None or run is not None
     kept = read_kept(settings, tokenizer, bundle) if has_kept else Kept()
     plan = plan_run(bundle, kept.replayed, replace(settings, epochs=None))
+    settings = replace(settings, batch_size=plan.contract.batch_size)
+    learning = Learning(flags, settings, bundle, start, serve, tell)
     engines = open_engines(
         bundle,
         plan.contract,
@@ -338,15 +345,13 @@ def open_learning(
     return learning, engines
 
 
-def settings_of_rounds(flags: LearnFlags, engine: EngineFlags, bundle: Path) -> RunSettings:
-    """How steps of rounds are taken: as the tuning of a folder took them, or by `prge run`'s defaults."""
+def _settings(flags: LearnFlags, engine: EngineFlags, bundle: Bundle, run: Path | None) -> RunSettings:
+    """How steps of rounds are taken: as the run took them that came before, or by `prge run`'s defaults."""
     assert flags.learn is not None
-    tuning, own = tuning_at(bundle), flags.learn / FEEDBACK
-    settings = RunSettings(bundle=bundle, train=flags.kept or own, out=flags.learn, batch_size=DEFAULT_BATCH)
-    if tuning is not None:
-        settings = read_settings(RunSettings, tuning.run / CONFIG, "prge run")
-        dev = tuning.rows / "dev.jsonl"
-        settings = replace(settings, train=tuning.rows / "train.jsonl", dev=dev if dev.is_file() else None)
+    train = flags.kept or flags.learn / FEEDBACK
+    settings = RunSettings(bundle=bundle.folder, train=train, out=flags.learn, batch_size=DEFAULT_BATCH)
+    if run is not None:
+        settings = read_settings(RunSettings, run / CONFIG, "prge run")
     if flags.kept is not None:
         settings = replace(settings, train=flags.kept, dev=None, task=None, columns=[])
     return replace(
@@ -356,7 +361,13 @@ def settings_of_rounds(flags: LearnFlags, engine: EngineFlags, bundle: Path) -> 
         threads=engine.threads,
         memory=engine.memory,
         objective="completion",
+        # A first loss of replayed rows says nothing of that of corrections, and adapters are judged anyway.
+        divergence_ratio=_ANY_LOSS,
         calls=1,
+        train_start=0,
+        train_limit=None,
+        dev_start=0,
+        dev_limit=None,
         steps=RunSettings.steps,
         epochs=flags.learn_epochs,
         warmup=None,

@@ -154,9 +154,14 @@ def read_adapter(bundle: Bundle, word: str) -> tuple[str, Adapter]:
         return BASE, Adapter.zeros(modules)
     if word == BUNDLE:
         return BUNDLE, read_peft(bundle.adapter, modules, bundle.adapter)
-    name, equals, path = word.partition("=")
-    source = Path(path if equals and not Path(word).exists() else word)
-    return (name if equals else word), read_any(find_adapter(source), modules, bundle.adapter)
+    name = word.partition("=")[0]
+    return name, read_any(find_adapter(adapter_source(word)), modules, bundle.adapter)
+
+
+def adapter_source(word: str) -> Path:
+    """The path of an adapter that a user writes as such, or as NAME=PATH."""
+    _, equals, path = word.partition("=")
+    return Path(path if equals and not Path(word).exists() else word)
 
 
 def read_adapters(given: OfBundle, bundle: Bundle) -> dict[str, Adapter]:

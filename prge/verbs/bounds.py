@@ -49,7 +49,7 @@ BOUNDS: Mapping[str, Range] = {
     **dict.fromkeys(("seed", "seeds", "shuffle_seed"), _SEED),
     **dict.fromkeys(("epochs", "minutes"), Range(0, 1e6, open=(0,))),
     **dict.fromkeys(
-        ("steps", "limit", "train_limit", "dev_limit", "test_limit", "head_limit", "most_rows"), _COUNT
+        ("steps", "limit", "train_limit", "dev_limit", "test_limit", "head_limit", "most_rows", "row"), _COUNT
     ),
     **dict.fromkeys(("step", "start", "train_start", "dev_start", "test_start"), _COUNT_OR_NONE),
     **dict.fromkeys(

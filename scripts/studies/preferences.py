@@ -10,8 +10,8 @@ Each is `prge tune` with its defaults but for the steps, with `--objective dpo` 
 what `--objectives` names. Development rows choose rate and step, test rows are read once. Prints JSON,
 by task, weights and objective:
 
-    wanted          share of the test rows' answers that are as wanted: shorter than before, in the manner, or
-                    in a task with candidates the right one; `before` has that of the model as it was
+    wanted          share of the test rows' answers that are as wanted: shorter than a sentence that the start
+                    model draws, in the manner, or the right mood; `before` has that of the model as it was
     pairs_right     share of test pairs whose chosen answer gained more than the rejected one
     chosen_change, rejected_change
                     of the log-probability of a test answer
@@ -43,6 +43,8 @@ SHAPE: dict[str, Any] = {"adapter": "lora", "target_modules": "all-linear", "ran
 # A sentence of the story model's own.
 SENTENCE: dict[str, Any] = {"max_tokens": 120, "stop": ["."]}
 FIGURES = ("wanted", "characters", "pairs_right", "chosen_change", "rejected_change", "rate", "seconds")
+# Beyond the seeds of the pairs.
+_DRAWS = 10_000
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -159,9 +161,9 @@ def _prompts() -> dict[str, list[str]]:
     return {split: [row["prompt"] for row in rows[: COUNTS[split]]] for split, rows in make_rows().items()}
 
 
-def _writer(bundle: Path) -> Callable[[str], str]:
-    """What writes a sentence after a prompt, another one each time."""
-    model, seeds = prge.load(bundle, threads=1), itertools.count()
+def _writer(bundle: Path, adapter: Path | None = None, seed: int = 0) -> Callable[[str], str]:
+    """What writes a sentence after a prompt, drawn by another seed each time."""
+    model, seeds = prge.load(bundle, adapter, threads=1), itertools.count(seed)
 
     def write(prompt: str) -> str:
         return f"{model.generate(prompt, temperature=1.0, seed=next(seeds), **SENTENCE).text}."
@@ -172,23 +174,24 @@ def _writer(bundle: Path) -> Callable[[str], str]:
 def behaviour(
     task: str, out: Path, rows: list[dict[str, Any]], bundle: Path, adapter: Path | None = None
 ) -> dict[str, float]:
-    """How the model answers test prompts, the most likely token each time."""
+    """How the model answers test prompts: drawn as the pairs were, of the manner by the likeliest tokens."""
     how = {"bundle": bundle, "data": out / "test.jsonl"}
     if task == "moods":
         name = "before" if adapter is None else adapter.parent.name
         data = {"data": DEMO / "test.jsonl", "task": DEMO / "task.yaml", "limit": COUNTS["test"]}
         found = scored(out / f"{name}-moods.json", bundle=bundle, adapter=adapter, **data)
         return {"wanted": found["accuracy"]}
-    more = {"max_tokens": 120} if task == "manner" else SENTENCE
-    names = [BEFORE, *([] if adapter is None else [f"tuned={adapter}"])]
-    told = answers(**how, adapter=names, **more)
-    before, after = told[BEFORE], told["tuned" if adapter else BEFORE]
-    texts = [answer["text"] for answer in after]
-    if task == "manner":
-        wanted = [MANNER.fullmatch(text) is not None for text in texts]
-    else:
-        wanted = [len(text) < len(old["text"]) for text, old in zip(texts, before, strict=True)]
-    return {"wanted": statistics.mean(wanted), "characters": statistics.mean(map(len, texts))}
+    if task == "shorter":
+        first = _writer(bundle, seed=_DRAWS)
+        after = _writer(bundle, adapter, seed=2 * _DRAWS)
+        pairs = [(len(first(row["prompt"])), len(after(row["prompt"]))) for row in rows]
+        found = {"wanted": statistics.mean(new < old for old, new in pairs)}
+        return {**found, "characters": statistics.mean(new for _, new in pairs)}
+    names = [BEFORE if adapter is None else f"tuned={adapter}"]
+    ((_, told),) = answers(**how, adapter=names, max_tokens=120).items()
+    texts = [answer["text"] for answer in told]
+    wanted = statistics.mean(MANNER.fullmatch(text) is not None for text in texts)
+    return {"wanted": wanted, "characters": statistics.mean(map(len, texts))}
 
 
 if __name__ == "__main__":

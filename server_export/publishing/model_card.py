@@ -14,6 +14,7 @@ from prge.files.documents import DocumentError, mapping, read_json
 from prge.files.run_folder import FINAL, SUMMARY
 from prge.learning.checkpoint import STATE, Progress
 from prge.learning.estimators.table import ESTIMATORS, EstimatorName
+from prge.learning.preferences import PREFERENCES
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE
 from server_export.model.base import BaseModel
 
@@ -102,6 +103,9 @@ def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
         yield f"From step {since:,} on: {meaning}" if len(stretches) > 1 else meaning
     train, block = mapping(run.get("train")), mapping(run.get("run"))
     told = []
+    objective = mapping(block.get("objective"))
+    if (name := str(objective.get("name"))) in PREFERENCES:
+        yield f"It learnt what is preferred, by {name.upper()} with beta {_text(objective.get('beta'))}."
     if steps := _whole(train.get("steps")):
         rows = _whole(train.get("training_rows"))
         told.append(f"{steps:,} steps" + (f" on {rows:,} training examples" if rows else ""))

@@ -179,7 +179,7 @@ def test_rows_without_a_prompt_are_all_named(generate: Any, tmp_path: Path) -> N
     data.write_text('{"text": "a"}\n{"label": 1}\n{"messages": [{"role": "assistant", "content": "a"}]}\n')
     told = generate("--data", data)
     assert told.code == 2
-    assert "row 2: its columns are label; known are messages: messages; ShareGPT" in told.err
+    assert "row 2: its columns are label; known are pairs: chosen, rejected; messages" in told.err
     assert "row 3: messages must be a list of at least one message" in told.err
 
 

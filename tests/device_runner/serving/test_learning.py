@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from device_runner import run as run_verb
 from device_runner.serving import learning as module
 from device_runner.serving.history import HISTORY
 from device_runner.serving.learning import FEEDBACK, LearnFlags, Learning, open_learning
@@ -26,6 +27,7 @@ from prge.errors import ConfigError, RunError
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
+from prge.files.peft import read_peft
 from prge.rows.feedback import Answered, append_feedback, forget_rows, read_feedback
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import GenerationSettings, Generator, Request
@@ -65,14 +67,14 @@ class Place:
         assert self.flags.learn is not None
         return self.flags.learn
 
-    def open(self, start: Adapter | None = None, **flags: Any) -> Learning:
+    def open(self, start: Adapter | None = None, source: Path | None = None, **flags: Any) -> Learning:
         """What learns, as a process that begins has it."""
         bundle = open_bundle(self.folder / "bundle")
         self.learn.mkdir(exist_ok=True)
         return open_learning(
             replace(self.flags, **flags),
             EngineFlags(),
-            self.folder / "bundle",
+            source,
             bundle,
             start or Adapter.zeros(bundle.chain.modules),
             bundle_tokenizer(bundle),
@@ -136,6 +138,39 @@ def test_a_bundle_without_backpropagation_learns_too(tmp_path: Path, monkeypatch
     place.learn.mkdir()
     feedback(place.learn / FEEDBACK, EVERY)
     assert [each["status"] for each in place.learnt()] == ["start", "served"]
+
+
+def test_it_goes_on_from_a_run_with_its_rows_and_rate(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place.device.replaces(monkeypatch, run_verb)
+    begun = {"bundle": tmp_path / "bundle", "train": tmp_path / "kept.jsonl", "dev": tmp_path / "kept.jsonl"}
+    run_verb.run(RunSettings(**begun, out=tmp_path / "run", steps=8, learning_rate=0.07, quiet=True))
+    start = read_peft(tmp_path / "run/final", open_bundle(tmp_path / "bundle").chain.modules)
+    feedback(place.learn / FEEDBACK, EVERY)
+    learning = place.open(start, tmp_path / "run", learning_rate=None, may_lose=9.0)
+    assert learning.work()
+    _, found = learning.history()
+    assert found["status"] == "served" and found["kept"]["rows"] == 16
+    with Journal(place.learn / "rounds/0001/journal.jsonl", writable=False) as journal:
+        begun = journal.records[0]["settings"]
+        assert begun["learning_rate"] == 0.07 and begun["batch_size"] == 4 and begun["train_limit"] is None
+
+
+def test_texts_and_conversations_are_learnt_together(place: Place) -> None:
+    shutil.rmtree(place.folder / "bundle")
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    place.device.write_bundle(place.folder / "bundle", chat_template=template)
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    rows = [Answered("c", "m", "", {"messages": messages[number:]}, "b", {}) for number in (0, 2)]
+    append_feedback(place.learn / FEEDBACK, [row.judged(correction="d") for row in rows])
+    feedback(place.learn / FEEDBACK, EVERY - 2)
+    _, found = place.learnt()
+    assert (found["status"], found["learnt"], found["held_back"]["rows"]) == ("served", 3, 1)
 
 
 def test_killed_at_any_time_it_goes_on_to_the_same_bits(place: Place, tmp_path: Path) -> None:
@@ -300,6 +335,16 @@ def test_a_storage_that_refuses_ends_the_learning_and_says_so_once(
     monkeypatch.setattr(Journal, "append", refuse)
     assert not learning.work() and not learning.work()
     assert place.told == ["nothing more is learnt until the next start: no space left"]
+
+
+def test_a_file_that_cannot_be_read_ends_the_learning_and_nothing_else(place: Place) -> None:
+    learning = place.open()
+    (place.learn / FEEDBACK).mkdir()
+    for number in range(EVERY):
+        learning.count({"number": number})
+    assert not learning.work() and not learning.work()
+    (told,) = place.told
+    assert told.startswith("nothing more is learnt until the next start: ") and "a folder" in told
 
 
 def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,25 @@ def test_a_chat_that_is_too_long_is_split_between_turns() -> None:
     assert problems_of(rows({"messages": chat}), tokenizer, program)
 
 
+def test_an_answer_of_weight_0_is_read_and_not_learnt() -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    chat = turns("q1", "a1", "q2", "a2")
+    chat[1]["weight"] = 0  # type: ignore[assignment]
+    (example,), report = build_examples(rows({"messages": chat}), tokenizer, contract(sequence_length=128))
+    assert learnt(example, tokenizer).startswith("a2") and "a1" in tokenizer.decode(
+        example.sequences[0].tokens
+    )
+    # Of a chat that is split, a part with nothing to learn is left out.
+    room = len(example.sequences[0].tokens) - 1
+    program = contract(sequence_length=room, positions=room - 1)
+    options = BuildOptions("split")
+    (part,), report = build_examples(rows({"messages": chat}), tokenizer, program, options=options)
+    assert learnt(part, tokenizer).startswith("a2") and report.dropped == 0
+    chat[3]["weight"] = 0  # type: ignore[assignment]
+    (problem,) = problems_of(rows({"messages": chat}), tokenizer, contract(sequence_length=128))
+    assert "none to learn from" in problem
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     words=st.lists(st.integers(1, 12).map(lambda size: "ab " * size), min_size=2, max_size=9),
@@ -467,9 +486,9 @@ def test_all_problems_are_collected() -> None:
         (
             {"sentence": "a", "label": 1},
             None,
-            "its columns are sentence, label; known are messages: messages;",
+            "its columns are sentence, label; known are pairs: chosen, rejected;",
         ),
-        ({}, None, "its columns are none; known are messages: messages;"),
+        ({}, None, "its columns are none; known are pairs: chosen, rejected;"),
     ],
 )
 def test_missing_columns_are_told_once(fields: dict[str, Any], task: str | None, problem: str) -> None:

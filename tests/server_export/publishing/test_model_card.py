@@ -79,6 +79,14 @@ def test_the_estimator_is_told_as_it_is(estimator: str, tag: str, words: str) ->
     assert ("| queries" in text) == (estimator != "exact")
 
 
+def test_preferences_are_told_by_their_objective() -> None:
+    assert "It learnt what is preferred, by DPO with beta 0.1." in card(
+        "exact", objective={"name": "dpo", "beta": 0.1}
+    )
+    for other in (None, {"name": "| spells", "beta": 1}, {"name": ["dpo"]}, "dpo"):
+        assert "preferred" not in card("exact", objective=other)
+
+
 def test_what_is_not_known_is_not_claimed() -> None:
     text = card()
     assert "zeroth-order" not in text and "trained by" not in text and "forward" not in text

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from prge.errors import DataError
+from prge.rows.feedback import Answered, append_feedback
 from prge.rows.tokenizer import Tokenizer
 from server_export.tune.named_rows import NamedRows
 from server_export.tune.settings import TuneSettings
@@ -48,6 +49,26 @@ def test_a_folder_has_development_and_test_rows_too(tmp_path: Path) -> None:
         "test": [{"text": "a test"}],
     }
     assert any(note.startswith("dev: 1 rows from ") for note in rows.notes)
+
+
+@pytest.mark.parametrize(
+    ("objective", "columns", "told"),
+    [
+        ("auto", {"prompt", "completion", "label"}, "20 corrections, 1 good, 1 bad; rated answers"),
+        ("completion", {"prompt", "completion"}, "completions, bad ratings left out"),
+        ("dpo", {"prompt", "chosen", "rejected"}, "pairs, 2 ratings left out"),
+    ],
+)
+def test_feedback_is_tuned_on(tmp_path: Path, objective: Any, columns: set[str], told: str) -> None:
+    answers = [Answered(str(n), "m", "", {"prompt": f"p{n}"}, " b", {}) for n in range(22)]
+    given = [each.judged(correction=" c") for each in answers[2:]]
+    append_feedback(tmp_path / "a.jsonl", [answers[0].judged("good"), answers[1].judged("bad"), *given])
+    rows = NamedRows(tune(tmp_path / "a.jsonl", objective=objective))
+    parts = rows.split(TOKENIZER, CONTRACT)
+    assert all(row.fields.keys() == columns for part in parts.values() for row in part)
+    numbers = [row.number for part in parts.values() for row in part]
+    assert len({*numbers}) == len(numbers)
+    assert any(note.endswith(told) for note in rows.notes)
 
 
 def test_only_the_columns_of_the_form_are_kept(tmp_path: Path) -> None:
