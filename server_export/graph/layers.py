@@ -21,6 +21,7 @@ from torch.fx import Node
 aten = torch.ops.aten
 
 _PARTS = (aten.select.int, aten.slice.Tensor)
+_SHAPES = (aten.reshape.default, aten.view.default)
 
 Values: TypeAlias = tuple[Node, ...]
 
@@ -55,6 +56,7 @@ def of_layers(
     if all(len(values) == 1 for values in _alive(nodes, flow, ends)):
         return None
     parts = _part_where_made(nodes, flow, ends)
+    _lay_out_where_read(nodes, flow, ends)
     nodes = list(answer.graph.nodes)
     ends = ends_of_layers(nodes)
     (behind,) = _alive(nodes, flow, ends[-1:])
@@ -138,6 +140,24 @@ def _part_where_made(nodes: Sequence[Node], flow: set[Node], ends: Sequence[int]
                 user.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
             moved.update(users)
     return moved
+
+
+def _lay_out_where_read(nodes: Sequence[Node], flow: set[Node], ends: Sequence[int]) -> None:
+    """Move another shape of a value, that is read in the next layer alone as the value is too, to there."""
+    block_of, place = _numbers(nodes, ends), {node: index for index, node in enumerate(nodes)}
+    for node in reversed(nodes):
+        if node not in flow or node.target not in _SHAPES or not node.users:
+            continue
+        (value,) = node.all_input_nodes
+        readers = {block_of[user] for user in node.users}
+        if (
+            len(readers) == 1
+            and max(readers) > block_of[node]
+            and readers & {*map(block_of.get, value.users)}
+        ):
+            first = min(node.users, key=place.__getitem__)
+            first.prepend(node)
+            node.meta["nn_module_stack"] = first.meta.get("nn_module_stack", {})
 
 
 def _numbers(nodes: Sequence[Node], ends: Sequence[int]) -> dict[Node, int]:

@@ -30,6 +30,7 @@ WAYS = {
     "diffllama": "the same scores weigh two halves of the values",
     "doge": "each key has a number that is added to its scores",
     "glm_moe_dsa": "an indexer chooses what tokens are seen, and of short texts all",
+    "qwen4_exp_text": "layers hand on streams, and have experts",
     "git": "it has an encoder of images, and asks for its mask itself",
     "rwkv": "a mean of what came before, and tokens that are moved by one",
     "moshi": "it reads a word that it doesn't say",

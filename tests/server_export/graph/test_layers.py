@@ -98,3 +98,47 @@ def test_a_block_of_what_no_adapter_changes_is_of_another_kind() -> None:
     below, above = (cut_model(adapted)[1][4] for adapted in (2, 3))
     assert below.signature[1:] == above.signature[1:]
     assert (below.signature[0], above.signature[0]) == ((False, False), (False, True))
+
+
+class Flat(nn.Module):
+    """Changes streams by themselves laid side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(STREAMS * WIDTH, WIDTH, bias=False)
+
+    def forward(self, streams: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        streams = streams + self.mix(flat).unsqueeze(2)
+        return streams, streams.reshape(ROWS, TOKENS, STREAMS * WIDTH)
+
+
+class Laid(nn.Module):
+    """Each layer reads what the one before made, and the same in another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, STREAMS * WIDTH)
+        self.layers = nn.ModuleList(Flat() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        flat = self.table(tokens)
+        streams = flat.reshape(ROWS, TOKENS, STREAMS, WIDTH)
+        for layer in self.layers:
+            streams, flat = layer(streams, flat)
+        return self.head(streams.mean(2))
+
+
+def test_the_same_in_another_shape_is_no_shared_value() -> None:
+    tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS))
+    with torch.no_grad():
+        graph = functional_graph(torch.export.export(Laid(), (tokens,), strict=False))
+    expected = graph(tokens)
+    blocks = cut(graph, [], table=None)
+    assert not any(block.gives for block in blocks[1:])
+    state = tokens
+    shared = dict[int, torch.Tensor]()
+    for block in blocks:
+        state, *answers = block.graph_module(state, *map(shared.__getitem__, block.takes))
+        shared |= dict(zip(block.gives, answers, strict=True))
+    torch.testing.assert_close(state, expected)

@@ -180,8 +180,8 @@ def test_what_sees_later_tokens_and_cant_be_traced_is_refused_for_the_former(
 
 
 def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
-    """Fourier's transform of a row has all of its places in every answer."""
-    make_tiny("fnet").save_pretrained(tmp_path)
+    """What is added for padding is read as a share of it, and is more than the model expects."""
+    make_tiny("yoso").save_pretrained(tmp_path)
     chain = build_chain(
         outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
     )
