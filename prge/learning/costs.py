@@ -444,7 +444,7 @@ def export_memory(outline: Outline, scheme: str, roles: Collection[str]) -> int:
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     sizes = _largest_rows(bounds)
     arena = max(_block_arena(outline, role, *sizes[role], outline.longest) for role in sizes if role in roles)
-    verified = arena + (16 if scheme == "fp32" else 7) * outline.table_numbers
+    verified = arena + (16 if scheme == "fp32" else 5) * outline.table_numbers
     compared = 6 * outline.parameters if outline.parameters <= MOST_COMPARED else 0
     return _EXPORT_BYTES + max(compared, _EXPORT_BYTES_OF_ROLE * len(roles) + verified)
 
