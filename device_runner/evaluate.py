@@ -22,10 +22,10 @@ from prge.learning.examples import Example
 from prge.learning.head import Head
 from prge.learning.preferences import ObjectiveFlags, Preference, make_objective
 from prge.rows.example_building import BuildOptions, load_examples
-from prge.rows.own_heads import head_of, refused_labels, task_of
+from prge.rows.own_heads import head_of, ordered, refused_labels
 from prge.rows.scoring import evaluate, text_metrics
 from prge.rows.sources import read_source
-from prge.rows.task import Generate, Task
+from prge.rows.task import Generate, Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
 from prge.text.loop import Answer, GenerationSettings, Generator, Request
@@ -73,8 +73,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     Raises:
         PrgeError: bad input.
     """
-    bundle = open_bundle(settings.bundle)
-    task = task_of(bundle, settings.task)
+    task = load_task(settings.task) if settings.task else None
     writes = task.generate if task is not None else None
     if writes and settings.overflow == "split":
         raise ConfigError(
@@ -82,6 +81,8 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
             ["--overflow is split: a question with its answer is one row"],
             remedy="set --overflow to truncate or error",
         )
+    bundle = open_bundle(settings.bundle)
+    task = ordered(bundle, task)
     contract = bundle.chain.scoring
     tokenizer = bundle_tokenizer(bundle)
     options = BuildOptions(

@@ -17,7 +17,11 @@ def task_of(bundle: Bundle, name: str | Path | None) -> Task | None:
     Raises:
         ConfigError: it can't be used.
     """
-    task = load_task(name) if name else None
+    return ordered(bundle, load_task(name)) if name else None
+
+
+def ordered(bundle: Bundle, task: Task | None) -> Task | None:
+    """A task with its classes in the order that the bundle's own head has them in, if these are its own."""
     return None if task is None else _in_order(task, bundle.labels) or task
 
 
