@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Tokens that must have stood before, the longest that are found.
-_ALIKE = (3, 2)
+# Tokens that must have stood before, the more the better; two are enough where the last draft was right.
+_ALIKE = (5, 4, 3, 2)
 _FEWEST, _MOST = 2, 15
+# After each draft that is wrong the pause is so many times as long: a check takes as long as two tokens.
+_LONGER = 3
 _LONGEST_PAUSE = 64
 
 
 class Lookup:
-    """Drafts of one answer. After drafts that were wrong it pauses, twice as long each time."""
+    """Drafts of one answer. After drafts that were wrong it pauses, longer each time."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens: list[int] = []
@@ -25,6 +27,7 @@ class Lookup:
         self._behind: dict[tuple[int, ...], int] = {}
         self._size = _FEWEST
         self._pause = self._left = 0
+        self._trusted = False
         for token in tokens:
             self.push(token)
 
@@ -41,7 +44,7 @@ class Lookup:
         if self._left:
             self._left -= 1
             return []
-        for count in _ALIKE:
+        for count in _ALIKE if self._trusted else _ALIKE[:-1]:
             start = self._behind.get(tuple(self._tokens[-count:]))
             if start is not None:
                 text, size = list(self._tokens), min(self._size, most)
@@ -56,6 +59,6 @@ class Lookup:
             self._size = max(_FEWEST, right)
         else:
             self._size = min(2 * self._size, _MOST)
-        # A check takes longer than a token: one that is right does not pay for it.
-        self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE) if right < _FEWEST else 0
+        self._trusted = right >= _FEWEST
+        self._pause = 0 if self._trusted else min(_LONGER * self._pause + _LONGER - 1, _LONGEST_PAUSE)
         self._left = self._pause
