@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
@@ -58,6 +59,8 @@ _NUMBERS = (
     "rejected_change",
 )
 _MOST = 1e300
+# Looks at a lock whose holder has ended, and the time before each.
+_LOOKS, _LOOK_SECONDS = 40, 0.05
 
 
 class RunLog:
@@ -206,17 +209,36 @@ def run_lock(folder: Path) -> Iterator[None]:
         # The file stays behind: removing it would let two processes lock two files of one name.
         stream = open_regular(folder / LOCK, "a+b", buffering=0)
     with stream:
-        if not _lock(stream):
-            stream.seek(0)
-            holder = stream.read(20).decode(errors="replace").strip() or "unknown"
+        if not _lock(stream) and not _lock_after_end(stream):
             raise RunError(
-                f"{folder} is in use by process {holder}",
+                f"{folder} is in use by process {_holder(stream) or 'unknown'}",
                 remedy="wait for it or stop it, or give another folder with --out",
             )
         with reported(folder):
             stream.truncate(0)
             stream.write(f"{os.getpid()}\n".encode())
         yield
+
+
+def _holder(stream: BinaryIO) -> str:
+    stream.seek(0)
+    return stream.read(20).decode(errors="replace").strip()
+
+
+def _lock_after_end(stream: BinaryIO) -> bool:
+    """Lock what a process that has ended held: a child that it had just forked lets go of it at once."""
+    for _ in range(_LOOKS):
+        try:
+            os.kill(int(_holder(stream)), 0)
+        except ProcessLookupError:
+            time.sleep(_LOOK_SECONDS)
+        except (ValueError, OverflowError, OSError):
+            return False
+        else:
+            return False
+        if _lock(stream):
+            return True
+    return False
 
 
 def is_held(folder: Path) -> bool:

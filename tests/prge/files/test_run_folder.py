@@ -22,6 +22,7 @@ from prge.files.run_folder import (
     SUMMARY,
     RunLog,
     environment,
+    is_held,
     read_metrics,
     reported,
     run_lock,
@@ -251,3 +252,22 @@ def test_one_process_holds_a_run_folder(tmp_path: Path) -> None:
     # The killed owner's lock is gone, and the file tells the new one.
     with run_lock(tmp_path):
         assert (tmp_path / LOCK).read_text(encoding="ascii") == f"{os.getpid()}\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_of_an_owner_that_was_killed_is_waited_for(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time; from pathlib import Path; from prge.files.run_folder import run_lock\n"
+        "with run_lock(Path(sys.argv[1])):\n"
+        "    if os.fork() == 0: time.sleep(0.5); os._exit(0)\n"
+        "    print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        holder.kill()
+        holder.wait()
+        assert is_held(tmp_path)
+        with run_lock(tmp_path):
+            assert is_held(tmp_path)
