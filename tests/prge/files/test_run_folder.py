@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -232,15 +234,22 @@ def test_environment_tells_versions_without_importing() -> None:
     assert found["cpu"]["model"]
 
 
-def test_one_process_holds_a_run_folder(tmp_path: Path) -> None:
+@contextmanager
+def owner(folder: Path, first: str = "pass") -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds a run folder, once it has done something."""
     code = (
-        "import sys; from pathlib import Path; from prge.files.run_folder import run_lock\n"
-        "with run_lock(Path(sys.argv[1])):\n    print('held', flush=True); sys.stdin.read()"
+        "import os, sys, time; from pathlib import Path; from prge.files.run_folder import run_lock\n"
+        f"with run_lock(Path(sys.argv[1])):\n    {first}\n    print('held', flush=True); sys.stdin.read()"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
+    command = [sys.executable, "-c", code, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
+        yield holder
+
+
+def test_one_process_holds_a_run_folder(tmp_path: Path) -> None:
+    with owner(tmp_path) as holder:
         with (
             pytest.raises(RunError, match=rf"in use by process {holder.pid}\n") as caught,
             run_lock(tmp_path),
@@ -256,16 +265,7 @@ def test_one_process_holds_a_run_folder(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_child_of_an_owner_that_was_killed_is_waited_for(tmp_path: Path) -> None:
-    code = (
-        "import os, sys, time; from pathlib import Path; from prge.files.run_folder import run_lock\n"
-        "with run_lock(Path(sys.argv[1])):\n"
-        "    if os.fork() == 0: time.sleep(0.5); os._exit(0)\n"
-        "    print('held', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+    with owner(tmp_path, "if os.fork() == 0: time.sleep(0.5); os._exit(0)") as holder:
         holder.kill()
         holder.wait()
         assert is_held(tmp_path)
