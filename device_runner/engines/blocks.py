@@ -83,6 +83,8 @@ class Blocks:
         self._first = self.chain.first_of_weights
         # Methods by block and role, those of the block that was used last at the end.
         self._loaded: dict[int, dict[str, Any]] = {}
+        # Of blocks whose weights aren't in memory: to load a method takes longer than to read its weights.
+        self._idle: dict[int, dict[str, Any]] = {}
         self._spare: dict[int, list[Array]] = {}
         self._memory = memory
         # Called before a block computes; may have others compute first.
@@ -115,7 +117,6 @@ class Blocks:
             if file.packed is None:
                 self._try(number)
         self._arena = self._new_arena() if is_native else None
-        self._keeper = self._scratch_keeper() if memory is not None else None
 
     def heads(self, number: int) -> AttentionHeads:
         """The heads of a block's attention."""
@@ -272,31 +273,38 @@ class Blocks:
         return spare.pop() if spare else _untouched(size)
 
     def method(self, number: int, role: str) -> Any:
-        """A block's method, loaded; it stays so until the next one is asked for."""
+        """A block's method, with its weights in memory; they stay so until the next one is asked for."""
         first = self._first[number]
-        methods = self._loaded[first] = self._loaded.pop(first, {})
-        if role not in methods:
-            self._make_room(first)
+        held = self._loaded.pop(first, None)
+        methods = self._loaded[first] = held or self._idle.pop(first, {})
+        if held is None or role not in methods:
+            self._make_room(first, role)
             methods = self._loaded.setdefault(first, methods)
+        if role not in methods:
             methods[role] = self._load(first, role, self._arena)
         self._read_ahead(number)
         return methods[role]
 
-    def _make_room(self, number: int) -> None:
-        """Unload blocks until one more method of this one may be loaded.
+    def _make_room(self, number: int, role: str) -> None:
+        """Give weights of blocks back until those of this one fit beside the rest.
 
         Those that were used last go first: a call takes all blocks in their order, so they are needed last.
+        Methods stay without their weights, but for those of experts, which are many.
         """
         others = [other for other in reversed(self._loaded) if other != number]
         for other in (*others, number):
-            if self._memory is None or self._held(number) <= self._memory:
+            if self._memory is None or self._held(number, role) <= self._memory:
                 return
-            self._loaded.pop(other).clear()
+            methods = self._loaded.pop(other)
+            if self.chain.is_expert(other) or not self._files[other].give_back():
+                methods.clear()
+            else:
+                self._idle[other] = methods
 
-    def _held(self, number: int) -> int:
-        """Bytes of the loaded weights with one more method of a block; methods share a packed file's."""
+    def _held(self, number: int, role: str) -> int:
+        """Bytes of the loaded weights with a method of a block; methods share a packed file's."""
         counts = {other: len(methods) for other, methods in self._loaded.items()}
-        counts[number] = counts.get(number, 0) + 1
+        counts[number] = len({role, *self._loaded.get(number, ())})
         return sum(
             self._bytes[other] * (count if self._files[other].packed is None else 1)
             for other, count in counts.items()
@@ -311,18 +319,6 @@ class Blocks:
             except RuntimeError as error:
                 refused = error if isinstance(error, RefusedError) else RefusedError(str(error), log())
                 raise load_error(self._bundle.file(self.chain.blocks[number].weights), refused) from None
-
-    def _scratch_keeper(self) -> Any:
-        """A method that never runs: with it the backend keeps its scratch memory when no block is loaded.
-
-        Else every block would fault it in anew. It takes tens of kilobytes where weights are mapped, and is
-        left out where they are not.
-        """
-        first = 1  # behind the embedding
-        if self._files[first].packed is None:
-            return None
-        role = next(iter(self.chain.kinds[self.chain.blocks[first].kind].methods))
-        return self._load(first, role, self._arena)
 
     def _opened(self, path: Path) -> Any:
         with captured_stderr() as log:

@@ -69,6 +69,10 @@ class WeightsFile:
         self.path = path
         self.packed = None
 
+    def give_back(self) -> bool:
+        """Whether methods can stay without their weights: never."""
+        return False
+
 
 class Method:
     """A loaded method; `Program.load` makes it. What it needs of its program, the runtime keeps."""

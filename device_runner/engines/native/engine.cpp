@@ -26,6 +26,9 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#ifdef __linux__
+#include <sys/sysmacros.h>
+#endif
 #include <unistd.h>
 
 #include <algorithm>
@@ -311,6 +314,43 @@ struct Weights {
   std::string packed;
   bool packing = false;
   int lock = -1;
+  std::vector<et::Span<uint8_t>> mapped; // where methods have mapped the packed file; empty if it isn't known
+
+  // Give back the pages that methods have mapped, which they read again when they need them. False where the
+  // system doesn't tell which these are.
+  bool give_back() {
+    struct stat facts {};
+    if (lock < 0 || fstat(lock, &facts) != 0) {
+      return false;
+    }
+    if (mapped.empty() && facts.st_size > 0) {
+      find_mapped(facts);
+    }
+    for (const auto& part : mapped) {
+      madvise(part.data(), part.size(), MADV_DONTNEED);
+    }
+    mapping.give_back();
+    return !mapped.empty() || facts.st_size == 0;
+  }
+
+  void find_mapped(const struct stat& facts) {
+#ifdef __linux__
+    std::unique_ptr<FILE, int (*)(FILE*)> maps(std::fopen("/proc/self/maps", "re"), std::fclose);
+    if (maps == nullptr) {
+      return;
+    }
+    char line[512]; // paths may be longer: what is left of one is no line of its own
+    while (std::fgets(line, sizeof line, maps.get()) != nullptr) {
+      unsigned long first = 0, last = 0, inode = 0;
+      unsigned int high = 0, low = 0;
+      const int found =
+          std::sscanf(line, "%lx-%lx %*4c %*x %x:%x %lu", &first, &last, &high, &low, &inode);
+      if (found == 5 && inode == facts.st_ino && makedev(high, low) == facts.st_dev) {
+        mapped.emplace_back(reinterpret_cast<uint8_t*>(first), last - first);
+      }
+    }
+#endif
+  }
 
   ~Weights() {
     map.reset(); // its tables lie in the loader's pages
@@ -731,6 +771,11 @@ void prge_close_weights(void* weights) {
   delete static_cast<WeightsHandle*>(weights);
 }
 
+// Give back the pages that methods have mapped of these weights, which stay loaded. 0 where that can't be done.
+int prge_give_back(void* weights) {
+  return static_cast<WeightsHandle*>(weights)->weights->give_back();
+}
+
 // Bytes of an arena that a method uses.
 int prge_arena_bytes(void* program, const char* method, size_t* bytes, char* text, size_t capacity) {
   return Call(text, capacity).run([&] {
@@ -805,6 +850,7 @@ int prge_load(
     if (error != et::Error::Ok) {
       return error;
     }
+    handle->weights->mapped.clear();
     const Returning returning({&handle->file->mapping, &handle->weights->mapping});
     shares_packed_file = packed && !handle->weights->packing;
     auto loaded = handle->file->program->load_method(name, handle->manager.get(), nullptr, handle->weights->map.get(), &map);
@@ -850,6 +896,7 @@ int prge_run(const Request* requests, size_t count, char* text, size_t capacity)
 void prge_unload(void* method) {
   auto* handle = static_cast<MethodHandle*>(method);
   if (!handle->broken) {
+    handle->weights->mapped.clear();
     delete handle;
   }
 }

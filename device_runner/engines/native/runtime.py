@@ -120,6 +120,13 @@ class WeightsFile:
         self.packed = packed
         weakref.finalize(self, interface().prge_close_weights, handle)
 
+    def give_back(self) -> bool:
+        """Give back the pages that methods have mapped, which read them again when they run.
+
+        False where that can't be done: they keep their weights until they are gone.
+        """
+        return self.packed is not None and bool(interface().prge_give_back(self.handle))
+
 
 class Arena:
     """Memory of methods that never run at once; pages that nothing wrote to take none.
@@ -319,6 +326,7 @@ def interface() -> Any:
             "prge_without_threads": (None, []),
             "prge_close": (None, [pointer]),
             "prge_close_weights": (None, [pointer]),
+            "prge_give_back": (ctypes.c_bool, [pointer]),
             "prge_close_arena": (None, [pointer]),
             "prge_unload": (None, [pointer]),
             "prge_methods": (size, [pointer]),

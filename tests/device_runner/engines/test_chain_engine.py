@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from device_runner.engines.kept_states import KeptStates
+from device_runner.engines.opening import Engines
 from prge.contract import Contract, matrices
 from prge.errors import EngineError
 from prge.files.bundle import Bundle, open_bundle
@@ -159,7 +161,8 @@ def test_with_room_for_one_block_the_bits_are_the_same(
 ) -> None:
     contract = contract_of(bundle, kind, 3, **sizes)
     given = inputs_of(contract)
-    largest = max(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
+    sizes_of_blocks = bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size)
+    largest = max(sizes_of_blocks)
     want = computed(opened(bundle, contract, engine).step, given)
     for memory in (largest, 3 * largest // 2):
         programs = opened(bundle, contract, engine, memory=memory)
@@ -169,7 +172,26 @@ def test_with_room_for_one_block_the_bits_are_the_same(
             assert {name: array.tobytes() for name, array in one.items()} == {
                 name: array.tobytes() for name, array in want.items()
             }
-        assert len(loads) > len(set(loads)), "nothing was unloaded"
+        if engine == "native":
+            assert len(loads) == len(set(loads))
+            assert 0 < sum(sizes_of_blocks[number] for number in resident(programs)) <= memory
+        else:
+            assert len(loads) > len(set(loads)), "nothing was unloaded"
+
+
+def resident(programs: Engines) -> set[int]:
+    """Blocks whose packed weights are in this process's memory."""
+    gc.collect()  # engines of before have them too
+    blocks: Any = programs.step._blocks  # type: ignore[attr-defined]
+    numbers = {str(file.packed): number for number, file in blocks._files.items()}
+    found, path = set[int](), ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            path = words[-1]
+        elif words[0] == "Rss:" and path in numbers and int(words[1]):
+            found.add(numbers[path])
+    return found
 
 
 def test_without_a_bound_every_method_is_loaded_once(bundle: Bundle) -> None:

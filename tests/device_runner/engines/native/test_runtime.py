@@ -97,6 +97,32 @@ def test_both_blocks_of_a_kind_are_right_however_they_are_loaded(kind: Kind, tmp
     assert [path.read_bytes() for path in packed] == before
 
 
+def test_methods_stay_when_their_weights_are_given_back(kind: Kind, tmp_path: Path) -> None:
+    def resident(path: Path) -> int:
+        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+        found = [
+            next(line for line in lines if line.startswith("Rss:")) for each in lines if str(path) in each
+        ]
+        assert found
+        return sum(int(line.split()[1]) for line in found)
+
+    program, (packed, _) = Program(kind.program), pack(kind, tmp_path)
+    weights = WeightsFile(kind.weights[0], packed)
+    methods = {name: program.load(name, weights=weights) for name in METHODS}
+    before = answers(kind, [methods])
+    assert resident(packed) > 0
+    assert weights.give_back()
+    assert resident(packed) == 0
+    assert answers(kind, [methods]) == before
+    assert weights.give_back() and resident(packed) == 0
+    methods["again"] = program.load(METHODS[0], weights=weights)
+    assert answers(kind, [methods]) == before
+    assert weights.give_back() and resident(packed) == 0
+    methods.clear()
+    assert not weights.give_back()
+    assert not WeightsFile(kind.weights[0]).give_back()
+
+
 def test_packed_weights_are_mapped_by_several_processes_at_once(dynamic: Kind, tmp_path: Path) -> None:
     """The engine alone would let only one have the file."""
     packed = pack(dynamic, tmp_path)
