@@ -134,7 +134,7 @@ def curves(run: RunFacts, word: Callable[[str], str] = str) -> Iterator[Picture]
         title = word(_title(run.score))
         points = [Line("", _points(run, "evaluation", [run.score]), 1, "marked")]
         better = word("Lower is better." if run.score == "perplexity" else "Higher is better.")
-        caption = f"{title[:1].upper()}{title[1:]} {word('on development rows')}. {better}"
+        caption = f"{title[:1].upper()}{title[1:]} {word('on development rows.')} {better}"
         yield Picture(line_chart(points, word("steps"), title), caption)
 
 

@@ -154,12 +154,7 @@ class Followed:
             "value": newest.get(score) if newest else None,
             "memory": _memory(facts, process),
             "temperature": self._temperature() if running else None,
-            "evaluations": [
-                {"called": called, "step": each["step"], "loss": each.get("loss"), "value": each.get(score),
-                 "final": each["step"] == facts.final_step}
-                for called, each in (("before", facts.before), ("best", facts.best), ("last", newest))
-                if each is not None
-            ],
+            "evaluations": _evaluations(facts),
             "pictures": self._pictures[language],
             "samples": [
                 {**json.loads(prompt), "answers": list(answers.values())}
@@ -210,6 +205,18 @@ class Followed:
         first, last = self._recent[0], self._recent[-1]
         taken, spent = last["step"] - first["step"], (last.get("seconds") or 0) - (first.get("seconds") or 0)
         return max(0.0, spent / taken * (planned - last["step"])) if taken > 0 else None
+
+
+def _evaluations(facts: RunFacts) -> list[Json]:
+    """Evaluations before, at best and last, as a report has them: none twice."""
+    newest = facts.evaluations[-1] if facts.evaluations else None
+    found: dict[int, Json] = {}
+    for called, record in (("before", facts.before), ("best", facts.best), ("last", newest)):
+        if record is not None and record["step"] not in found:
+            step, is_final = record["step"], record["step"] == facts.final_step
+            numbers = {"loss": record.get("loss"), "value": record.get(facts.score)}
+            found[step] = {"called": called, "step": step, "final": is_final, **numbers}
+    return list(found.values())
 
 
 def _memory(facts: RunFacts, process: int | None) -> int | None:

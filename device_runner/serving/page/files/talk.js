@@ -178,6 +178,7 @@ class Answer extends Component {
 class Writing extends Component {
   componentDidMount() {
     this.area.focus();
+    this.area.form.scrollIntoView({ block: "nearest" });
   }
   submit = (event) => {
     event.preventDefault();

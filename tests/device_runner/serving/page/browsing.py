@@ -42,13 +42,30 @@ def served(**settings: Any) -> Iterator[Served]:
             process.kill()
 
 
-def shot(page: Any, folder: Path, name: str) -> None:
-    """Pictures of a page as it is, at two widths, light and dark."""
-    size = page.viewport_size
+def shots(visit: Any, url: str, folder: Path, name: str, prepare: Any = lambda page: None) -> None:
+    """Pictures of a page, on a phone and a screen, light and dark; checks that it fits in."""
     for width, height in ((390, 844), (1280, 800)):
         for scheme in ("light", "dark"):
-            page.set_viewport_size({"width": width, "height": height})
-            page.emulate_media(color_scheme=scheme)
-            page.wait_for_timeout(50)
+            page = visit(url, viewport={"width": width, "height": height}, color_scheme=scheme)
+            prepare(page)
             page.screenshot(path=folder / f"{name}-{width}-{scheme}.png")
-    page.set_viewport_size(size)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            check_axe(page)
+            page.context.close()
+
+
+def check_axe(page: Any) -> None:
+    """Check names, contrast and what else axe knows of a page as it is."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    problems = [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found]
+    assert problems == []
+
+
+def ask(page: Any, text: str) -> Any:
+    """Send a message; the last turn's answers."""
+    page.get_by_role("button", name="Send").wait_for()
+    page.get_by_role("textbox", name="Message").fill(text)
+    page.keyboard.press("Enter")
+    return page.locator(".turns > li").last.locator(".answer")

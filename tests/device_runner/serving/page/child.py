@@ -71,7 +71,7 @@ class ScriptedWorker:
             ticket.cancelled = True
 
     def _write(self, ticket: Ticket) -> None:
-        asked = self._tokenizer.decode(ticket.request.prompt.tokens)
+        asked = self._tokenizer.decode(ticket.request.prompt.tokens).removeprefix("<s>")
         users = re.findall(r"user\n(.*?)<\|im_end\|>", asked, re.DOTALL)
         text = (users or [asked])[-1].strip()
         adapter = "tuned" if ticket.request.adapter.values.any() else "base"
