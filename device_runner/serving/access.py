@@ -62,6 +62,10 @@ class Access:
             if not is_local(_name(of_page)) and (not of_page or of_page.lower() != host.lower()):
                 raise RequestError(403, f"pages of {shown(origin)} may not ask", code="foreign_origin")
         path = scope["path"]
+        # Of a picture, a script or a frame that a page has from here a browser tells no origin, but this.
+        is_foreign = headers.get("sec-fetch-site") == "cross-site" and "origin" not in headers
+        if is_foreign and path not in PAGES:
+            raise RequestError(403, "pages of other sites may not ask", code="foreign_origin")
         if self.key is not None and path not in (HEALTH, *PAGES) and not path.startswith(FILES):
             scheme, _, given = headers.get("authorization", "").partition(" ")
             right = hmac.compare_digest(given.strip(" ").encode(), self.key.encode())

@@ -6,6 +6,7 @@ import { Training } from "./training.js";
 class App extends Component {
   state = { is_training: location.pathname === "/training" };
   componentDidMount() {
+    addEventListener("popstate", () => this.setState({ is_training: location.pathname === "/training" }));
     watchers.add((error) => this.refused(error));
     this.open();
   }
@@ -40,6 +41,13 @@ class App extends Component {
       this.setState((state) => ({ is_wrong: state.needs_key }));
     });
   };
+  /** Go to the other view without loading the page again: a conversation stays. */
+  go = (event, path) => {
+    if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    if (path !== location.pathname) history.pushState({}, "", path);
+    this.setState({ is_training: path === "/training" });
+  };
   switch_language = () => {
     speak(spoken() === "de" ? "en" : "de");
     this.forceUpdate();
@@ -47,7 +55,7 @@ class App extends Component {
   render(_, { about, models, needs_key, is_wrong, is_down, is_back, is_training, problem }) {
     const trains = is_training || (about && !about.talks);
     document.title = `${t(trains ? "training" : "talk")} – prge`;
-    const link = (path, name, is_here) => html`<a href=${path} aria-current=${is_here ? "page" : undefined}>${t(name)}</a>`;
+    const link = (path, name, is_here) => html`<a href=${path} onClick=${(event) => this.go(event, path)} aria-current=${is_here ? "page" : undefined}>${t(name)}</a>`;
     return html`<a class="skip" href="#content">${t("skip")}</a>
       <header class="top"><strong>prge</strong>
         <nav aria-label="prge">${about?.talks && link("/", "talk", !trains)} ${link("/training", "training", trains)}</nav>
@@ -60,9 +68,9 @@ class App extends Component {
           <label>${t("key")}<input name="key" type="password" autocomplete="off" required aria-describedby="why" aria-invalid=${!!is_wrong} /></label>
           <p id="why" class="muted">${t("key_why")}</p><p role="alert" class="bad">${is_wrong ? t("key_wrong") : ""}</p>
           <button class="first">${t("open")}</button></form>`}
-        ${about && html`<div hidden=${needs_key}>${trains
-          ? html`<${Training} about=${about} spoken=${spoken()} />`
-          : html`<${Talk} about=${about} models=${models} spoken=${spoken()} />`}</div>`}
+        ${about && html`<div hidden=${needs_key}>
+          ${about.talks && html`<div hidden=${trains}><${Talk} about=${about} models=${models} spoken=${spoken()} is_shown=${!trains} /></div>`}
+          ${trains && html`<${Training} about=${about} spoken=${spoken()} />`}</div>`}
       </main>`;
   }
 }

@@ -4,16 +4,17 @@ export { h, html, render, Component };
 
 const KEY = "prge-key", LANGUAGE = "prge-language";
 const table = await (await fetch("/page/texts.json")).json();
-let language = localStorage.getItem(LANGUAGE) ?? (/^de\b/i.test(navigator.language) ? "de" : "en");
+const kept = localStorage.getItem(LANGUAGE);
+let language = Object.hasOwn(table, kept) ? kept : /^de\b/i.test(navigator.language) ? "de" : "en";
 
 export const spoken = () => language;
 /** A text by its name; `{}` in it are the values, in order. */
 export function t(name, ...values) {
-  const text = table[language]?.[name] ?? table.en[name] ?? name;
+  const text = Object.hasOwn(table[language], name) ? table[language][name] : String(name);
   return values.reduce((said, value) => said.replace("{}", () => value), text);
 }
 export function speak(other) {
-  language = table[other] ? other : "en";
+  language = other;
   localStorage.setItem(LANGUAGE, language);
   document.documentElement.lang = language;
 }

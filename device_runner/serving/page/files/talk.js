@@ -34,7 +34,7 @@ export class Talk extends Component {
     return innerHeight + scrollY >= document.documentElement.scrollHeight - 60;
   }
   componentDidUpdate(props, state, was_at_end) {
-    if (was_at_end && state.turns !== this.state.turns) scrollTo(0, document.documentElement.scrollHeight);
+    if (was_at_end && this.props.is_shown && state.turns !== this.state.turns) scrollTo(0, document.documentElement.scrollHeight);
   }
   stop = () => this.stopping?.abort();
   /** Change one answer of a turn; nothing where it isn't there any more. */

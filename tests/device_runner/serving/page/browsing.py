@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.device_runner.reporting.run_folders import write_run
 from tests.verbs import REPOSITORY
 
 CHILD = REPOSITORY / "tests/device_runner/serving/page/child.py"
@@ -40,6 +41,48 @@ def served(**settings: Any) -> Iterator[Served]:
             yield Served(process, f"http://{process.stdout.readline().strip()}")
         finally:
             process.kill()
+
+
+# Holds a run folder as a run does, and takes a step for each line that it is told.
+RUNNING = """
+import json, signal, sys
+from pathlib import Path
+from prge.files.run_folder import METRICS, run_lock
+folder = Path(sys.argv[1])
+def stop(number, frame):
+    summary = json.loads((folder / "run.json").read_text())
+    summary["run"]["status"] = "stopped early"
+    (folder / "run.json").write_text(json.dumps(summary))
+    sys.exit()
+with run_lock(folder):
+    signal.signal(signal.SIGTERM, stop)
+    print("begun", flush=True)
+    for step in map(int, sys.stdin):
+        record = {"event": "step", "step": step, "loss": 3.0, "rows": 4 * step, "seconds": step / 2}
+        with (folder / METRICS).open("a") as metrics:
+            metrics.write(json.dumps(record) + chr(10))
+"""
+
+
+@contextmanager
+def going_on(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a run of 25 steps out of 40."""
+    write_run(folder, status="running", steps=25)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    words = [sys.executable, "-c", RUNNING, str(folder)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def step(process: subprocess.Popen[str], number: int) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{number}\n")
+    process.stdin.flush()
 
 
 def shots(visit: Any, url: str, folder: Path, name: str, prepare: Any = lambda page: None) -> None:

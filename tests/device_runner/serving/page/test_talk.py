@@ -153,6 +153,20 @@ def test_what_it_learnt_and_taking_it_back(visit: Visit) -> None:
 
 
 @pytest.mark.whole
+def test_a_conversation_goes_on_while_one_looks_at_runs(server: Served, visit: Visit) -> None:
+    page = visit(server.url)
+    expect(ask(page, "Hello!")).to_contain_text("You said: Hello!")
+    slow = ask(page, "slow")
+    page.get_by_role("link", name="Training").click()
+    expect(page).to_have_title("Training – prge")
+    expect(page.get_by_role("textbox", name="Message")).to_have_count(0)
+    page.go_back()
+    expect(page).to_have_title("Talk – prge")
+    expect(page.locator(".turns > li")).to_have_count(2)
+    expect(slow).to_contain_text("word word")
+
+
+@pytest.mark.whole
 def test_what_a_model_says_is_text(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     asked: list[str] = []

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,52 +13,10 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.device_runner.reporting.run_folders import write_run
-from tests.device_runner.serving.page.browsing import served, shots
-from tests.verbs import REPOSITORY
+from tests.device_runner.serving.page.browsing import going_on, served, shots, step
 
 Visit = Callable[..., Any]
 EVIL = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
-
-# Holds a run folder as a run does, and takes a step for each line that it is told.
-RUNNING = """
-import json, signal, sys
-from pathlib import Path
-from prge.files.run_folder import METRICS, run_lock
-folder = Path(sys.argv[1])
-def stop(number, frame):
-    summary = json.loads((folder / "run.json").read_text())
-    summary["run"]["status"] = "stopped early"
-    (folder / "run.json").write_text(json.dumps(summary))
-    sys.exit()
-with run_lock(folder):
-    signal.signal(signal.SIGTERM, stop)
-    print("begun", flush=True)
-    for step in map(int, sys.stdin):
-        record = {"event": "step", "step": step, "loss": 3.0, "rows": 4 * step, "seconds": step / 2}
-        with (folder / METRICS).open("a") as metrics:
-            metrics.write(json.dumps(record) + chr(10))
-"""
-
-
-@contextmanager
-def going_on(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds a run of 25 steps out of 40."""
-    write_run(folder, status="running", steps=25)
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    words = [sys.executable, "-c", RUNNING, str(folder)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
-        assert process.stdout is not None and process.stdout.readline()
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def step(process: subprocess.Popen[str], number: int) -> None:
-    assert process.stdin is not None
-    process.stdin.write(f"{number}\n")
-    process.stdin.flush()
 
 
 def test_a_run_is_seen_as_it_goes_on_and_stopped(tmp_path: Path, visit: Visit) -> None:
