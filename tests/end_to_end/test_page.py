@@ -72,7 +72,7 @@ def test_a_bundle_and_a_run_on_the_page(
         (row,) = map(json.loads, (tmp_path / "feedback.jsonl").read_text().splitlines())
         assert (row["model"], row["rating"]) == ("run", "good")
         page.get_by_role("link", name="Training").click()
-        view = page.locator("article")
+        view = page.locator(".training article")
         expect(view).to_contain_text("Step 12 of 12")
         expect(view).to_contain_text("Accuracy on development rows")
         expect(view.locator("svg")).to_have_count(2)
@@ -93,9 +93,9 @@ def test_a_run_is_watched_and_stopped_after_its_step(
         expect(page.get_by_role("link", name="Talk")).to_have_count(0)
         button = page.get_by_role("button", name="Stop after this step")
         expect(button).to_be_visible(timeout=60_000)
-        expect(page.locator("article")).to_contain_text("Time left")
+        expect(page.locator(".training article")).to_contain_text("Time left")
         button.click()
-        expect(page.locator("article .mark")).to_have_text("interrupted, can go on", timeout=15_000)
+        expect(page.locator(".training article .mark")).to_have_text("interrupted, can go on", timeout=15_000)
         assert run.wait(30) == 130
         summary = json.loads((out / "run.json").read_text())
         assert (

@@ -61,7 +61,7 @@ def about_run(run: Path) -> Json:
         "train": _name(told["train"]),
         "base_model": _name(mapping(ran.get("model")).get("name_or_path")),
         "weights": mapping(ran.get("quantization")).get("scheme"),
-        "steps": trained.get("final_step") or trained.get("steps"),
+        "steps_taken": trained.get("final_step") or trained.get("steps"),
         "training_rows": trained.get("training_rows"),
         "seconds": trained.get("seconds"),
         "best": _score(mapping(trained.get("best"))),

@@ -55,21 +55,27 @@ class App extends Component {
   render(_, { about, models, needs_key, is_wrong, is_down, is_back, is_training, problem }) {
     const trains = is_training || (about && !about.talks);
     document.title = `${t(trains ? "training" : "talk")} – prge`;
-    const link = (path, name, is_here) => html`<a href=${path} onClick=${(event) => this.go(event, path)} aria-current=${is_here ? "page" : undefined}>${t(name)}</a>`;
+    const link = (path, name, is_here) => html`<a href=${path} onClick=${(event) => this.go(event, path)}
+      aria-current=${is_here ? "page" : undefined}>${t(name)}</a>`;
     return html`<a class="skip" href="#content">${t("skip")}</a>
       <header class="top"><strong>prge</strong>
-        <nav aria-label="prge">${about?.talks && link("/", "talk", !trains)} ${link("/training", "training", trains)}</nav>
-        <button type="button" class="quiet" lang=${spoken() === "de" ? "en" : "de"} onClick=${this.switch_language}>${t("other_language")}</button>
+        <nav aria-label="prge">${about?.talks && link("/", "talk", !trains)}
+          ${link("/training", "training", trains)}</nav>
+        <button type="button" class="quiet" lang=${spoken() === "de" ? "en" : "de"}
+          onClick=${this.switch_language}>${t("other_language")}</button>
       </header>
-      <div role="status" class=${is_down ? "banner bad" : is_back ? "banner" : ""}>${is_down ? t("waiting") : is_back ? t("gone") : ""}</div>
+      <div role="status" class=${is_down ? "banner bad" : is_back ? "banner" : ""}>
+        ${is_down ? t("waiting") : is_back ? t("gone") : ""}</div>
       <main id="content" tabindex="-1">
         ${problem && html`<p class="bad">${problem}</p>`}
         ${needs_key && html`<form class="key" onSubmit=${this.key}><h1>${t("key_title")}</h1>
-          <label>${t("key")}<input name="key" type="password" autocomplete="off" required aria-describedby="why" aria-invalid=${!!is_wrong} /></label>
+          <label>${t("key")}<input name="key" type="password" autocomplete="off" required
+            aria-describedby="why" aria-invalid=${!!is_wrong} /></label>
           <p id="why" class="muted">${t("key_why")}</p><p role="alert" class="bad">${is_wrong ? t("key_wrong") : ""}</p>
           <button class="first">${t("open")}</button></form>`}
         ${about && html`<div hidden=${needs_key}>
-          ${about.talks && html`<div hidden=${trains}><${Talk} about=${about} models=${models} spoken=${spoken()} is_shown=${!trains} /></div>`}
+          ${about.talks && html`<div hidden=${trains}>
+            <${Talk} about=${about} models=${models} spoken=${spoken()} is_shown=${!trains} /></div>`}
           ${trains && html`<${Training} about=${about} spoken=${spoken()} />`}</div>`}
       </main>`;
   }

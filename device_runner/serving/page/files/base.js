@@ -21,16 +21,17 @@ export function speak(other) {
 
 /** A number as prge writes it: four digits that matter, thousands apart by a narrow space. */
 export function number(value) {
-  if (typeof value !== "number" || !isFinite(value)) return value === null || value === undefined ? "–" : String(value);
+  if (typeof value !== "number" || !isFinite(value)) return String(value ?? "–");
   if (Math.abs(value) >= 1e15) return value.toExponential(3);
-  if (Number.isInteger(value) || Math.abs(value) >= 1000) return String(Math.round(value)).replace(/\B(?=(\d{3})+$)/g, "\u202f");
+  const is_whole = Number.isInteger(value) || Math.abs(value) >= 1000;
+  if (is_whole) return String(Math.round(value)).replace(/\B(?=(\d{3})+$)/g, "\u202f");
   return String(Number(value.toPrecision(4)));
 }
 export function duration(seconds) {
   if (typeof seconds !== "number") return "–";
-  const total = Math.round(seconds);
+  const total = Math.round(seconds), minutes = Math.floor(total / 60);
   if (total < 60) return `${total} s`;
-  return total < 3600 ? `${Math.floor(total / 60)} min ${total % 60} s` : `${number(Math.floor(total / 3600))} h ${Math.floor((total % 3600) / 60)} min`;
+  return minutes < 60 ? `${minutes} min ${total % 60} s` : `${number(Math.floor(minutes / 60))} h ${minutes % 60} min`;
 }
 
 /** What the server refuses, or that it can't be reached: then its status is 0. */
@@ -97,11 +98,16 @@ export const Facts = ({ facts }) => html`<dl class="facts">
   ${facts.filter(([, value]) => value !== undefined && value !== null && value !== "").map(
     ([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}
 </dl>`;
-const HOW = ["base_model", "architecture", "parameters", "weights", "adapter", "rank", "alpha", "estimator", "objective", "optimizer",
-  "learning_rate", "train", "training_rows", "steps", "seconds", "best", "hash"];
+const HOW = ["base_model", "architecture", "parameters", "weights", "adapter", "rank", "alpha", "estimator", "objective",
+  "optimizer", "learning_rate", "train", "training_rows", "steps_taken", "seconds", "best", "hash"];
 /** What the server tells of a model or a run, by names of texts. */
-export const told_facts = (facts) => HOW.map((name) => [t(name === "steps" ? "steps_taken" : name),
-  name === "seconds" ? facts[name] && duration(facts[name]) : typeof facts[name] === "number" ? number(facts[name]) : facts[name]]);
+export const told_facts = (facts) => HOW.map((name) => {
+  const value = facts[name];
+  return [t(name), typeof value !== "number" ? value : name === "seconds" ? duration(value) : number(value)];
+});
+
+/** A button that sends no form. */
+export const Button = ({ act, children, ...more }) => html`<button type="button" onClick=${act} ...${more}>${children}</button>`;
 
 const LONGEST = 20000;
 /** Somebody's text, as it is and never as markup; of a very long one the beginning, until all is asked for. */
@@ -112,6 +118,6 @@ export class Text extends Component {
   render({ text }, { all }) {
     const is_cut = text.length > LONGEST && !all;
     return html`<div class="text" dir="auto">${is_cut ? text.slice(0, LONGEST) : text}</div>
-      ${is_cut && html`<button type="button" onClick=${() => this.setState({ all: true })}>${t("show_all", number(text.length))}</button>`}`;
+      ${is_cut && html`<${Button} act=${() => this.setState({ all: true })}>${t("show_all", number(text.length))}<//>`}`;
   }
 }

@@ -1,5 +1,7 @@
 // Runs as they go on: the server reads and draws them, and sends what is new.
-import { Component, Facts, Refused, Text, ask, duration, events, get, html, number, pause, spoken, t, told_facts } from "./base.js";
+import {
+  Button, Component, Facts, Refused, Text, ask, duration, events, get, html, number, pause, spoken, t, told_facts,
+} from "./base.js";
 
 const here = () => new URLSearchParams(location.hash.slice(1)).get("run");
 const status_of = (run) => t(run.status === "failed" ? "failed_run" : run.status);
@@ -62,10 +64,13 @@ export class Training extends Component {
   render({ about }, { runs, cut, chosen, told, problem, note, is_refused }) {
     if (!about.runs) return html`<h1>${t("training")}</h1><p>${t("no_folder")}</p>`;
     const run = runs?.find((each) => each.run === chosen);
+    const is_here = (each) => (each.run === chosen ? "true" : undefined);
     return html`<div class="training"><nav aria-labelledby="runs"><h1 id="runs">${t("runs")}</h1>
         ${runs?.length === 0 && html`<p>${t("no_runs")}</p>`}
-        <ul>${runs?.map((each) => html`<li key=${each.run}><a href=${`#run=${encodeURIComponent(each.run)}`} aria-current=${each.run === chosen ? "true" : undefined}>
-          ${each.name}<span class="muted">${status_of(each)}</span></a></li>`)}</ul>${cut && html`<p class="muted">${t("too_many")}</p>`}</nav>
+        <ul>${runs?.map((each) => html`<li key=${each.run}>
+          <a href=${`#run=${encodeURIComponent(each.run)}`} aria-current=${is_here(each)}>
+            ${each.name}<span class="muted">${status_of(each)}</span></a></li>`)}</ul>
+        ${cut && html`<p class="muted">${t("too_many")}</p>`}</nav>
       <article aria-labelledby="run">${chosen && html`<h2 id="run">${run?.name ?? chosen}</h2>`}
         ${problem && html`<p class="bad" role="alert">${problem}</p>`}
         ${told && html`<${Run} told=${told} stop=${this.stop} />`}
@@ -74,29 +79,50 @@ export class Training extends Component {
   }
 }
 
-const Run = ({ told, stop }) => html`<div class="bar"><span class=${`mark ${told.status.replace(" ", "-")}`} role="status">${status_of(told)}</span>
-    ${told.can_stop && html`<button type="button" onClick=${stop}>${t("stop_run")}</button>`}</div>
-  ${told.planned && html`<label class="progress">${t("step_of", number(told.steps), number(told.planned))}<progress max=${told.planned} value=${told.steps}></progress></label>`}
-  <div class="tiles"><${Facts} facts=${[[t("left"), told.left === null ? null : duration(told.left)], [t("newest_loss"), told.loss && number(told.loss)],
-    [`${t(told.score)} ${t("on_development").replace(".", "")}`, told.value && number(told.value)], [t("rows"), told.rows && number(told.rows)], [t("time"), told.seconds && duration(told.seconds)],
-    [t(told.can_stop ? "memory" : "peak_memory"), told.memory && `${number(Math.round(told.memory / 1e6))} MB`], [t("temperature_now"), told.temperature && `${number(told.temperature)} °C`]]} /></div>
-  ${told.problems.map((each) => html`<p class="bad" key=${each}>${each}</p>`)}`;
+function Run({ told, stop }) {
+  const { status, score, steps, planned, temperature, can_stop } = told;
+  const shown = (value, say) => (value === null || value === undefined ? null : say(value));
+  const facts = [
+    [t("left"), shown(told.left, duration)],
+    [t("newest_loss"), shown(told.loss, number)],
+    [`${t(score)} ${t("on_development").replace(".", "")}`, shown(told.value, number)],
+    [t("rows"), shown(told.rows, number)],
+    [t("time"), shown(told.seconds, duration)],
+    [t(can_stop ? "memory" : "peak_memory"), shown(told.memory, (bytes) => `${number(Math.round(bytes / 1e6))} MB`)],
+    [t("temperature_now"), shown(temperature, (celsius) => `${number(celsius)} °C`)],
+  ];
+  return html`<div class="bar"><span class=${`mark ${status.replace(" ", "-")}`} role="status">${status_of(told)}</span>
+      ${can_stop && html`<${Button} act=${stop}>${t("stop_run")}<//>`}</div>
+    ${planned && html`<label class="progress">${t("step_of", number(steps), number(planned))}
+      <progress max=${planned} value=${steps}></progress></label>`}
+    <div class="tiles"><${Facts} facts=${facts} /></div>
+    ${told.problems.map((each) => html`<p class="bad" key=${each}>${each}</p>`)}`;
+}
 
-const Rest = ({ told, spoken }) => html`<div class="figures">${told.pictures.map((each, index) => html`<${Picture} key=${index} ...${each} />`)}</div>
+const Rest = ({ told, spoken }) => html`<div class="figures">
+    ${told.pictures.map((each, index) => html`<${Picture} key=${index} ...${each} />`)}</div>
   ${told.evaluations.length > 0 && html`<${Result} told=${told} />`}
   ${told.samples.length > 0 && html`<h3>${t("samples")}</h3>`}
-  ${told.samples.map((each, index) => html`<section class="sample" key=${index}><h4>${t("prompt")}</h4><${Text} text=${each.prompt} spoken=${spoken} />
-    <dl>${each.answers.map(({ step, text }) => html`<div key=${step}><dt>${step === 0 ? t("at_start") : t("after_step", number(step))}</dt><dd><${Text} text=${text} spoken=${spoken} /></dd></div>`)}
-    ${each.right && html`<div><dt>${t("right")}</dt><dd><${Text} text=${each.right} spoken=${spoken} /></dd></div>`}</dl></section>`)}
+  ${told.samples.map((each, index) => html`<${Sample} key=${index} ...${each} spoken=${spoken} />`)}
   <h3>${t("how")}</h3><${Facts} facts=${told_facts(told.how)} />`;
 
+function Sample({ prompt, right, answers, spoken }) {
+  const said = answers.map(({ step, text }) => [step ? t("after_step", number(step)) : t("at_start"), text]);
+  if (right) said.push([t("right"), right]);
+  return html`<section class="sample"><h4>${t("prompt")}</h4><${Text} text=${prompt} spoken=${spoken} />
+    <dl>${said.map(([name, text]) => html`<div key=${name}><dt>${name}</dt>
+      <dd><${Text} text=${text} spoken=${spoken} /></dd></div>`)}</dl></section>`;
+}
+
 const CALLED = { before: "before", best: "best_of", last: "last" };
-function Result({ told }) {
-  const shows_value = told.score !== "loss";
-  return html`<div class="scroll" tabindex="0" role="region" aria-label=${t("result")}><table><thead><tr><th scope="col">${t("result")}</th>
-      <th scope="col">${t("step")}</th><th scope="col">${t("loss")}</th>${shows_value && html`<th scope="col">${t(told.score)}</th>`}<th scope="col">${t("in_final")}</th></tr></thead>
-    <tbody>${told.evaluations.map((each) => html`<tr key=${each.called}><th scope="row">${t(CALLED[each.called])}</th><td>${number(each.step)}</td>
-      <td>${number(each.loss)}</td>${shows_value && html`<td>${number(each.value)}</td>`}<td>${each.final ? t("yes") : "–"}</td></tr>`)}</tbody></table></div>`;
+function Result({ told: { score, evaluations } }) {
+  const names = [t("result"), t("step"), t("loss"), ...(score === "loss" ? [] : [t(score)]), t("in_final")];
+  const cells = ({ step, loss, value, final }) => [number(step), number(loss),
+    ...(score === "loss" ? [] : [number(value)]), final ? t("yes") : "–"];
+  return html`<div class="scroll" tabindex="0" role="region" aria-label=${t("result")}><table>
+    <thead><tr>${names.map((name) => html`<th scope="col" key=${name}>${name}</th>`)}</tr></thead>
+    <tbody>${evaluations.map((each) => html`<tr key=${each.called}><th scope="row">${t(CALLED[each.called])}</th>
+      ${cells(each).map((cell) => html`<td>${cell}</td>`)}</tr>`)}</tbody></table></div>`;
 }
 
 /** A drawing of the server, as a picture and not as markup of the page. */

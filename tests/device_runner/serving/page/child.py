@@ -44,7 +44,7 @@ ABOUT = {
         "base": {},
         "tuned": {
             "adapter": "first", "rank": 8, "alpha": 16, "estimator": "exact", "learning_rate": 0.003,
-            "train": "rows.jsonl", "training_rows": 300, "steps": 600, "seconds": 754.0,
+            "train": "rows.jsonl", "training_rows": 300, "steps_taken": 600, "seconds": 754.0,
             "best": "perplexity 22.4",
         },
     },
