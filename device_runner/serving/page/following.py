@@ -119,7 +119,7 @@ class Followed:
             self._forget_samples()
         for line in samples:
             self._take_sample(sample_record(line))
-        documents = [_stamp(self.folder / name) for name in (CONFIG, SUMMARY)]
+        documents = [stamp_of(self.folder / name) for name in (CONFIG, SUMMARY)]
         if self._facts is None or lines or samples or is_anew or documents != self._documents:
             self._documents, self._pictures = documents, {}
             metrics = [*self._evaluations.records, *self._steps.records]
@@ -231,7 +231,7 @@ def _count(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value < 10**15 else None
 
 
-def _stamp(path: Path) -> object:
+def stamp_of(path: Path) -> object:
     """What tells whether a file was written again; None where there is none."""
     try:
         facts = path.lstat()

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from device_runner.serving.page.following import Followed
+from device_runner.serving.page.following import Followed, stamp_of
 from device_runner.serving.page.static import words_of
 from device_runner.serving.page.stopping import ask_to_stop, state_of
 from device_runner.serving.protocol import Json, RequestError
@@ -53,6 +53,8 @@ class Runs:
         # By folder; with how many streams tell of it.
         self._followed: dict[Path, tuple[Followed, int]] = {}
         self._asked: set[tuple[Path, int]] = set()
+        # What run.json told when it was written so.
+        self._told_statuses: dict[Path, tuple[object, object]] = {}
         self._closed = False
 
     def close(self) -> None:
@@ -86,7 +88,7 @@ class Runs:
         elif (folder, process) in self._asked:
             # A second signal would end the run at once.
             problem = "was asked before, and ends after its step"
-        elif mapping(mapping(_summary(folder)).get("run")).get("status") != "running":
+        elif _status(folder) != "running":
             # A signal would end it before there is anything to go on from.
             problem = "takes no step yet: try again later"
         elif not ask_to_stop(process):
@@ -144,12 +146,17 @@ class Runs:
         entries = [MOST_ENTRIES]
         found = sorted(_runs_in(self._root, DEEPEST, entries), key=_written, reverse=True)
         told = [self._told(folder) for folder in found[:MOST_RUNS]]
+        self._told_statuses = {folder: self._told_statuses[folder] for folder in found[:MOST_RUNS]}
         is_cut = len(found) > MOST_RUNS or entries[0] <= 0
         return {"object": "list", "data": told, "cut": is_cut}
 
     def _told(self, folder: Path) -> Record:
         name = folder.relative_to(self._root).as_posix()
-        status = mapping(mapping(_summary(folder)).get("run")).get("status")
+        stamp = stamp_of(folder / SUMMARY)
+        read_at, status = self._told_statuses.get(folder, (None, None))
+        if stamp is None or stamp != read_at:
+            status = _status(folder)
+        self._told_statuses[folder] = stamp, status
         is_running, _ = state_of(folder)
         ended = "killed" if status in (None, "running") else str(status)[:40]
         return {
@@ -183,9 +190,10 @@ def _is_run(folder: Path) -> bool:
     return not is_linked and any((folder / name).is_file() for name in _MARKS)
 
 
-def _summary(folder: Path) -> object:
+def _status(folder: Path) -> object:
+    """What a run's summary says of how it stands; None without one."""
     try:
-        return read_json(folder / SUMMARY)
+        return mapping(mapping(read_json(folder / SUMMARY)).get("run")).get("status")
     except (OSError, DocumentError):
         return None
 

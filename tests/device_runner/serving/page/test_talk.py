@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import select
+import socket
+import socketserver
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -237,6 +242,35 @@ def test_a_server_that_dies_and_comes_back(visit: Visit) -> None:
         page.get_by_role("button", name="Ask again").last.click()
         expect(page.locator(".answer").last).to_contain_text("You said: Are you there?")
         expect(page.locator(".turns > li")).to_have_count(3)
+
+
+@contextmanager
+def forwarded(port: int) -> Iterator[int]:
+    """Another port of this machine for a server's, as adb and ssh make one."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with socket.create_connection(("127.0.0.1", port)) as other:
+                pair = {self.request: other, other: self.request}
+                while content := [(each, each.recv(1 << 16)) for each in select.select([*pair], [], [])[0]]:
+                    for each, received in content:
+                        if not received:
+                            return
+                        pair[each].sendall(received)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+@pytest.mark.whole
+def test_the_page_through_a_forwarded_port(server: Served, visit: Visit) -> None:
+    with forwarded(server.port) as port:
+        page = visit(f"http://localhost:{port}/")
+        expect(ask(page, "Hello")).to_contain_text("You said: Hello")
+        page.context.close()
 
 
 @pytest.mark.whole
