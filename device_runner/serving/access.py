@@ -20,6 +20,8 @@ from prge.errors import shown
 
 # Answered without a key.
 HEALTH = "/health"
+# The code of requests that come while the server pauses, and seconds after which they may come again.
+PAUSED, PAUSED_SECONDS = "paused", 30
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?", re.IGNORECASE)
 
 
@@ -89,4 +91,6 @@ class Door:
 def refusal(error: RequestError) -> JSONResponse:
     """The answer to a request that is refused."""
     headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
+    if error.code == PAUSED:
+        headers = {"Retry-After": str(PAUSED_SECONDS)}
     return JSONResponse(error.body, error.status, headers)
