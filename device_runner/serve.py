@@ -14,7 +14,8 @@ from pathlib import Path
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.speaking import open_speaker
 from device_runner.serving.flags import LearnFlags, ServingFlags
-from device_runner.serving.learning import FEEDBACK, Learning, open_learning
+from device_runner.serving.history import FEEDBACK
+from device_runner.serving.learning import Learning, open_learning
 from device_runner.serving.models import Models
 from device_runner.session.gates import Gates
 from device_runner.session.speaking import (

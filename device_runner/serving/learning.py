@@ -23,7 +23,7 @@ from device_runner.engines.blocks import Blocks
 from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.serving.flags import LearnFlags
-from device_runner.serving.history import History, Version
+from device_runner.serving.history import FEEDBACK, ROUNDS, History, Version
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.rounds import (
     AbandonedError,
@@ -53,7 +53,6 @@ from prge.rows.feedback import Fields, adapter_digest, read_feedback
 from prge.rows.tokenizer import Tokenizer
 from prge.verbs.settings import read_settings
 
-FEEDBACK, ROUNDS = "feedback.jsonl", "rounds"
 # Rows of refused rounds that the next one learns, too.
 _MOST_OPEN = 256
 _ANY_LOSS = 1e6

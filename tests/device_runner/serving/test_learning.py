@@ -17,8 +17,8 @@ import pytest
 from device_runner import run as run_verb
 from device_runner.serving import learning as module
 from device_runner.serving.flags import LearnFlags
-from device_runner.serving.history import HISTORY
-from device_runner.serving.learning import FEEDBACK, Learning, open_learning
+from device_runner.serving.history import FEEDBACK, HISTORY
+from device_runner.serving.learning import Learning, open_learning
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.rounds import held_back, read_kept
 from device_runner.serving.worker import Worker
