@@ -196,8 +196,8 @@ class Phone:
         self.adb.check(f"mv {quote([f'{remote}.new', remote])}", f"renaming {remote}")
         return remote
 
-    def send_secret(self, text: str, remote: str) -> None:
-        """Bring a text as a file that is adb's user's alone, by no words that others can read."""
+    def write(self, text: str, remote: str) -> None:
+        """Write a text to a file that is adb's user's alone, by no words that others can read."""
         new = quote([f"{remote}.new"])
         self.adb.check(
             f"rm -f {new}\ncat >{new} && mv {new} {quote([remote])}", f"writing {remote}", said=text
@@ -575,9 +575,6 @@ def send_rows(phone: Phone, where: Path, part: Part) -> str:
 
 def send_settings(phone: Phone, settings: Mapping[str, Any], folder: str) -> list[str]:
     """Bring settings of a verb, by their names, to a folder of the phone; words with which it reads them."""
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place, "settings.yaml")
-        path.write_text(yaml_of(settings), encoding="utf-8")
-        phone.make(folder)
-        phone.adb.push(path, f"{folder}/settings.yaml")
+    phone.make(folder)
+    phone.write(yaml_of(settings), f"{folder}/settings.yaml")
     return ["--config", f"{folder}/settings.yaml"]

@@ -109,7 +109,7 @@ def serve_on(phone: Phone, settings: AndroidServeSettings) -> None:
             if job.port is None or job.state != "killed":
                 key = secrets.token_urlsafe()
                 phone.make(phone.path("jobs", settings.name))
-                phone.send_secret(key, phone.path("jobs", settings.name, KEY))
+                phone.write(key, phone.path("jobs", settings.name, KEY))
             send_settings(phone, there, phone.path("jobs", settings.name))
             job = _started(phone, settings.name, settings.port)
     _tell(settings, job, here, key)

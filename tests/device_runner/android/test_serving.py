@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -20,21 +19,6 @@ from tests.device_runner.android.fake_adb import FakePhone
 from tests.device_runner.android.test_command import tuning_of
 
 PORT = 8123
-# A client on the computer's side of the cable.
-ASK = """
-import json, sys, urllib.request
-url, key, body = sys.argv[1:]
-headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-request = urllib.request.Request(url, body.encode() or None, headers)
-try:
-    answer = urllib.request.urlopen(request, timeout=60)
-except urllib.error.HTTPError as error:
-    answer = error
-except OSError:
-    print("0 null")
-    sys.exit()
-print(answer.status, answer.read().decode())
-"""
 
 
 class Server:
@@ -54,11 +38,7 @@ class Server:
 
     def ask(self, path: str, body: Any = None, key: str | None = None, port: int = PORT) -> tuple[int, Any]:
         """Status and body of an answer; 0 where nobody listens."""
-        words = [f"http://127.0.0.1:{port}{path}", self.key if key is None else key]
-        text = "" if body is None else json.dumps(body)
-        told = self.daemon.network.run([sys.executable, "-c", ASK, *words, text]).stdout
-        status, _, content = told.partition(" ")
-        return int(status), json.loads(content) if content.startswith(("{", "null")) else content
+        return self.daemon.ask(port, path, self.key if key is None else key, body)
 
     def says(self, prompt: str = "The film") -> str:
         """An answer of its model."""
