@@ -94,7 +94,7 @@ def serve(settings: ServeSettings) -> None:
     from device_runner.serving.worker import Worker
     from prge.text.loop import Generator
 
-    key = _read_key(settings.api_key_file)
+    key, gates = _read_key(settings.api_key_file), Gates(settings.conditions())
     with ExitStack() as held:
         if settings.learn is not None:
             held.enter_context(run_lock(settings.learn))
@@ -121,7 +121,6 @@ def serve(settings: ServeSettings) -> None:
                 worker.wake()
 
         host = None if is_reached_by_others else settings.host
-        gates = Gates(settings.conditions())
         app = make_app(models, worker, Access(key, host), Feedback(file, note, kept), learning, gates)
         lines = [f"models: {', '.join(models.names)}"]
         lines.append(f"listening at http://{address_of(listener)}/v1; Ctrl-C ends it")

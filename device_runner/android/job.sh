@@ -18,7 +18,8 @@ note() {
 
 # Seconds since the phone was started, which no change of its clock moves.
 uptime() {
-    read -r NOW _ </proc/uptime
+    NOW=0
+    { read -r NOW _ </proc/uptime; } 2>/dev/null
     NOW=${NOW%%.*}
 }
 

@@ -250,7 +250,7 @@ def _driver() -> dict[str, Path]:
     """Files of the driver by their names in a runtime."""
     root = HERE.parents[1]
     paths = [path for package in ("prge", "device_runner") for path in (root / package).rglob("*")]
-    names = {str(path.relative_to(root)): path for path in paths if path.suffix in (".py", ".yaml")}
+    names = {str(path.relative_to(root)): path for path in paths if path.is_file() and path.suffix != ".cpp"}
     return {name: names[name] for name in sorted(names) if not set(_DRIVER_LEFT_OUT) & set(Path(name).parts)}
 
 

@@ -30,7 +30,8 @@ from device_runner.android.device import (
 from device_runner.serving.flags import ServingFlags
 from device_runner.serving.history import FEEDBACK
 from device_runner.session.speaking import BASE, adapter_source
-from prge.errors import ConfigError, DeviceError
+from prge.cli import INTERRUPTED
+from prge.errors import ConfigError, DeviceError, PrgeError
 from prge.files.run_folder import JOURNAL
 from prge.files.tuned import tuning_at
 from prge.verbs.settings import part_of, yaml_of
@@ -40,6 +41,8 @@ READY = "listening at"
 # For a model to be loaded.
 _READY_SECONDS = 600.0
 _LAST_LINES = 15
+# Exit codes of a server that was ended, or couldn't begin.
+_OWN_ENDS = (0, PrgeError.exit_code, INTERRUPTED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +108,8 @@ def serve_on(phone: Phone, settings: AndroidServeSettings) -> None:
     key = ""
     with _forwarded(phone, settings, settings.port) as here:
         if job.state != "running":
-            # A server that was killed comes back as the clients know it.
-            if job.port is None or job.state != "killed":
+            # A server that was killed or crashed comes back as the clients know it.
+            if job.port is None or job.code in _OWN_ENDS:
                 key = secrets.token_urlsafe()
                 phone.make(phone.path("jobs", settings.name))
                 phone.write(key, phone.path("jobs", settings.name, KEY))

@@ -146,7 +146,8 @@ def test_a_server_that_is_killed_comes_back_and_a_crash_loop_ends(server: Server
     server.kill()
     server.wait(lambda: "started again" in server.console().splitlines()[-1])
     told = server.daemon.prge("stop", "server", "--folder", server.phone).stdout
-    assert "killed with code 137" in told or told.startswith("server: ended")
+    # By its own end, or by one of the signals, before or after it is started again.
+    assert told.startswith(("server: ended", "server: killed with code 137", "server: killed with code 143"))
     time.sleep(2)
     assert server.ask("/health")[0] == 0 and "running" not in server.status()
 
