@@ -2,8 +2,8 @@
 # job.sh JOB WORDS...: run Python of this runtime with WORDS. The folder JOB gets what tells the process from
 # another one with its number (stat, boot), and in the end its exit code (rc).
 #
-# With PRGE_RESTARTS=N it is started again after a kill or a crash, at most N times in a row if none of them lasted a
-# minute; not after an end of its own or a user's error, nor once JOB has a file `stop`. JOB/restarts counts.
+# With PRGE_RESTARTS=N it is started again after a kill or a crash, at most N times in a row that last less than
+# a minute; not after an end of its own or a user's error, nor once JOB has a file `stop`. JOB/restarts counts.
 umask 077
 J=$1
 shift

@@ -14,6 +14,7 @@ import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from device_runner.android.adb import quote
@@ -173,7 +174,7 @@ def _adapter_there(phone: Phone, word: str) -> str:
     if word == BASE:
         return word
     source = adapter_source(word)
-    name = source.resolve().name if str(source) == word else word.partition("=")[0]
+    name = source.resolve().name if source == Path(word) else word.partition("=")[0]
     if source.exists():
         return f"{name}={send_adapter(phone, source)}"
     check_name(str(source))

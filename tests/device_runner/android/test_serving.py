@@ -247,7 +247,7 @@ def test_adapters_and_files_are_brought(stopped: FakePhone, tmp_path: Path) -> N
     (stopped.folder / "runs/first").mkdir(parents=True)
     (tmp_path / "chat.jinja").write_text("x")
     bundle = make_bundle(tmp_path / "bundle")
-    words = ["--bundle", bundle, "--adapter", peft, f"two={peft}", "first", "base", "--port", 9000]
+    words = ["--bundle", bundle, "--adapter", f"{peft}/", f"two={peft}", "first", "base", "--port", 9000]
     words += ["--chat-template", tmp_path / "chat.jinja", "--pause-above-celsius", 41, "--feedback"]
     told = stopped.prge("serve", *words).stdout
     assert "server: running" in told
