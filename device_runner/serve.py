@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.speaking import open_speaker
 from device_runner.serving.flags import LearnFlags, ServingFlags
 from device_runner.serving.history import FEEDBACK
 from device_runner.serving.learning import Learning, open_learning
+from device_runner.serving.listen_flags import ListenFlags, read_key, refuse_key
 from device_runner.serving.models import Models
+from device_runner.serving.page.about import about_adapter, about_bundle
 from device_runner.session.gates import Gates
 from device_runner.session.speaking import (
     BASE,
@@ -30,7 +31,6 @@ from device_runner.session.speaking import (
 from prge.errors import ConfigError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
-from prge.files.documents import DocumentError, read_document
 from prge.files.run_folder import run_lock
 from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
@@ -39,26 +39,16 @@ from prge.rows.tokenizer import Tokenizer, bundle_tokenizer, read_chat_template
 from prge.text.speaker import Speaker
 from prge.verbs.settings import parse_settings
 
-KEY = "PRGE_API_KEY"
-MOST_KEY_BYTES = 4096
-
 
 @dataclass(frozen=True)
-class ServeSettings(LearnFlags, ServingFlags):
+class ServeSettings(LearnFlags, ListenFlags, ServingFlags):
     """Serve a bundle and its adapters by OpenAI's protocol: chat completions, completions, models."""
 
-    host: str = "127.0.0.1"
-    """Address to listen at; others than this machine reach 0.0.0.0 or ::, which needs an API key."""
-    port: int = 8000
-    """Port to listen at; 0: a free one. It is printed."""
-    api_key_file: Path | None = None
-    """File with what clients must send as their API key. Default: the environment's PRGE_API_KEY; without
-    that, any program of this machine may ask."""
-    insecure: bool = False
-    """Instead of an API key: anyone who reaches the address may ask. To try things out."""
     feedback: Path | None = None
     """File that /v1/feedback adds rows to, with what was asked and answered; `prge tune --data` takes it.
     Default: nothing is kept."""
+    runs: Path | None = None
+    """A run, or a folder of runs, that the page /training shows. Default: none."""
 
     def __post_init__(self) -> None:
         problems = self.serving_problems(learns=self.learn is not None)
@@ -70,12 +60,7 @@ class ServeSettings(LearnFlags, ServingFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge serve --help`."""
-    if any(word.partition("=")[0].replace("_", "-") == "--api-key" for word in argv):
-        raise ConfigError(
-            "a setting can't be used:",
-            ["--api-key shows the key to everybody who can list processes"],
-            remedy=f"give --api-key-file FILE, or set {KEY}",
-        )
+    refuse_key(argv)
     settings = parse_settings(ServeSettings, argv, "prge serve", ["bundle"])
     serve(settings)
     return 0
@@ -91,11 +76,13 @@ def serve(settings: ServeSettings) -> None:
     from device_runner.serving.app import make_app
     from device_runner.serving.feedback import Feedback
     from device_runner.serving.listening import Server, address_of, listening
+    from device_runner.serving.page.runs import Runs
     from device_runner.serving.worker import Worker
     from prge.text.loop import Generator
 
-    key, gates = _read_key(settings.api_key_file), Gates(settings.conditions())
+    key, gates = read_key(settings.api_key_file), Gates(settings.conditions())
     with ExitStack() as held:
+        runs = None if settings.runs is None else Runs(settings.runs)
         if settings.learn is not None:
             held.enter_context(run_lock(settings.learn))
         file = settings.feedback if settings.learn is None else settings.learn / FEEDBACK
@@ -106,7 +93,7 @@ def serve(settings: ServeSettings) -> None:
         models = Models(adapters, _tokenizer(settings, bundle))
         listener = held.enter_context(listening(settings.host, settings.port))
         is_reached_by_others = not is_local(listener.getsockname()[0])
-        _check_key(settings, key, is_reached_by_others)
+        settings.check_key(key, is_reached_by_others)
         speaker, learning, blocks = _opened(settings, bundle, adapters, models)
         generator = Generator(speaker, bundle_tokenizer(bundle))
         if learning is not None:
@@ -121,13 +108,17 @@ def serve(settings: ServeSettings) -> None:
                 worker.wake()
 
         host = None if is_reached_by_others else settings.host
-        app = make_app(models, worker, Access(key, host), Feedback(file, note, kept), learning, gates)
+        feedback, about = Feedback(file, note, kept), _about(settings, bundle, models.names)
+        app = make_app(models, worker, Access(key, host), feedback, learning, runs, about, gates)
+        address = f"http://{address_of(listener)}"
         lines = [f"models: {', '.join(models.names)}"]
-        lines.append(f"listening at http://{address_of(listener)}/v1; Ctrl-C ends it")
+        lines.append(f"listening at {address}/v1; Ctrl-C ends it")
+        lines.append(f"talk to them at {address}/")
         if is_reached_by_others:
             whom = "anyone" if key is None else "who has the key"
             lines.append(f"{whom} may ask, without encryption, from any machine")
-        Server(app, worker, lambda: _tell(lines)).run([listener])
+        ending = runs.close if runs is not None else lambda: None
+        Server(app, worker, lambda: _tell(lines), ending).run([listener])
 
 
 def _opened(
@@ -157,6 +148,14 @@ def _opened(
     return engines.speaker(*shape), learning, engines.blocks
 
 
+def _about(settings: ServeSettings, bundle: Bundle, names: Sequence[str]) -> dict[str, Any]:
+    """What the page tells of the models: the folder's own, `base`, and those that were given."""
+    own = settings.bundle if tuning_at(settings.bundle) else bundle.adapter
+    sources = [own, None, *map(adapter_source, settings.adapter)]
+    told = [{} if source is None else about_adapter(source) for source in sources]
+    return {"bundle": about_bundle(bundle), "models": dict(zip(names, told, strict=True))}
+
+
 def _tokenizer(settings: ServeSettings, bundle: Bundle) -> Tokenizer:
     """The bundle's, with the chat template that was asked for."""
     tokenizer = bundle_tokenizer(bundle)
@@ -168,44 +167,6 @@ def _tokenizer(settings: ServeSettings, bundle: Bundle) -> Tokenizer:
 def _tell(lines: Sequence[str]) -> None:
     with best_effort(sys.stdout):
         print("\n".join(lines), flush=True)
-
-
-def _read_key(path: Path | None) -> str | None:
-    """The key that clients must send: a file's, else the environment's, else none.
-
-    Raises:
-        ConfigError: the file can't be read, or what is there is no key.
-    """
-    if path is None and KEY not in os.environ:
-        return None
-    where, key, remedy = KEY, os.environ.get(KEY, ""), f"set it, or unset {KEY} to serve without a key"
-    if path is not None:
-        where, remedy = str(path), f"python -c 'import secrets; print(secrets.token_urlsafe())' > {path}"
-        try:
-            key = read_document(path, MOST_KEY_BYTES).decode("ascii", "replace")
-        except (OSError, DocumentError) as error:
-            why = getattr(error, "strerror", None) or error
-            remedy = f"give a file, or set {KEY}"
-            raise ConfigError(
-                "there is no API key:", [f"{path} can't be read: {why}"], remedy=remedy
-            ) from None
-    key = key.strip()
-    if not re.fullmatch("[!-~]+", key):
-        problem = "has characters that aren't printable ASCII, or spaces" if key else "is empty"
-        raise ConfigError("there is no API key:", [f"{where} {problem}"], remedy=remedy)
-    return key
-
-
-def _check_key(settings: ServeSettings, key: str | None, is_reached_by_others: bool) -> None:
-    """Refuse to be open to others by mistake; raises ConfigError."""
-    problems = []
-    if settings.insecure and key is not None:
-        problems.append("give an API key or --insecure, and not both")
-    if is_reached_by_others and key is None and not settings.insecure:
-        problems.append(f"--host {settings.host} lets other machines ask, and there is no API key")
-    if problems:
-        remedy = f"give --api-key-file FILE, or set {KEY}; with --insecure anyone may ask"
-        raise ConfigError("these settings can't be used:", problems, remedy=remedy)
 
 
 def _adapters(settings: ServeSettings, bundle: Bundle) -> dict[str, Adapter]:

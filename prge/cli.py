@@ -49,6 +49,7 @@ VERBS = {
     "report": Verb(
         "device_runner.report", "write a page about runs: curves, samples, settings, costs", "device"
     ),
+    "watch": Verb("device_runner.watch", "look at runs in the browser while they go on", "serve"),
     "publish": Verb("server_export.publish", "give a trained adapter to PEFT or merge it", "export"),
     "compare": Verb(
         "server_export.evidence.compare.command", "compare training methods at equal quality", "export"

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,4 +125,55 @@ def shared() -> Path:
     folder = Path(os.environ.get("PRGE_SHARED") or Path(__file__).resolve().parents[2] / "shared")
     if not folder.is_dir():
         pytest.skip(f"there is no folder {folder} (PRGE_SHARED names another)")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """Debian's Chromium; no longer than for a module, since its driver's event loop is this thread's."""
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("there is no chromium to show the page")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
+    """Opens a URL in a window of its own; errors in its console fail the test, but for `expected` ones."""
+    contexts, problems = [], []
+
+    def open(url: str, locale: str = "en-US", expected: tuple[str, ...] = (), **more: Any) -> Any:
+        context = chromium.new_context(locale=locale, **{"viewport": {"width": 1280, "height": 800}, **more})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(15_000)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+
+        def on_console(message: Any) -> None:
+            # A server that has gone is no mistake of the page.
+            known = ("net::ERR_", *expected)
+            if message.type == "error" and not any(word in message.text for word in known):
+                problems.append(message.text)
+
+        page.on("console", on_console)
+        page.goto(url)
+        return page
+
+    yield open
+    for context in contexts:
+        context.close()
+    assert not problems
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pictures of the page go: the folder that PRGE_PICTURES names, else pytest's own."""
+    named = os.environ.get("PRGE_PICTURES")
+    folder = Path(named) if named else tmp_path_factory.mktemp("pictures")
+    folder.mkdir(parents=True, exist_ok=True)
     return folder

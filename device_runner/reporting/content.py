@@ -53,7 +53,7 @@ def _run(run: RunFacts, level: int) -> Iterator[Block]:
     yield Paragraph(_bottom_line(run))
     if run.problems:
         yield Bullets(tuple(run.problems))
-    yield from _curves(run)
+    yield from curves(run)
     for title, section in _SECTIONS.items():
         if blocks := list(section(run)):
             yield Heading(title, level)
@@ -121,19 +121,21 @@ def _bottom_line(run: RunFacts) -> str:
     return " ".join(lines)
 
 
-def _curves(run: RunFacts) -> Iterator[Block]:
+def curves(run: RunFacts, word: Callable[[str], str] = str) -> Iterator[Picture]:
+    """The pictures of one run; `word` says words of it in another language."""
     loss = [
         Line("", _points(run, "step", ["loss"]), 0, "faint"),
-        Line("training rows, smoothed", _smoothed(run), 0),
-        Line("development rows", _points(run, "evaluation", ["loss"]), 1, "marked"),
+        Line(word("training rows, smoothed"), _smoothed(run), 0),
+        Line(word("development rows"), _points(run, "evaluation", ["loss"]), 1, "marked"),
     ]
-    yield Picture(line_chart(loss, "steps", "loss"), "Loss. Faint: of each step's rows.")
+    drawing = line_chart(loss, word("steps"), word("loss"))
+    yield Picture(drawing, word("Loss. Faint: of each step's rows."))
     if run.score != "loss":
-        title = _title(run.score)
+        title = word(_title(run.score))
         points = [Line("", _points(run, "evaluation", [run.score]), 1, "marked")]
-        better = "Lower is better" if run.score == "perplexity" else "Higher is better"
-        caption = f"{title.capitalize()} on development rows. {better}."
-        yield Picture(line_chart(points, "steps", title), caption)
+        better = word("Lower is better." if run.score == "perplexity" else "Higher is better.")
+        caption = f"{title[:1].upper()}{title[1:]} {word('on development rows.')} {better}"
+        yield Picture(line_chart(points, word("steps"), title), caption)
 
 
 def _result(run: RunFacts) -> Iterator[Block]:
@@ -167,7 +169,7 @@ def _samples(run: RunFacts) -> Iterator[Block]:
         by_prompt.setdefault(json.dumps(each["prompt"]), {})[each["step"]] = each
     for answers in list(by_prompt.values())[:MOST_SAMPLES]:
         yield Paragraph("Prompt:")
-        yield Quote(_prompt_text(next(iter(answers.values()))["prompt"]))
+        yield Quote(prompt_text(next(iter(answers.values()))["prompt"]))
         for step in sorted({0, after if after in answers else max(answers)} & answers.keys()):
             yield Paragraph(f"{'Before' if step == 0 else f'After step {step:,}'}:")
             yield Quote(shortened(answers[step]["text"], LONGEST_VALUE))
@@ -178,7 +180,7 @@ def _samples(run: RunFacts) -> Iterator[Block]:
         yield Paragraph(f"{len(by_prompt) - MOST_SAMPLES} more prompts are in samples.jsonl.")
 
 
-def _prompt_text(prompt: Any) -> str:
+def prompt_text(prompt: Any) -> str:
     """A prompt as its file had it: a text, or messages."""
     if isinstance(prompt, list) and all(isinstance(each, Mapping) for each in prompt):
         text = "\n".join(f"{each.get('role')}: {each.get('content')}" for each in prompt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,13 @@ def read_run(folder: Path) -> RunFacts:
         raise RunError(
             f"{folder} is no run: it has no {METRICS}", remedy="give the folder of `prge run --out`"
         )
+    metrics = read_metrics(folder) if (folder / METRICS).is_file() else []
+    run = facts_of(folder, metrics, read_samples(folder / SAMPLES))
+    return replace(run, decisions=_decisions(folder, run.problems))
+
+
+def facts_of(folder: Path, metrics: list[Record], samples: list[Record]) -> RunFacts:
+    """What a run's folder tells, with records that were read before; nothing beside the folder is read."""
     problems: list[str] = []
     summary = mapping(_document(folder / SUMMARY, problems))
     return RunFacts(
@@ -116,9 +123,9 @@ def read_run(folder: Path) -> RunFacts:
         run=mapping(summary.get("run")),
         train=mapping(summary.get("train")),
         meta=mapping(summary.get("meta")),
-        metrics=read_metrics(folder) if (folder / METRICS).is_file() else [],
-        samples=read_samples(folder / SAMPLES),
-        decisions=_decisions(folder, problems),
+        metrics=metrics,
+        samples=samples,
+        decisions=[],
         running=is_held(folder),
         problems=problems,
     )

@@ -1,7 +1,8 @@
 """Who may ask: requests by a name of this machine, not from pages of the web, with the key, in JSON.
 
 A page that a browser shows may send requests to any address, this machine's too, but not choose their `Host`
-and `Origin`, nor call a text JSON without being asked about it first.
+and `Origin`, nor call a text JSON without being asked about it first. The server's own page is told to load
+and ask nothing from elsewhere, and to be shown in no other.
 """
 
 from __future__ import annotations
@@ -11,17 +12,25 @@ import re
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from device_runner.serving.protocol import RequestError
 from prge.errors import shown
 
-# Answered without a key.
+# Answered without a key: a browser can't send one before it has the page.
 HEALTH = "/health"
 # The code of requests that come while the server pauses, and seconds after which they may come again.
 PAUSED, PAUSED_SECONDS = "paused", 30
+PAGES, FILES = ("/", "/training"), "/page/"
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?", re.IGNORECASE)
 
 
@@ -54,7 +63,12 @@ class Access:
             of_page = origin.partition("://")[2]
             if not is_local(_name(of_page)) and (not of_page or of_page.lower() != host.lower()):
                 raise RequestError(403, f"pages of {shown(origin)} may not ask", code="foreign_origin")
-        if self.key is not None and scope["path"] != HEALTH:
+        path = scope["path"]
+        # Of a picture, a script or a frame that a page has from here a browser tells no origin, but this.
+        is_foreign = headers.get("sec-fetch-site") == "cross-site" and "origin" not in headers
+        if is_foreign and path not in PAGES:
+            raise RequestError(403, "pages of other sites may not ask", code="foreign_origin")
+        if self.key is not None and path not in (HEALTH, *PAGES) and not path.startswith(FILES):
             scheme, _, given = headers.get("authorization", "").partition(" ")
             right = hmac.compare_digest(given.strip(" ").encode(), self.key.encode())
             if not right or scheme.lower() != "bearer":
@@ -80,12 +94,18 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
         try:
             self._access.check(scope)
         except RequestError as error:
-            await refusal(error)(scope, receive, send)
+            await refusal(error)(scope, receive, guarded)
         else:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, guarded)
 
 
 def refusal(error: RequestError) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""The server's routes: what a client sends to sequences of the worker, their texts to answers.
+"""The server's routes: what a client sends to sequences of the worker, their texts to answers; and its page.
 
     body, bounded -> what is asked -> prompts -> worker -> events of each answer -> JSON, or a stream
 
@@ -22,10 +22,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from device_runner.serving.access import HEALTH, PAUSED, Access, Door, refusal
+from device_runner.serving.access import FILES, HEALTH, PAGES, PAUSED, Access, Door, refusal
 from device_runner.serving.feedback import Feedback
 from device_runner.serving.learning import Learning
 from device_runner.serving.models import MOST_CHARACTERS, Models
+from device_runner.serving.page.runs import Runs
+from device_runner.serving.page.static import INDEX, file_named
 from device_runner.serving.protocol import (
     Asked,
     Finish,
@@ -59,6 +61,8 @@ def make_app(
     access: Access,
     feedback: Feedback | None = None,
     learning: Learning | None = None,
+    runs: Runs | None = None,
+    about: Json | None = None,
     gates: Gates | None = None,
 ) -> Starlette:
     """The server as an ASGI application.
@@ -69,9 +73,12 @@ def make_app(
         access: who may ask.
         feedback: takes what clients say of answers; by default none is kept.
         learning: what is learnt of that.
+        runs: that the page shows.
+        about: what the page tells of the models.
         gates: while they are closed no answer is begun.
     """
     server = _Server(models, worker, feedback or Feedback(None), learning, gates or Gates(()))
+    told = {**(about or {}), **server.told, "runs": runs is not None}
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
@@ -82,6 +89,15 @@ def make_app(
         Route("/v1/models/{name:path}", server.one_model, methods=["GET"]),
         Route(HEALTH, server.health, methods=["GET"]),
     ]
+    return _assembled([*routes, *_page_routes(told, runs)], access)
+
+
+def make_watching_app(runs: Runs, access: Access) -> Starlette:
+    """The page alone, for who looks at runs, as an ASGI application."""
+    return _assembled(_page_routes({"object": "about", "talks": False, "runs": True}, runs), access)
+
+
+def _assembled(routes: list[Route], access: Access) -> Starlette:
     handlers = {
         RequestError: _refuse,
         PrgeError: _refuse_failed,
@@ -93,6 +109,39 @@ def make_app(
     app = Starlette(routes=routes, middleware=[door], exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
+
+
+def _page_routes(told: Json, runs: Runs | None) -> list[Route]:
+    """The page, what it asks of what is served, and of runs where there are any."""
+
+    async def page(request: Request) -> Response:
+        return file_named(INDEX)
+
+    async def file(request: Request) -> Response:
+        return file_named(request.path_params["name"])
+
+    async def about(request: Request) -> Response:
+        return JSONResponse(told)
+
+    routes = [Route(path, page, methods=["GET"]) for path in PAGES]
+    routes += [Route(f"{FILES}{{name}}", file, methods=["GET"]), Route("/v1/about", about, methods=["GET"])]
+    if runs is None:
+        return routes
+
+    async def listed(request: Request) -> Response:
+        return JSONResponse(await runs.listed())
+
+    async def events(request: Request) -> Response:
+        query = request.query_params
+        return _Stream(*runs.follow(query.get("run", ""), query.get("language", "")))
+
+    async def stop(request: Request) -> Response:
+        run = request.query_params.get("run", "")
+        await runs.stop(run)
+        return JSONResponse({"object": "run", "run": run, "stopping": True})
+
+    routes += [Route("/v1/runs", listed, methods=["GET"]), Route("/v1/runs/events", events, methods=["GET"])]
+    return [*routes, Route("/v1/runs/stop", stop, methods=["POST"])]
 
 
 _T = TypeVar("_T")
@@ -114,6 +163,18 @@ class _Server:
         self.begun = int(time.time())
         # Bytes of bodies that are being read or made prompts of.
         self.held = 0
+
+    @property
+    def told(self) -> Json:
+        """What the page must know of the server."""
+        return {
+            "object": "about",
+            "talks": True,
+            "chats": self.models.has_template,
+            "context": self.worker.context,
+            "feedback": self.feedback.keeps,
+            "learns": self._learning is not None,
+        }
 
     async def health(self, request: Request) -> Response:
         """Whether the worker lives."""

@@ -55,9 +55,22 @@ def address_of(listener: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """Serves an application until a signal, or until its worker has failed; calls `begun` once it does."""
+    """Serves an application until a signal, or until its worker has failed.
 
-    def __init__(self, app: ASGIApp, worker: Worker, begun: Callable[[], object] = lambda: None) -> None:
+    Args:
+        app: the application.
+        worker: whoever makes its answers; None: nobody, it answers by itself.
+        begun: called once it listens.
+        ending: called before it waits for answers that are being sent.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        worker: Worker | None,
+        begun: Callable[[], object] = lambda: None,
+        ending: Callable[[], object] = lambda: None,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -75,6 +88,7 @@ class Server(uvicorn.Server):
         )
         self._worker = worker
         self._begun = begun
+        self._ending = ending
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; from here on signals end the server, not the process."""
@@ -83,7 +97,13 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end now; asked ten times a second."""
-        return await super().on_tick(counter) or not self._worker.alive
+        failed = self._worker is not None and not self._worker.alive
+        return await super().on_tick(counter) or failed
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen no more, and send what is being sent to its end."""
+        self._ending()
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

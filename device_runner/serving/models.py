@@ -50,6 +50,11 @@ class Models:
         """What clients may ask for."""
         return tuple(self._adapters)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether messages can be made a prompt."""
+        return self._tokenizer.chat_template is not None
+
     def adapter(self, name: str) -> Adapter:
         """The adapter of a name; raises RequestError."""
         if name not in self._adapters:

@@ -234,10 +234,11 @@ def _read(path: Path) -> list[tuple[bytes, Record | None]]:
         return []
     with reported(path):
         lines = read_regular(path).splitlines(keepends=True)
-    return [(line, _record(line)) for line in lines]
+    return [(line, sample_record(line)) for line in lines]
 
 
-def _record(line: bytes) -> Record | None:
+def sample_record(line: bytes) -> Record | None:
+    """A line of a file of samples, if it is whole and a record."""
     try:
         record = parse_json(line)
     except DocumentError:

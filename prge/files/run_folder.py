@@ -127,7 +127,7 @@ class RunLog:
         if not os.path.lexists(path):
             return []
         lines = read_regular(path).splitlines(keepends=True)
-        records = [_record(line) for line in lines]
+        records = [metrics_record(line) for line in lines]
         last = math.inf if keep_through is None else keep_through
         kept = [index for index, record in enumerate(records) if record and record["step"] <= last]
         if len(kept) < len(lines):
@@ -154,7 +154,7 @@ def read_metrics(folder: Path) -> list[Record]:
         raise RunError(f"{path} can't be read: {error.strerror}", remedy="give another run") from None
     records = []
     for number, line in enumerate(lines, 1):
-        record = _record(line)
+        record = metrics_record(line)
         if record is not None:
             records.append(record)
         elif number < len(lines):
@@ -274,7 +274,7 @@ def _append(stream: BinaryIO, line: str) -> None:
         rest = rest[stream.write(rest) :]
 
 
-def _record(line: bytes) -> Record | None:
+def metrics_record(line: bytes) -> Record | None:
     """A line of metrics.jsonl, if it is whole and a record: an event, its step, numbers where they belong."""
     try:
         record = json.loads(line)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from device_runner import serve
+from device_runner.serving.listen_flags import read_key
 from prge.errors import BundleError, ConfigError
 
 EMPTY = ["", " ", "\n", "\t \r\n"]
@@ -41,10 +42,10 @@ def test_a_key_comes_from_a_file_before_the_environment(
     assert "at most 4096" in refused("--api-key-file", tmp_path / "key")
     (tmp_path / "key").write_text("of-the-file\n")
     monkeypatch.setenv("PRGE_API_KEY", " of-the-environment\n")
-    assert serve._read_key(tmp_path / "key") == "of-the-file"
-    assert serve._read_key(None) == "of-the-environment"
+    assert read_key(tmp_path / "key") == "of-the-file"
+    assert read_key(None) == "of-the-environment"
     monkeypatch.delenv("PRGE_API_KEY")
-    assert serve._read_key(None) is None
+    assert read_key(None) is None
 
 
 @pytest.mark.parametrize("words", [["--api-key", ""], ["--api-key="], ["--api_key=secret"]])
@@ -57,11 +58,11 @@ def test_a_key_in_the_words_of_a_command_is_refused(words: list[str]) -> None:
 def test_others_may_ask_with_a_key_or_where_that_was_asked_for(host: str) -> None:
     settings = serve.ServeSettings(Path("nothing"), host=host)
     with pytest.raises(ConfigError, match=f"--host {host} lets other machines ask, and there is no API key"):
-        serve._check_key(settings, None, True)
-    serve._check_key(settings, "secret", True)
-    serve._check_key(serve.ServeSettings(Path("nothing"), host=host, insecure=True), None, True)
+        settings.check_key(None, True)
+    settings.check_key("secret", True)
+    serve.ServeSettings(Path("nothing"), host=host, insecure=True).check_key(None, True)
     with pytest.raises(ConfigError, match="and not both"):
-        serve._check_key(serve.ServeSettings(Path("nothing"), insecure=True), "secret", True)
+        serve.ServeSettings(Path("nothing"), insecure=True).check_key("secret", True)
 
 
 def test_flags_of_learning_belong_to_a_folder_to_learn_into(tmp_path: Path) -> None:
@@ -72,6 +73,6 @@ def test_flags_of_learning_belong_to_a_folder_to_learn_into(tmp_path: Path) -> N
 
 
 def test_this_machine_needs_no_key() -> None:
-    serve._check_key(serve.ServeSettings(Path("nothing")), None, False)
+    serve.ServeSettings(Path("nothing")).check_key(None, False)
     with pytest.raises(BundleError):
         serve.main(["--bundle", "nothing"])

@@ -75,6 +75,24 @@ def test_pages_of_other_origins_may_not_ask(origin: str, found: int) -> None:
     assert status(Access(), "GET", "/health", host="my-phone:8000", origin=origin) == found
 
 
+def test_what_a_page_of_another_site_has_from_here_is_refused_and_a_link_is_not() -> None:
+    for path in ("/v1/models", "/v1/runs/events", "/page/app.js"):
+        assert status(HERE, "GET", path, sec_fetch_site="cross-site") == 403
+        for site in ("same-origin", "same-site", "none"):
+            assert status(HERE, "GET", path, sec_fetch_site=site) == 0
+    assert status(HERE, "GET", "/training", sec_fetch_site="cross-site") == 0
+    # A page of this machine says who it is.
+    assert status(sec_fetch_site="cross-site", origin="http://localhost:3000") == 0
+
+
+def test_the_page_and_its_files_need_no_key() -> None:
+    access = Access(key="secret", host="localhost")
+    for path in ("/", "/training", "/page/app.js"):
+        assert status(access, "GET", path) == 0
+    for path in ("/page", "/training/", "//", "/v1/about"):
+        assert status(access, "GET", path) == 401
+
+
 @pytest.mark.parametrize(
     ("kind", "found"),
     [

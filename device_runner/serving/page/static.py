@@ -1,0 +1,57 @@
+"""The page's files as a browser gets them, and the one table of its texts.
+
+preact.js is preact 10 with htm, preact/standalone.module.js of npm's package htm 3.1.1; their licences lie
+beside it. No other file comes from elsewhere, and none is made from another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+from starlette.responses import Response
+
+from device_runner.serving.protocol import RequestError
+from prge.errors import shown
+
+FOLDER = Path(__file__).with_name("files")
+INDEX, TEXTS = "index.html", "texts.json"
+_TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".json": "application/json",
+    ".svg": "image/svg+xml",
+}
+
+
+def file_named(name: str) -> Response:
+    """One of the page's files; raises RequestError."""
+    if name not in _names():
+        raise RequestError(404, f"the page has no file {shown(name)}")
+    path = FOLDER / name
+    headers = {"Cache-Control": "no-cache"}
+    return Response(path.read_bytes(), headers=headers, media_type=_TYPES[path.suffix])
+
+
+def words_of(language: str) -> Callable[[str], str]:
+    """Says an English word of a picture in a language of the page, or as it is."""
+    table = _texts()
+    if language == "en" or language not in table:
+        return str
+    said = {text: table[language][name] for name, text in table["en"].items()}
+    return lambda text: said.get(text, text)
+
+
+@lru_cache(maxsize=1)
+def _names() -> frozenset[str]:
+    return frozenset(path.name for path in FOLDER.iterdir() if path.suffix in _TYPES)
+
+
+@lru_cache(maxsize=1)
+def _texts() -> dict[str, dict[str, str]]:
+    """Texts by language and name."""
+    table: dict[str, dict[str, str]] = json.loads((FOLDER / TEXTS).read_text(encoding="utf-8"))
+    return table

@@ -1,0 +1,114 @@
+"""The page as tests see it: a server in a process of its own, in Debian's Chromium."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.device_runner.reporting.run_folders import write_run
+from tests.verbs import REPOSITORY
+
+CHILD = REPOSITORY / "tests/device_runner/serving/page/child.py"
+
+
+@dataclass
+class Served:
+    """A server, by its process and URL."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+
+@contextmanager
+def served(**settings: Any) -> Iterator[Served]:
+    """A scripted server with settings of child.py."""
+    words = [sys.executable, CHILD, json.dumps(settings, default=str)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            yield Served(process, f"http://{process.stdout.readline().strip()}")
+        finally:
+            process.kill()
+
+
+# Holds a run folder as a run does, and takes a step for each line that it is told.
+RUNNING = """
+import json, signal, sys
+from pathlib import Path
+from prge.files.run_folder import METRICS, run_lock
+folder = Path(sys.argv[1])
+def stop(number, frame):
+    summary = json.loads((folder / "run.json").read_text())
+    summary["run"]["status"] = "stopped early"
+    (folder / "run.json").write_text(json.dumps(summary))
+    sys.exit()
+with run_lock(folder):
+    signal.signal(signal.SIGTERM, stop)
+    print("begun", flush=True)
+    for step in map(int, sys.stdin):
+        record = {"event": "step", "step": step, "loss": 3.0, "rows": 4 * step, "seconds": step / 2}
+        with (folder / METRICS).open("a") as metrics:
+            metrics.write(json.dumps(record) + chr(10))
+"""
+
+
+@contextmanager
+def going_on(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a run of 25 steps out of 40."""
+    write_run(folder, status="running", steps=25)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    words = [sys.executable, "-c", RUNNING, str(folder)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def step(process: subprocess.Popen[str], number: int) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{number}\n")
+    process.stdin.flush()
+
+
+def shots(visit: Any, url: str, folder: Path, name: str, prepare: Any = lambda page: None) -> None:
+    """Pictures of a page, on a phone and a screen, light and dark; checks that it fits in."""
+    for width, height in ((390, 844), (1280, 800)):
+        for scheme in ("light", "dark"):
+            page = visit(url, viewport={"width": width, "height": height}, color_scheme=scheme)
+            prepare(page)
+            page.screenshot(path=folder / f"{name}-{width}-{scheme}.png")
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            check_axe(page)
+            page.context.close()
+
+
+def check_axe(page: Any) -> None:
+    """Check names, contrast and what else axe knows of a page as it is."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    problems = [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found]
+    assert problems == []
+
+
+def ask(page: Any, text: str) -> Any:
+    """Send a message; the last turn's answers."""
+    page.get_by_role("button", name="Send").wait_for()
+    page.get_by_role("textbox", name="Message").fill(text)
+    page.keyboard.press("Enter")
+    return page.locator(".turns > li").last.locator(".answer")

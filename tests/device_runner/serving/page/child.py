@@ -1,0 +1,139 @@
+"""A server whose answers are told by what is asked: `child.py SETTINGS`, a JSON object.
+
+    {"port": 0, "key": null, "feedback": null, "runs": null, "learns": false, "chats": true}
+
+It prints its address. An answer is a word every few milliseconds; `slow` ones take long, `line` is a megabyte
+without a space, `hostile` is what a page might take for its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from device_runner.serving.access import Access
+from device_runner.serving.app import make_app
+from device_runner.serving.feedback import Feedback
+from device_runner.serving.listening import Server, address_of, listening
+from device_runner.serving.models import Models
+from device_runner.serving.page.runs import Runs
+from device_runner.serving.protocol import RequestError
+from device_runner.serving.worker import Tell
+from prge.rows.tokenizer import Tokenizer
+from prge.text.loop import Answer, Request, Ticket
+from tests.device_runner.serving.child import TEMPLATE, adapters
+from tests.prge.rows.tiny_tokenizers import byte_level_backend
+
+HOSTILE = (
+    "<script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">\n"
+    "![a picture](http://evil.example/x.png) [a link](javascript:alert(1)) \u202egnirts\u202c</div></main>"
+)
+LINE = "x" * (1 << 20)
+ABOUT = {
+    "bundle": {
+        "bundle": "smollm2", "base_model": "HuggingFaceTB/SmolLM2-135M", "architecture": "LlamaForCausalLM",
+        "parameters": 134_515_008, "weights": "8da4w", "hash": "0123456789abcdef",
+    },
+    "models": {
+        "base": {},
+        "tuned": {
+            "adapter": "first", "rank": 8, "alpha": 16, "estimator": "exact", "learning_rate": 0.003,
+            "train": "rows.jsonl", "training_rows": 300, "steps_taken": 600, "seconds": 754.0,
+            "best": "perplexity 22.4",
+        },
+    },
+}  # fmt: skip
+
+
+class ScriptedWorker:
+    """In the place of a worker."""
+
+    alive = True
+    context = 1 << 20
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def submit(self, requests: Sequence[tuple[Request, Tell]]) -> list[Ticket]:
+        tickets = [Ticket(request, [], tell, tell) for request, tell in requests]
+        for ticket in tickets:
+            Thread(target=self._write, args=(ticket,), daemon=True).start()
+        return tickets
+
+    def cancel(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            ticket.cancelled = True
+
+    def _write(self, ticket: Ticket) -> None:
+        asked = self._tokenizer.decode(ticket.request.prompt.tokens).removeprefix("<s>")
+        users = re.findall(r"user\n(.*?)<\|im_end\|>", asked, re.DOTALL)
+        text = (users or [asked])[-1].strip()
+        adapter = "tuned" if ticket.request.adapter.values.any() else "base"
+        said, turns, choice = [], max(1, len(users)), ticket.request.settings.choice
+        for piece in _pieces(text, f"{adapter}, turn {turns}, temperature {choice.temperature}"):
+            if ticket.cancelled:
+                break
+            said.append(piece)
+            ticket.tell(piece)
+        reason = "cancelled" if ticket.cancelled else "stop"
+        ticket.answer = Answer("".join(said), tuple(range(len(said))), reason, 1, 1, 0, 0.1, len(said), 0.1)
+        ticket.end()
+
+
+def _pieces(asked: str, who: str) -> Iterator[str]:
+    if asked == "hostile":
+        yield HOSTILE
+    elif asked == "line":
+        yield from (LINE[start : start + (1 << 14)] for start in range(0, len(LINE), 1 << 14))
+    else:
+        text = f"This is {who}. You said: {asked}" if asked != "slow" else "word " * 500
+        for word in re.findall(r"\S+\s*", text):
+            time.sleep(0.02 if asked == "slow" else 0.002)
+            yield word
+
+
+class ScriptedLearning:
+    """In the place of what learns: two adapters were learnt, the newest is served."""
+
+    current = 2
+
+    def history(self) -> list[dict[str, Any]]:
+        held = [{}, {"before": 3.214, "after": 2.087}, {"before": 2.087, "after": 1.912}]
+        return [
+            {
+                "object": "adapter", "version": version, "feedback": 8 * bool(version),
+                "current": version == self.current,
+                "status": "start" if not version else "served" if version <= self.current else "taken back",
+                **({"held_back": held[version]} if version else {}),
+            }
+            for version in range(3)
+        ]  # fmt: skip
+
+    def take_back(self) -> int:
+        if not self.current:
+            raise RequestError(409, "the adapter of the start is served: there is none to take back")
+        self.current -= 1
+        return self.current
+
+
+if __name__ == "__main__":
+    given = {"port": 0, "key": None, "feedback": None, "runs": None, "learns": False, "chats": True}
+    given |= json.loads(sys.argv[1])
+    template = TEMPLATE if given["chats"] else None
+    tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True, chat_template=template)
+    feedback = Feedback(Path(given["feedback"]) if given["feedback"] else None)
+    runs = Runs(Path(given["runs"])) if given["runs"] else None
+    learning: Any = ScriptedLearning() if given["learns"] else None
+    worker: Any = ScriptedWorker(tokenizer)
+    models = Models(adapters(), tokenizer)
+    with listening("127.0.0.1", given["port"]) as listener:
+        access = Access(given["key"], "127.0.0.1")
+        app = make_app(models, worker, access, feedback, learning, runs, ABOUT)
+        print(address_of(listener), flush=True)
+        Server(app, worker, ending=runs.close if runs else lambda: None).run([listener])

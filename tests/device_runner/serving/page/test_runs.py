@@ -1,0 +1,285 @@
+"""Runs as a server finds, reads, tells of and stops them: within its folder and within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_runner.serving.page import following, runs, stopping
+from device_runner.serving.page.following import Followed, Lines, Thinned
+from device_runner.serving.page.runs import Runs
+from device_runner.serving.page.stopping import state_of
+from device_runner.serving.protocol import RequestError
+from prge.errors import RunError
+from prge.files.run_folder import run_lock
+from tests.device_runner.reporting.run_folders import write_run
+
+
+def listed(root: Path) -> list[dict[str, Any]]:
+    return asyncio.run(Runs(root).listed())["data"]
+
+
+def followed(folder: Path) -> Followed:
+    return Followed(folder, lambda: None)
+
+
+def told(run: Followed) -> dict[str, Any]:
+    return run.told("en", str)
+
+
+def refusal(root: Path, name: str) -> int:
+    with pytest.raises(RequestError) as caught:
+        asyncio.run(Runs(root).stop(name))
+    return caught.value.status
+
+
+def test_runs_below_a_folder_or_the_one_that_it_is(tmp_path: Path) -> None:
+    write_run(tmp_path / "a" / "first")
+    write_run(tmp_path / "tuned" / "search" / "0.01-4", status="running")
+    (tmp_path / "a" / "first" / "checkpoints" / "journal.jsonl").parent.mkdir()
+    found = {each["run"]: each["status"] for each in listed(tmp_path)}
+    assert found == {"a/first": "completed", "tuned/search/0.01-4": "killed"}
+    assert [(each["run"], each["name"]) for each in listed(tmp_path / "a" / "first")] == [(".", "first")]
+    with pytest.raises(RunError, match="is no folder"):
+        Runs(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["..", "../secret", "a/../../secret", "/etc", "{root}/../secret", "linked", "elsewhere/secret", "a\0b",
+     "x" * 5000, "none", ""],
+)  # fmt: skip
+def test_what_lies_elsewhere_is_no_run(tmp_path: Path, name: str) -> None:
+    root = tmp_path / "runs"
+    write_run(tmp_path / "secret")
+    write_run(root / "a")
+    (root / "linked").symlink_to(tmp_path / "secret")
+    (root / "elsewhere").symlink_to(tmp_path)
+    with pytest.raises(RequestError) as caught:
+        Runs(root).at(name.replace("{root}", str(root)))
+    assert caught.value.status == 404
+    assert [each["run"] for each in listed(root)] == ["a"]
+
+
+@pytest.mark.parametrize("name", ["run.json", "config.yaml", "metrics.jsonl", "samples.jsonl", "run.lock"])
+def test_a_run_with_a_link_in_it_is_not_shown(tmp_path: Path, name: str) -> None:
+    run = write_run(tmp_path / "runs" / "a")
+    (tmp_path / "secret").write_text("{}")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(tmp_path / "secret")
+    assert listed(tmp_path / "runs") == []
+    with pytest.raises(RequestError):
+        Runs(tmp_path / "runs").at("a")
+
+
+def test_a_folder_of_thousands_is_looked_through_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "MOST_RUNS", 3)
+    for number in range(5):
+        write_run(tmp_path / str(number))
+    found = asyncio.run(Runs(tmp_path).listed())
+    assert len(found["data"]) == 3 and found["cut"]
+    monkeypatch.setattr(runs, "MOST_ENTRIES", 2)
+    assert asyncio.run(Runs(tmp_path).listed())["cut"]
+
+
+def test_only_new_lines_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    lines = Lines(path)
+    assert lines.new() == (False, [])
+    path.write_bytes(b"a\nb\nc")
+    assert lines.new() == (True, [b"a\n", b"b\n"])
+    with path.open("ab") as stream:
+        stream.write(b"d\ne\n")
+    assert lines.new() == (False, [b"cd\n", b"e\n"])
+    assert lines.new() == (False, [])
+    path.write_bytes(b"x\n")
+    assert lines.new() == (True, [b"x\n"])
+    other = tmp_path / "other"
+    other.write_bytes(b"y\nz\n")
+    other.replace(path)
+    assert lines.new() == (True, [b"y\n", b"z\n"])
+
+
+def test_no_pipe_is_waited_for_and_no_link_followed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    for name in ("pipe", "link"):
+        assert Lines(tmp_path / name).new() == (False, [])
+
+
+def test_many_records_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "MOST_RECORDS", 8)
+    thinned = Thinned()
+    for step in range(1, 101):
+        thinned.add({"step": step})
+        steps = [each["step"] for each in thinned.records]
+        assert steps[0] == 1 and steps[-1] == step and len(steps) <= 9
+    gaps = {later - earlier for earlier, later in pairwise(steps[:-1])}
+    assert len(gaps) == 1
+
+
+@pytest.mark.whole
+def test_a_hundred_megabytes_of_metrics(tmp_path: Path) -> None:
+    """Read in pieces, kept in part."""
+    folder = write_run(tmp_path / "run")
+    line = (
+        '{"event": "step", "step": %d, "loss": 2.5, "rows": 4, "seconds": 1.5, "padding": "'
+        + "x" * 180
+        + '"}\n'
+    )
+    with (folder / "metrics.jsonl").open("w") as stream:
+        for start in range(0, 400_000, 1000):
+            stream.write("".join(line % step for step in range(start, start + 1000)))
+    assert (folder / "metrics.jsonl").stat().st_size > 100e6
+    run, looks, longest = followed(folder), 0, 0.0
+    while True:
+        begun = time.monotonic()
+        found, looks = told(run), looks + 1
+        longest = max(longest, time.monotonic() - begun)
+        if not run.has_more:
+            break
+    assert found["steps"] == 399_999 and 20 < looks < 40 and longest < 3
+    assert len(run._steps.records) <= following.MOST_RECORDS + 1
+    assert sum(len(each["svg"]) for each in found["pictures"]) < 200_000
+
+
+def test_a_line_without_an_end_is_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "MOST_BYTES", 1000)
+    folder = write_run(tmp_path / "run", steps=2)
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.write("x" * 5000 + '\n{"event": "step", "step": 7, "loss": 1.0}\n')
+    run = followed(folder)
+    for _ in range(10):
+        found = told(run)
+    assert found["steps"] == 7 and found["problems"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["steps: .inf", "steps: -5", f"steps: {10**4000}", "steps: [1]", "&a [*a]", "learning_rate: .nan"],
+)
+def test_odd_settings_break_nothing(tmp_path: Path, config: str) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "config.yaml").write_text(config)
+    summary = {"run": {"status": ["x"]}, "train": {"memory": {"peak_bytes": 1e300}, "best": {"loss": []}}}
+    (folder / "run.json").write_text(json.dumps(summary))
+    found = told(followed(folder))
+    json.dumps(found, allow_nan=False)
+    assert found["planned"] is None and found["left"] is None and found["memory"] is None
+
+
+def test_samples_are_the_first_answer_and_the_newest(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with (folder / "samples.jsonl").open("a") as stream:
+        for step in range(30, 100, 10):
+            stream.write(json.dumps({"step": step, "prompt": "Once", "text": "x" * 5000}) + "\n")
+        for number in range(50):
+            stream.write(json.dumps({"step": 0, "prompt": [number], "text": ""}) + "\n")
+    samples = told(followed(folder))["samples"]
+    assert [each["step"] for each in samples[0]["answers"]] == [0, 70, 80, 90]
+    assert len(samples) == following.MOST_PROMPTS and len(samples[0]["answers"][1]["text"]) == 2000
+
+
+HOLDING = """
+import signal, sys
+from pathlib import Path
+from prge.files.run_folder import run_lock
+with run_lock(Path(sys.argv[1])):
+    signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holding(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds tmp_path/run."""
+    write_run(tmp_path / "run", status="running")
+    pipe = subprocess.PIPE
+    words = [sys.executable, "-c", HOLDING, str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_run_is_asked_once_to_stop(tmp_path: Path, holding: subprocess.Popen[str]) -> None:
+    assert state_of(tmp_path / "run") == (True, holding.pid)
+    found = told(followed(tmp_path / "run"))
+    assert found["status"] == "running" and found["can_stop"] and found["memory"] > 5e6
+    served = Runs(tmp_path)
+    asyncio.run(served.stop("run"))
+    assert holding.stdout is not None and holding.stdout.readline() == "asked\n"
+    with pytest.raises(RequestError, match="was asked before"):
+        asyncio.run(served.stop("run"))
+    holding.kill()
+    holding.wait()
+    assert state_of(tmp_path / "run") == (False, None)
+    assert refusal(tmp_path, "run") == 409
+
+
+def test_a_lock_that_names_another_process_harms_nobody(
+    tmp_path: Path, holding: subprocess.Popen[str]
+) -> None:
+    other = write_run(tmp_path / "other", status="running")
+    for content in (f"{holding.pid}\n", "1\n", "-1\n", "0\n", "x", f"{os.getpid()}\n", "9" * 20):
+        (other / "run.lock").write_text(content)
+        assert state_of(other) == (False, None), content
+        assert refusal(tmp_path, "other") == 409
+
+
+def test_a_run_that_takes_no_step_yet_or_is_this_process_is_not_stopped(
+    tmp_path: Path, holding: subprocess.Popen[str]
+) -> None:
+    summary = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps({**summary, "run": {"status": "stopped early"}}))
+    assert refusal(tmp_path, "run") == 409
+    own = write_run(tmp_path / "own", status="running")
+    with run_lock(own):
+        assert state_of(own) == (True, None)
+        assert refusal(tmp_path, "own") == 409
+
+
+def test_where_nothing_is_told_of_processes_a_run_is_seen_and_not_stopped(
+    tmp_path: Path, holding: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "PROCESSES", tmp_path / "none")
+    assert state_of(tmp_path / "run") == (True, None)
+    assert refusal(tmp_path, "run") == 409
+
+
+def test_streams_are_bounded_and_share_what_they_read(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+
+    async def look() -> None:
+        served = Runs(tmp_path)
+        opened = [served.follow("run", "en") for _ in range(runs.MOST_STREAMS)]
+        with pytest.raises(RequestError) as caught:
+            served.follow("run", "de")
+        assert caught.value.status == 429
+        first = [await anext(events) for events, _ in opened[:3]]
+        assert len(set(first)) == 1 and json.loads(first[0].removeprefix("data: "))["steps"] == 40
+        (one, _), *_ = served._followed.values()
+        assert len(served._followed) == 1 and one.folder == tmp_path / "run"
+        opened.pop()[1]()
+        opened.append(served.follow("run", "en"))
+        served.close()
+        for events, leave in opened:
+            assert [each async for each in events] == []
+            leave()
+        assert served._followed == {}
+
+    asyncio.run(look())

@@ -1,0 +1,362 @@
+"""Talking to models on the server's page, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import select
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.device_runner.serving.page.browsing import Served, ask, check_axe, served, shots
+from tests.device_runner.serving.page.child import HOSTILE, LINE
+
+Visit = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("server")
+    with served(feedback=folder / "feedback.jsonl", learns=True) as child:
+        yield child
+
+
+def rows(server: Served) -> list[dict[str, Any]]:
+    words = json.loads(server.process.args[2])  # type: ignore[index]
+    return [json.loads(line) for line in Path(words["feedback"]).read_text().splitlines()]
+
+
+def test_an_answer_streams_and_can_be_stopped(server: Served, visit: Visit) -> None:
+    page = visit(server.url)
+    answer = ask(page, "Hello!")
+    expect(answer).to_contain_text("This is base, turn 1, temperature 1.0. You said: Hello!")
+    expect(answer.locator("footer")).to_contain_text(re.compile(r"10 tokens · [\d.\u202f]+ tokens/s"))
+    slow = ask(page, "slow")
+    expect(slow).to_contain_text("word word")
+    page.get_by_role("button", name="Stop").click()
+    expect(slow).to_contain_text("stopped")
+    written = slow.locator(".text").inner_text()
+    assert 2 <= written.count("word") < 500
+    # It can be asked again; the next one knows what was said.
+    expect(ask(page, "Go on")).to_contain_text("turn 3")
+
+
+@pytest.mark.whole
+def test_escape_stops_and_a_message_can_be_changed(server: Served, visit: Visit) -> None:
+    page = visit(server.url)
+    for text in ("one", "two", "three"):
+        expect(ask(page, text)).to_contain_text(f"You said: {text}")
+    page.get_by_role("button", name="Edit").nth(1).click()
+    edited = page.get_by_role("textbox", name="Edit your message")
+    expect(edited).to_be_focused()
+    expect(edited).to_have_value("two")
+    edited.fill("2")
+    page.get_by_role("button", name="Ask again").click()
+    expect(page.locator(".turns > li")).to_have_count(2)
+    expect(page.locator(".answer").last).to_contain_text("turn 2, temperature 1.0. You said: 2")
+    page.get_by_role("button", name="Edit").first.click()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("button", name="Edit").first).to_be_focused()
+    slow = ask(page, "slow")
+    expect(slow).to_contain_text("word")
+    page.keyboard.press("Escape")
+    expect(slow).to_contain_text("stopped")
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.locator(".turns > li")).to_have_count(0)
+    expect(ask(page, "new")).to_contain_text("turn 1")
+
+
+@pytest.mark.whole
+def test_models_answer_side_by_side_and_each_knows_its_own(server: Served, visit: Visit) -> None:
+    page = visit(server.url)
+    page.get_by_role("checkbox", name="tuned").check()
+    answers = ask(page, "Who are you?")
+    expect(answers).to_have_count(2)
+    for name in ("base", "tuned"):
+        expect(page.get_by_role("article", name=name)).to_contain_text(f"This is {name}, turn 1")
+    boxes = [answers.nth(index).bounding_box() for index in range(2)]
+    assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
+    page.get_by_role("checkbox", name="base").uncheck()
+    expect(ask(page, "And now?")).to_contain_text("This is tuned, turn 2")
+    assert "exact" in page.locator("aside").inner_text() and "smollm2" in page.locator("aside").inner_text()
+
+
+@pytest.mark.whole
+def test_ratings_and_corrections_are_kept(server: Served, visit: Visit) -> None:
+    page = visit(server.url)
+    for name in ("Good answer", "Bad answer"):
+        answer = ask(page, name)
+        answer.get_by_role("button", name=name).click()
+        expect(answer).to_contain_text("Kept, thank you.")
+        expect(answer.get_by_role("button")).to_have_count(0)
+    answer = ask(page, "Correct me")
+    answer.get_by_role("button", name="Correct").click()
+    page.get_by_role("textbox", name="What it should have been").fill("Right <b>so</b>")
+    page.get_by_role("button", name="Keep the correction").click()
+    expect(answer).to_contain_text("Kept, thank you.")
+    good, bad, corrected = rows(server)[-3:]
+    assert (good["rating"], bad["rating"], corrected["correction"]) == ("good", "bad", "Right <b>so</b>")
+    assert corrected["messages"][-1] == {"role": "user", "content": "Correct me"}
+
+
+@pytest.mark.whole
+def test_a_server_that_keeps_nothing_says_so(visit: Visit) -> None:
+    with served(chats=False) as server:
+        page = visit(server.url)
+        page.get_by_role("textbox", name="Text to go on from").fill("Once upon")
+        page.keyboard.press("Enter")
+        expect(page.locator(".answer")).to_contain_text("You said: Once upon")
+        expect(page.get_by_role("button", name="Good answer")).to_have_count(0)
+        expect(page.locator("aside")).to_contain_text("aren't kept")
+        expect(page.locator("main")).to_contain_text("no chat template")
+
+
+@pytest.mark.whole
+def test_settings_of_drawing_go_with_the_question(server: Served, visit: Visit) -> None:
+    page = visit(server.url, expected=("400",))
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.post_data else None)
+    given = {"Temperature": "0.5", "Top p": "0.9", "Top k": "40", "Min p": "0.2", "Repetition penalty": "1.1",
+             "Most tokens": "99", "Seed": "7"}  # fmt: skip
+    for name, value in given.items():
+        page.get_by_label(name).fill(value)
+    expect(ask(page, "Hello")).to_contain_text("temperature 0.5")
+    named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed")
+    assert [sent[-1][name] for name in named] == [0.5, 0.9, 40, 0.2, 1.1, 99, 7]
+    page.get_by_label("Seed").fill("")
+    page.get_by_label("Temperature").fill("1e9")
+    expect(ask(page, "Hello")).to_contain_text("No answer: temperature is 1000000000")
+    assert "seed" not in sent[-1]
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_role("button", name="Ask again").click()
+    expect(page.locator(".answer").last).to_contain_text("temperature 0")
+
+
+@pytest.mark.whole
+def test_what_it_learnt_and_taking_it_back(visit: Visit) -> None:
+    with served(learns=True) as server:
+        page = visit(server.url)
+        history = page.locator(".history li")
+        expect(history).to_have_count(3)
+        expect(history.first).to_contain_text("Adapter 2: better answers now")
+        expect(history.first).to_contain_text("of 8 ratings and corrections · loss 2.087 → 1.912")
+        page.get_by_role("button", name="Take the newest one back").click()
+        expect(history.nth(1)).to_contain_text("answers now")
+        page.get_by_role("button", name="Take the newest one back").click()
+        expect(page.get_by_role("button", name="Take the newest one back")).to_have_count(0)
+        expect(history.last).to_contain_text("Adapter 0: the start answers now")
+
+
+@pytest.mark.whole
+def test_a_conversation_goes_on_while_one_looks_at_runs(server: Served, visit: Visit) -> None:
+    page = visit(server.url)
+    expect(ask(page, "Hello!")).to_contain_text("You said: Hello!")
+    slow = ask(page, "slow")
+    page.get_by_role("link", name="Training").click()
+    expect(page).to_have_title("Training – prge")
+    expect(page.get_by_role("textbox", name="Message")).to_have_count(0)
+    page.go_back()
+    expect(page).to_have_title("Talk – prge")
+    expect(page.locator(".turns > li")).to_have_count(2)
+    expect(slow).to_contain_text("word word")
+
+
+@pytest.mark.whole
+def test_what_a_model_says_is_text(server: Served, visit: Visit) -> None:
+    page = visit(server.url)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    answer = ask(page, "hostile")
+    expect(answer.locator(".text")).to_have_text(HOSTILE)
+    assert answer.locator(".text").evaluate("at => at.children.length") == 0
+    assert page.title() == "Talk – prge" and "evil.example" not in "".join(asked)
+    page.get_by_role("textbox", name="Message").fill(HOSTILE)
+    page.keyboard.press("Enter")
+    expect(page.locator(".asked .text").last).to_have_text(HOSTILE)
+
+
+@pytest.mark.whole
+def test_a_megabyte_without_a_space(server: Served, visit: Visit) -> None:
+    page = visit(server.url, expected=("400",))
+    answer = ask(page, "line")
+    expect(answer.locator("footer")).to_contain_text("64 tokens", timeout=30_000)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    begun = time.monotonic()
+    # The line isn't sent back: it is longer than the context.
+    expect(ask(page, "Hello")).to_contain_text("older messages were left out", timeout=30_000)
+    assert time.monotonic() - begun < 10
+    answer = page.locator(".answer").first
+    answer.get_by_role("button", name="Show all 1\u202f048\u202f576 characters").click()
+    assert answer.locator(".text").evaluate("at => at.textContent.length") == len(LINE)
+
+
+@pytest.mark.whole
+def test_a_thousand_messages_leave_the_page_quick(visit: Visit) -> None:
+    with served(chats=False) as server:
+        page = visit(server.url)
+        page.get_by_role("checkbox", name="tuned").check()
+        field = page.get_by_role("textbox", name="Text to go on from")
+        for number in range(334):
+            field.fill(f"message {number}")
+            field.press("Enter")
+            expect(page.locator(".answer[aria-busy=false]")).to_have_count(2 * number + 2)
+            page.get_by_role("button", name="Send").wait_for()
+        expect(page.locator(".text")).to_have_count(1002)
+        begun = time.monotonic()
+        field.press_sequentially("twenty characters ..")
+        assert time.monotonic() - begun < 2
+        # Time that a frame takes while an answer streams.
+        field.fill("slow")
+        field.press("Enter")
+        page.wait_for_timeout(300)
+        frames = page.evaluate(
+            "new Promise(done => { const times = []; const next = now => times.push(now) < 30 ?"
+            " requestAnimationFrame(next) : done(times); requestAnimationFrame(next); })"
+        )
+        assert max(later - earlier for earlier, later in pairwise(frames)) < 500
+
+
+@pytest.mark.whole
+def test_a_server_that_dies_and_comes_back(visit: Visit) -> None:
+    with served() as first:
+        page = visit(first.url)
+        expect(ask(page, "Hello!")).to_contain_text("You said")
+        slow = ask(page, "slow")
+        expect(slow).to_contain_text("word")
+        port = first.port
+    expect(slow).to_contain_text("No answer: The server can't be reached.")
+    expect(page.locator(".banner")).to_contain_text("tries again")
+    expect(ask(page, "Are you there?")).to_contain_text("No answer")
+    with served(port=port):
+        expect(page.locator(".banner")).to_contain_text("The server is back.")
+        page.get_by_role("button", name="Ask again").last.click()
+        expect(page.locator(".answer").last).to_contain_text("You said: Are you there?")
+        expect(page.locator(".turns > li")).to_have_count(3)
+
+
+@contextmanager
+def forwarded(port: int) -> Iterator[int]:
+    """Another port of this machine for a server's, as adb and ssh make one."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with socket.create_connection(("127.0.0.1", port)) as other:
+                pair = {self.request: other, other: self.request}
+                while content := [(each, each.recv(1 << 16)) for each in select.select([*pair], [], [])[0]]:
+                    for each, received in content:
+                        if not received:
+                            return
+                        pair[each].sendall(received)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+@pytest.mark.whole
+def test_the_page_through_a_forwarded_port(server: Served, visit: Visit) -> None:
+    with forwarded(server.port) as port:
+        page = visit(f"http://localhost:{port}/")
+        expect(ask(page, "Hello")).to_contain_text("You said: Hello")
+        page.context.close()
+
+
+@pytest.mark.whole
+def test_a_key_is_asked_once_for_a_tab(visit: Visit) -> None:
+    with served(key="secret") as server:
+        page = visit(server.url, expected=("401",))
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        field = page.get_by_label("API key")
+        for given, told in (("wrong", "This key is wrong."), ("secret", "")):
+            field.fill(given)
+            page.get_by_role("button", name="Open").click()
+            if told:
+                expect(page.get_by_role("alert").filter(has_text=told)).to_be_visible()
+        expect(ask(page, "Hello")).to_contain_text("You said: Hello")
+        page.reload()
+        expect(ask(page, "Again")).to_contain_text("You said: Again")
+        assert "secret" not in "".join(asked) + page.url
+        assert page.evaluate("document.cookie + JSON.stringify(localStorage)").count("secret") == 0
+        other = page.context.new_page()
+        other.goto(server.url)
+        expect(other.get_by_label("API key")).to_be_visible()
+        # In a URL it is no key.
+        other.goto(f"{server.url}/?key=secret&api_key=secret")
+        expect(other.get_by_label("API key")).to_be_visible()
+
+
+@pytest.mark.whole
+def test_the_keyboard_alone(server: Served, visit: Visit) -> None:
+    page = visit(server.url)
+    expect(page.get_by_role("textbox", name="Message")).to_be_visible()
+    reached = []
+    for _ in range(25):
+        page.keyboard.press("Tab")
+        name = page.evaluate("(at => at.labels?.[0]?.textContent || at.textContent)(document.activeElement)")
+        reached.append((name or "").strip())
+        assert page.evaluate(
+            "document.activeElement == document.body || getComputedStyle(document.activeElement).outlineStyle"
+        )
+        if reached[-1] == "Message":
+            break
+    assert reached[0] == "To the content"
+    wanted = {"Talk", "Training", "Deutsch", "Temperature", "Seed", "base", "tuned", "Message"}
+    assert wanted <= set(reached)
+    page.keyboard.type("By keys")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("alone")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer")).to_contain_text("You said: By keys\nalone", use_inner_text=True)
+    for _ in range(4):
+        page.keyboard.press("Shift+Tab")
+        if page.evaluate("document.activeElement.textContent") == "Correct":
+            break
+    page.keyboard.press("Enter")
+    page.keyboard.type("!")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer")).to_contain_text("Kept")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("locale", "title"), [("de-AT", "Gespräch – prge"), ("fr-FR", "Talk – prge")])
+def test_the_language_is_the_browsers_or_the_other(
+    server: Served, visit: Visit, locale: str, title: str
+) -> None:
+    page = visit(server.url, locale)
+    expect(page).to_have_title(title)
+    is_german = locale == "de-AT"
+    assert page.evaluate("document.documentElement.lang") == ("de" if is_german else "en")
+    page.get_by_role("button", name="English" if is_german else "Deutsch").click()
+    expect(page.get_by_role("button", name="Send" if is_german else "Senden")).to_be_visible()
+    page.reload()
+    expect(page).to_have_title("Talk – prge" if is_german else "Gespräch – prge")
+    expect(page.get_by_role("button", name="Send" if is_german else "Senden")).to_be_visible()
+    check_axe(page)
+
+
+@pytest.mark.whole
+def test_pictures_of_it(server: Served, visit: Visit, pictures: Path) -> None:
+    def talk(page: Any) -> None:
+        page.get_by_role("checkbox", name="tuned").check()
+        for text in ("Hello! Tell me about the hotel in Northwick, please.", "And how was the breakfast?"):
+            expect(ask(page, text).last).to_contain_text("tokens/s")
+        page.get_by_role("article", name="tuned").last.get_by_role("button", name="Correct").click()
+
+    def empty(page: Any) -> None:
+        expect(page.get_by_role("textbox", name="Message")).to_be_visible()
+
+    shots(visit, server.url, pictures, "empty", empty)
+    shots(visit, server.url, pictures, "talk", talk)

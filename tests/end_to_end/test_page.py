@@ -1,0 +1,112 @@
+"""The page of a real `prge serve` and of `prge watch`, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.verbs import REPOSITORY, prge
+
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+
+@contextmanager
+def verb(*words: object) -> Iterator[subprocess.Popen[str]]:
+    """A verb in a process of its own."""
+    command = [sys.executable, "-m", "prge.cli", *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = next(line for line in process.stdout if "http" in line and "/v1" not in line)
+    return line[line.index("http") :].split()[0].rstrip(";")
+
+
+def ended(process: subprocess.Popen[str], number: int) -> None:
+    """A signal ends a verb at once, though a page looks at it, and nothing is said of that."""
+    process.send_signal(number)
+    assert process.wait(10) == 0
+    assert process.stderr is not None and process.stderr.read() == ""
+
+
+@pytest.mark.whole
+def test_a_bundle_and_a_run_on_the_page(
+    workshop: Path, run_words: list[object], tmp_path: Path, visit: Callable[..., Any]
+) -> None:
+    prge("run", *run_words, "--sample-rows", 1)
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    words = ["--chat-template", tmp_path / "template.jinja", "--feedback", tmp_path / "feedback.jsonl"]
+    words += ["--adapter", tmp_path / "run", "--runs", tmp_path, "--port", 0, "--threads", 1]
+    with verb("serve", workshop / "bundle", *words) as process:
+        page = visit(url_of(process))
+        page.get_by_role("checkbox", name="run").check()
+        about = page.locator("aside")
+        expect(about).to_contain_text("LlamaForCausalLM")
+        expect(about).to_contain_text("exact")
+        expect(about).to_contain_text("train.jsonl")
+        assert str(workshop) not in about.inner_text()
+        page.get_by_label("Most tokens").fill("12")
+        page.get_by_role("textbox", name="Message").fill("aa bb")
+        page.keyboard.press("Enter")
+        answer = page.get_by_role("article", name="run")
+        expect(answer.locator("footer")).to_contain_text("tokens")
+        answer.get_by_role("button", name="Good answer").click()
+        expect(answer).to_contain_text("Kept")
+        (row,) = map(json.loads, (tmp_path / "feedback.jsonl").read_text().splitlines())
+        assert (row["model"], row["rating"]) == ("run", "good")
+        page.get_by_role("link", name="Training").click()
+        view = page.locator(".training article")
+        expect(view).to_contain_text("Step 12 of 12")
+        expect(view).to_contain_text("Accuracy on development rows")
+        expect(view.locator("svg")).to_have_count(2)
+        expect(view.locator(".sample")).to_have_count(1)
+        ended(process, signal.SIGTERM)
+
+
+@pytest.mark.whole
+def test_a_run_is_watched_and_stopped_after_its_step(
+    workshop: Path, tmp_path: Path, visit: Callable[..., Any]
+) -> None:
+    out = tmp_path / "runs" / "long"
+    words = ["--bundle", workshop / "bundle", "--train", workshop / "train.jsonl", "--out", out]
+    words += ["--task", workshop / "task.yaml", "--steps", 100_000, "--threads", 1]
+    (tmp_path / "runs").mkdir()
+    with verb("run", *words) as run, verb("watch", tmp_path / "runs", "--no-open") as process:
+        page = visit(url_of(process))
+        expect(page.get_by_role("link", name="Talk")).to_have_count(0)
+        button = page.get_by_role("button", name="Stop after this step")
+        expect(button).to_be_visible(timeout=60_000)
+        expect(page.locator(".training article")).to_contain_text("Time left")
+        button.click()
+        expect(page.locator(".training article .mark")).to_have_text("interrupted, can go on", timeout=15_000)
+        assert run.wait(30) == 130
+        summary = json.loads((out / "run.json").read_text())
+        assert (
+            summary["train"]["steps"] == len((out / "journal.jsonl").read_text().split('"kind":"step"')) - 1
+        )
+        ended(process, signal.SIGINT)
+
+
+@pytest.mark.whole
+def test_watching_what_is_not_there(tmp_path: Path) -> None:
+    found = prge("watch", tmp_path / "none", check=False)
+    assert found.returncode == 2 and f"{tmp_path / 'none'} is no folder" in found.stderr
+    found = prge("watch", tmp_path, "--host", "0.0.0.0", check=False)
+    assert found.returncode == 2 and "there is no API key" in found.stderr
