@@ -93,7 +93,8 @@ class Learning:
         self._workshop: Workshop | None = None
         self._apart: Apart = at_once
         self._taken: Version | None = None
-        self._gates = Gates(flags.learning_conditions(), seconds=_SECONDS)
+        conditions = flags.learning_conditions()
+        self._gates = Gates(conditions, seconds=_SECONDS) if conditions else None
         self._failed = False
         # Rows that are new: those in the file when it was read last, and those that were counted since then.
         self._in_file = self._counted = self._counted_then = 0
@@ -132,7 +133,10 @@ class Learning:
 
     def must_wait(self) -> bool:
         """Whether no step may be taken now."""
-        return bool(self._gates.closed(lambda text: self._tell(f"learning: {text}")))
+        if (gates := self._gates) is None:
+            return False
+        # Sensors may take a moment to read, in which answers are made.
+        return bool(self._apart(lambda: gates.closed(lambda text: self._tell(f"learning: {text}"))))
 
     def history(self) -> list[_Json]:
         """All adapters, the newest last."""

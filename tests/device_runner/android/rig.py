@@ -254,7 +254,7 @@ def _pauses(rig: Rig, bundle: Path) -> bool:
     zone = rig.kernel / "sys/class/thermal/thermal_zone0/temp"
     run = rig.phone_folder / "prge" / "runs" / "hot"
     zone.write_text("47000\n")
-    rig.prge("run", *_run_words(bundle), "--pause-above-celsius", 45, "--out", "hot")
+    rig.prge("run", *_run_words(bundle), "--when", "cool:45,battery:30,0-24", "--out", "hot")
     log = run / "log.txt"
     _until(lambda: log.is_file() and "paused, too hot: 47.0" in log.read_text(), "no pause in the log")
     waited = b'"kind":"step"' not in (run / "journal.jsonl").read_bytes()

@@ -357,7 +357,9 @@ def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "_SECONDS", 0.0)
     learning = place.open(when="charging")
     assert not learning.work() and not learning.work()
+    assert place.told == ["learning: paused, not charging: it waits for a charger"]
     assert learning.work() and learning.history()[-1]["status"] == "served"
+    assert place.told[1].startswith("learning: going on after a pause of ")
 
 
 def test_what_was_disliked_is_not_kept(place: Place, tmp_path: Path) -> None:
