@@ -94,7 +94,9 @@ def test_a_server_answers_who_has_the_key(server: Server) -> None:
     assert "server: running\n" in told and f"http://127.0.0.1:{PORT}/v1 on this computer" in told
     assert len(server.key) >= 32 and len(server.says()) > 0
     assert [model["id"] for model in server.ask("/v1/models")[1]["data"]] == ["my bundle", "base"]
-    assert server.ask("/health", key="")[0] == 200
+    # What apps of the phone get without the key.
+    for path in ("/health", "/", "/page/app.js"):
+        assert server.ask(path, key="")[0] == 200
     for path in ("/v1/models", "/v1/feedback", "/v1/adapters", "/v1/chat/completions", "/nothing"):
         assert server.ask(path, key="")[0] == server.ask(path, key=server.key[:-1])[0] == 401
     key = server.job / "key"
