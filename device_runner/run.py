@@ -196,7 +196,7 @@ def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | 
     load_latest(settings.out / CHECKPOINTS, state, newest=journal.steps)
     if journal.steps:
         watcher.say(f"going on after step {journal.steps} of {settings.steps}")
-    gates = Gates(settings)
+    gates = Gates(settings.conditions())
     sampler = Sampler(inputs.train, run.plan.contract, settings.seed, settings.calls, inputs.tokenizer.pad_id)
     if settings.resume is None:
         _tell_noise(settings, inputs, engines.step, sampler, state, watcher)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.speaking import open_speaker
-from device_runner.engines.trunk_cache import Precision
-from device_runner.serving.learning import FEEDBACK, LearnFlags, Learning, open_learning
+from device_runner.serving.flags import LearnFlags, ServingFlags
+from device_runner.serving.history import FEEDBACK
+from device_runner.serving.learning import Learning, open_learning
 from device_runner.serving.listen_flags import ListenFlags, read_key, refuse_key
 from device_runner.serving.models import Models
 from device_runner.serving.page.about import about_adapter, about_bundle
-from device_runner.session.settings import EngineFlags
+from device_runner.session.gates import Gates
 from device_runner.session.speaking import (
     BASE,
     BUNDLE,
@@ -36,38 +37,21 @@ from prge.host.terminal import best_effort
 from prge.rows.feedback import Fields, check_feedback
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer, read_chat_template
 from prge.text.speaker import Speaker
-from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import parse_settings
 
 
 @dataclass(frozen=True)
-class ServeSettings(LearnFlags, ListenFlags, EngineFlags):
+class ServeSettings(LearnFlags, ListenFlags, ServingFlags):
     """Serve a bundle and its adapters by OpenAI's protocol: chat completions, completions, models."""
 
-    bundle: Path
-    """Folder that `prge export` or `prge tune` wrote. The adapter that was tuned, or that came with the
-    bundle, is the model that the folder's name calls; `base` is the model without any."""
-    adapter: list[str] = field(default_factory=list)
-    """Further models: NAME=PATH, or the PATH of a run, checkpoint or PEFT folder that gives its name."""
-    chat_template: Path | None = None
-    """Jinja file that makes a prompt of messages. Default: the model's own; without one only
-    /v1/completions answers."""
     feedback: Path | None = None
     """File that /v1/feedback adds rows to, with what was asked and answered; `prge tune --data` takes it.
     Default: nothing is kept."""
     runs: Path | None = None
     """A run, or a folder of runs, that the page /training shows. Default: none."""
-    queue: int = 64
-    """Most answers that are made or wait at once; further requests get status 429."""
-    slots: int = 8
-    """Most answers that are made at once."""
-    context: int | None = None
-    """Most tokens of prompt and answer together; default: the bundle's bound."""
-    cache_dtype: Precision = "float32"
-    """Precision of keys and values of a text so far. float16 takes half the room, and time to read."""
 
     def __post_init__(self) -> None:
-        problems = [*bound_problems(self), *self.idle_problems()]
+        problems = self.serving_problems(learns=self.learn is not None)
         if self.learn is not None and self.feedback not in (None, self.learn / FEEDBACK):
             problems.append(f"--feedback is {self.feedback}: with --learn it is in that folder; leave it out")
         if problems:
@@ -96,7 +80,7 @@ def serve(settings: ServeSettings) -> None:
     from device_runner.serving.worker import Worker
     from prge.text.loop import Generator
 
-    key = read_key(settings.api_key_file)
+    key, gates = read_key(settings.api_key_file), Gates(settings.conditions())
     with ExitStack() as held:
         runs = None if settings.runs is None else Runs(settings.runs)
         if settings.learn is not None:
@@ -125,7 +109,7 @@ def serve(settings: ServeSettings) -> None:
 
         host = None if is_reached_by_others else settings.host
         feedback, about = Feedback(file, note, kept), _about(settings, bundle, models.names)
-        app = make_app(models, worker, Access(key, host), feedback, learning, runs, about)
+        app = make_app(models, worker, Access(key, host), feedback, learning, runs, about, gates)
         address = f"http://{address_of(listener)}"
         lines = [f"models: {', '.join(models.names)}"]
         lines.append(f"listening at {address}/v1; Ctrl-C ends it")
@@ -189,7 +173,7 @@ def _adapters(settings: ServeSettings, bundle: Bundle) -> dict[str, Adapter]:
     """Adapters by the names of their models; raises ConfigError, AdapterError, RunError."""
     of_folder = str(settings.bundle) if tuning_at(settings.bundle) else BUNDLE
     own, base = (read_adapter(bundle, name)[1] for name in (of_folder, BASE))
-    found = [(settings.bundle.resolve().name, own), (BASE, base)]
+    found = [(settings.model_name or settings.bundle.resolve().name, own), (BASE, base)]
     for word in settings.adapter:
         name, adapter = read_adapter(bundle, word)
         found.append((Path(word).resolve().name if name == word else name, adapter))

@@ -56,8 +56,13 @@ class Adb:
         if state != "device":
             raise _not_ready(self.serial, state, states)
 
-    def shell(self, script: str, seconds: float | None = None) -> Answer:
+    def shell(self, script: str, seconds: float | None = None, said: str = "") -> Answer:
         """Run a shell script on the device; its exit code is in the answer, its files are its user's alone.
+
+        Args:
+            script: what to run; others on the device can read it while it runs.
+            seconds: that it may take.
+            said: its standard input, which they can't read.
 
         Raises:
             DeviceError: the device was lost or did not answer in time.
@@ -66,6 +71,7 @@ class Adb:
         done = self._call(
             ["shell", f"(\numask 077\n{script}\n)\ncode=$?; echo; echo {_MARK}$code"],
             seconds or self.quick_seconds,
+            said=said.encode(),
         )
         output, mark, code = done.stdout.decode(errors="replace").rpartition(f"\n{_MARK}")
         errors = done.stderr.decode(errors="replace")
@@ -73,13 +79,13 @@ class Adb:
             raise self._lost(errors)
         return Answer(int(code), output, errors)
 
-    def check(self, script: str, doing: str, seconds: float | None = None) -> str:
+    def check(self, script: str, doing: str, seconds: float | None = None, said: str = "") -> str:
         """Run a shell script that must succeed, and return what it printed.
 
         Raises:
             DeviceError: it did not; `doing` says what it was for.
         """
-        answer = self.shell(script, seconds)
+        answer = self.shell(script, seconds, said)
         if answer.code:
             raise failed(doing, answer.said)
         return answer.output
@@ -110,6 +116,33 @@ class Adb:
         """Copy a file or folder from the device; raises DeviceError."""
         self._copy(["pull", remote, _local(local)], f"copying {remote} to {local}")
 
+    def forward(self, here: int, there: int) -> int:
+        """Let this computer reach the device's port of loopback at its own, by default a free one; that one.
+
+        Raises:
+            DeviceError: it is in use.
+        """
+        if here and self.forwards().get(here) == there:
+            return here
+        done = self._call(["forward", "--no-rebind", f"tcp:{here}", f"tcp:{there}"], self.quick_seconds)
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+            raise DeviceError(
+                f"port {here} of this computer can't lead to the phone: {said}",
+                remedy="give another one with --computer-port; 0 takes a free one",
+            )
+        return here or int(done.stdout)
+
+    def forwards(self) -> dict[int, int]:
+        """Ports of this computer that lead to the device, and the device's ports."""
+        told = self._call(["forward", "--list"], self.quick_seconds).stdout.decode(errors="replace")
+        rows = [line.replace("tcp:", "").split() for line in told.splitlines()]
+        return {int(row[1]): int(row[2]) for row in rows if row[:1] == [self.serial] and _are_ports(row[1:])}
+
+    def unforward(self, here: int) -> None:
+        """Let a port of this computer lead to the device no more."""
+        self._call(["forward", "--remove", f"tcp:{here}"], self.quick_seconds)
+
     def reverse(self, port: str) -> None:
         """Let the device reach this computer's port of loopback at its own; raises DeviceError."""
         done = self._call(["reverse", f"tcp:{port}", f"tcp:{port}"], self.quick_seconds)
@@ -136,13 +169,11 @@ class Adb:
         self._call(["connect", self.serial], self.quick_seconds, select=False)
 
     def _call(
-        self, words: Sequence[str], seconds: float, select: bool = True
+        self, words: Sequence[str], seconds: float, select: bool = True, said: bytes = b""
     ) -> subprocess.CompletedProcess[bytes]:
         command = [self.executable, *(["-s", self.serial] if select else []), *words]
         try:
-            return subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False
-            )
+            return subprocess.run(command, input=said, capture_output=True, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:
             raise DeviceError(
                 f"adb {words[0]} did not end within {seconds:.0f} seconds",
@@ -188,6 +219,10 @@ def failed(doing: str, said: str) -> DeviceError:
     elif "permission denied" in said.lower():
         remedy = "give a folder that adb's shell may write with --folder"
     return DeviceError(f"{doing} failed: {said}", remedy=remedy)
+
+
+def _are_ports(words: Sequence[str]) -> bool:
+    return len(words) == 2 and all(word.isdigit() for word in words)
 
 
 def _only(states: dict[str, str]) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from device_runner.android.adb import Adb, quote
+from device_runner.android.bringing import send_adapter, send_bundle, send_run
 from device_runner.android.device import (
+    WITH_ROWS,
     DeviceSettings,
     Job,
     Phone,
@@ -23,22 +23,28 @@ from device_runner.android.device import (
     send_settings,
 )
 from device_runner.android.joining import AndroidJoinSettings, join_words
-from device_runner.android.packages import digest
 from device_runner.android.preflight import examine
 from device_runner.android.runtime import MANIFEST as RUNTIME_MANIFEST
 from device_runner.android.runtime import BundleSettings, build_runtime, open_runtime
+from device_runner.android.serving import (
+    AndroidServeSettings,
+    ServeAgainSettings,
+    reached,
+    serve_again,
+    serve_on,
+    ways_to,
+)
 from device_runner.android.speaking import (
     AndroidChatSettings,
     AndroidGenerateSettings,
     chat_on,
     generate_on,
 )
+from device_runner.serving.history import FEEDBACK
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError, DeviceError
-from prge.files.bundle import MANIFEST, check_content, open_bundle
-from prge.files.peft import find_adapter
-from prge.files.run_folder import CONFIG, FINAL, JOURNAL
-from prge.files.tuned import Tuning, tuning_at
+from prge.files.run_folder import LOG
+from prge.files.tuned import tuning_at
 from prge.rows.sources import Part
 from prge.verbs.settings import parse_settings, part_of
 from prge.verbs.subverbs import Action, run_action
@@ -134,6 +140,8 @@ class PullSettings(NamedSettings):
     """Folder to make, or an older copy of the run to replace; default: the run's name."""
     log: bool = False
     """Bring log.txt too, which shows a training row."""
+    rows: bool = False
+    """Bring feedback.jsonl of a server too: what users asked and answered."""
 
 
 @dataclass(frozen=True)
@@ -194,10 +202,10 @@ def _push(phone: Phone, settings: PushSettings) -> int:
             sent = phone.send_runtime(item, check=settings.check)
             print(f"{item} -> {phone.path('runtime')}: {sent} files sent")
         elif item.is_dir():
-            remote = _send_bundle(phone, item, settings.check)
+            remote = send_bundle(phone, item, settings.check)
             print(f"{item} -> {remote}")
             if tuning := tuning_at(item):
-                print(f"{tuning.adapter} -> {_send_run(phone, tuning, remote)}")
+                print(f"{tuning.adapter} -> {send_run(phone, tuning, remote)}")
         else:
             print(f"{item} -> {phone.send_file(item)}")
     return 0
@@ -227,7 +235,7 @@ def _run(argv: list[str]) -> int:
             job = _gone_on(phone, name, waits)
     code = _told(phone, job)
     if settings.pull is not None and job.is_done:
-        phone.pull_run(name, settings.pull, with_log=False)
+        phone.pull_run(name, settings.pull)
         if settings.remove:
             phone.remove(phone.path("runs", name), phone.path("jobs", name))
     return code
@@ -242,6 +250,8 @@ def _begun(phone: Phone, name: str, settings: AndroidRunSettings, wait: bool) ->
 def _gone_on(phone: Phone, name: str, wait: bool) -> Job:
     """A run that was stopped or killed."""
     check_name(name)
+    if phone.job(name).port is not None:
+        raise DeviceError(f"{name} is a server", remedy=f"prge android serve --resume {name}")
     if phone.exists(phone.path("runs", name, "config.yaml"), "f"):
         return _started(phone, name, ["run", "--resume", phone.path("runs", name)], wait)
     # Killed before its first record: begin it as it was begun.
@@ -259,34 +269,40 @@ def _status(phone: Phone, settings: StatusSettings) -> int:
     if settings.json:
         print(json.dumps([asdict(job) for job in jobs], indent=2))
     else:
-        print("\n".join(job.text() for job in jobs) or "no runs")
+        lines = [", ".join(filter(None, [job.text(), reached(phone, job)])) for job in jobs]
+        print("\n".join(lines) or "no runs")
     return 0
 
 
 def _logs(phone: Phone, settings: LogsSettings) -> int:
     _known(phone, settings.name)
-    file = ("jobs", settings.name, "console.txt") if settings.console else ("runs", settings.name, "log.txt")
+    is_console = settings.console or phone.job(settings.name).port is not None
+    file = ("jobs", settings.name, "console.txt") if is_console else ("runs", settings.name, LOG)
     words = quote([phone.path(*file)])
     print(phone.adb.check(f"tail -n {settings.lines} {words}", f"reading {file[-1]}"), end="")
     return 0
 
 
 def _join(phone: Phone, settings: AndroidJoinSettings) -> int:
-    words = join_words(phone, settings, _send_bundle(phone, settings.bundle))
+    words = join_words(phone, settings, send_bundle(phone, settings.bundle))
     return _told(phone, _started(phone, settings.name, words, False))
 
 
 def _pull(phone: Phone, settings: PullSettings) -> int:
     _known(phone, settings.name)
     out = settings.out or Path(settings.name)
-    phone.pull_run(settings.name, out, settings.log)
+    asked = {LOG: settings.log, FEEDBACK: settings.rows}
+    phone.pull_run(settings.name, out, [file for file in WITH_ROWS if not asked[file]])
     print(out / "final" if (out / "final").is_dir() else out)
     return 0
 
 
 def _stop(phone: Phone, settings: StopSettings) -> int:
     _known(phone, settings.name)
-    print(phone.stop(settings.name, settings.now, settings.seconds).text())
+    job = phone.stop(settings.name, settings.now, settings.seconds)
+    for here in ways_to(phone, job):
+        phone.adb.unforward(here)
+    print(job.text())
     return 0
 
 
@@ -303,6 +319,16 @@ def _clean(phone: Phone, settings: CleanSettings) -> int:
         phone.remove(phone.path("runs", name), phone.path("jobs", name))
     if settings.data:
         phone.remove(*(phone.path(name) for name in ("data", "bundles", "adapters", "tmp", "cache/prge")))
+    return 0
+
+
+def _serve(argv: list[str]) -> int:
+    if "--resume" in argv:
+        again = parse_settings(ServeAgainSettings, argv, "prge android serve", ["name"])
+        serve_again(again.phone(), again)
+    else:
+        settings = parse_settings(AndroidServeSettings, argv, "prge android serve", ["bundle"])
+        serve_on(settings.phone(), settings)
     return 0
 
 
@@ -340,6 +366,7 @@ ACTIONS = {
     "chat": Action(
         "talk to a run's model, on the phone", _on_phone("chat", AndroidChatSettings, chat_on, "names")
     ),
+    "serve": Action("start a server on a phone that this computer reaches, or go on with one", _serve),
     "fleet": Action("`fleet join`: let a phone take part in a fleet", _fleet),
     "pull": Action("bring a run folder here", _on_phone("pull", PullSettings, _pull, "name")),
     "stop": Action("end a run; it can be resumed", _on_phone("stop", StopSettings, _stop, "name")),
@@ -360,42 +387,11 @@ def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
     }
     sent = files_there(phone, plain, "sample_prompts", "heads_of", "task")
     changes |= {name: path if name == "task" else Path(path) for name, path in sent.items()}
-    changes["bundle"] = Path(_send_bundle(phone, plain.bundle))
+    changes["bundle"] = Path(send_bundle(phone, plain.bundle))
     changes["out"] = Path(phone.path("runs", plain.out.name))
     if plain.adapter:
-        source = find_adapter(plain.adapter)
-        remote = phone.path("adapters", digest(str(source.resolve()))[:12])
-        phone.send_folder(source, remote)
-        changes["adapter"] = Path(remote)
+        changes["adapter"] = Path(send_adapter(phone, plain.adapter))
     return replace(plain, **changes)
-
-
-def _send_bundle(phone: Phone, folder: Path, check: bool = False) -> str:
-    """Bring a bundle, the files that its manifest names alone; its folder there has its hash in the name."""
-    bundle = open_bundle(folder)
-    folder = bundle.folder
-    for block in bundle.chain.blocks:
-        check_content(folder, bundle.manifest, block.weights)
-    remote = phone.path("bundles", bundle.sha256[:12])
-    phone.send_folder(folder, remote, names=[MANIFEST, *bundle.manifest["files"]], check=check)
-    return remote
-
-
-def _send_run(phone: Phone, tuning: Tuning, bundle: str) -> str:
-    """Bring what a tuning's run ended with, as a run of the tuning's name, for a bundle that is there."""
-    check_name(tuning.name)
-    remote = phone.path("runs", tuning.name)
-    if phone.exists(f"{remote}/{JOURNAL}", "f"):
-        raise DeviceError(
-            f"{phone.adb.serial} has a run {tuning.name} of its own",
-            remedy=f"rename {tuning.folder}, or remove the run with `prge android clean`",
-        )
-    with tempfile.TemporaryDirectory(prefix="prge-push-") as name:
-        folder = Path(name)
-        shutil.copytree(tuning.adapter, folder / FINAL)
-        (folder / CONFIG).write_text(json.dumps({"bundle": bundle}), encoding="utf-8")
-        phone.send_folder(folder, remote)
-    return remote
 
 
 def _started(phone: Phone, name: str, words: list[str], wait: bool) -> Job:

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from typing import Any
 from device_runner.android.adb import Adb, quote
 from device_runner.android.packages import digest
 from device_runner.android.runtime import MANIFEST, driver_hash, files_of
+from device_runner.serving.history import FEEDBACK, HISTORY, ROUNDS
 from prge.cli import INTERRUPTED
 from prge.errors import DeviceError
 from prge.files.bundle import file_sha256
 from prge.files.documents import parse_json
-from prge.files.run_folder import ENDED
+from prge.files.run_folder import ENDED, JOURNAL, LOCK, LOG
 from prge.rows.readers import PARQUET
 from prge.rows.sources import Part, read_source, rows_file
 from prge.verbs.settings import yaml_of
@@ -34,9 +35,13 @@ from prge.verbs.settings import yaml_of
 FOLDER = "/data/local/tmp/prge"
 OWN = "runtime runtime.tree bundles adapters data jobs runs fleets cache tmp".split()
 START_SECONDS = 60.0
+RESTARTS = 5
 HASH_SECONDS = 600.0
 PULLS = 5
-GROWING = ("journal.jsonl", "metrics.jsonl", "log.txt", "run.json")
+GROWING = ("journal.jsonl", "metrics.jsonl", "log.txt", "run.json", HISTORY, FEEDBACK)
+# Files that stay on the device unless they are asked for, and those by whose first line copies are known.
+WITH_ROWS = (LOG, FEEDBACK)
+BEGUN = (JOURNAL, HISTORY, FEEDBACK)
 _PART = "prge-part "
 _WORDS = 200
 _RESERVE = 16 << 20
@@ -52,6 +57,10 @@ class Job:
     code: int | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
     last: Mapping[str, Any] = field(default_factory=dict)
+    port: int | None = None
+    """Of the device's loopback, where it is a server."""
+    restarts: int = 0
+    """Of a server that was killed."""
 
     @property
     def is_done(self) -> bool:
@@ -72,6 +81,8 @@ class Job:
             facts.append(f"{self.last['seconds']:.0f} s")
         if self.state == "ended" and "run" in self.summary:
             facts.append(str(self.summary["run"].get("status")))
+        if self.restarts:
+            facts.append(f"restarts {self.restarts}")
         return ", ".join(facts)
 
 
@@ -185,6 +196,13 @@ class Phone:
         self.adb.check(f"mv {quote([f'{remote}.new', remote])}", f"renaming {remote}")
         return remote
 
+    def write(self, text: str, remote: str) -> None:
+        """Write a text to a file that is adb's user's alone, by no words that others can read."""
+        new = quote([f"{remote}.new"])
+        self.adb.check(
+            f"rm -f {new}\ncat >{new} && mv {new} {quote([remote])}", f"writing {remote}", said=text
+        )
+
     def send_runtime(self, local: Path, *, check: bool = False) -> int:
         """Bring a runtime folder; see `send_folder`."""
         remote = self.path("runtime")
@@ -241,8 +259,13 @@ class Phone:
                 remedy="build it again and push it: prge android bundle runtime, prge android push runtime",
             )
 
-    def start(self, name: str, words: Iterable[str]) -> Job:
+    def start(self, name: str, words: Iterable[str], port: int | None = None) -> Job:
         """Start Python of the runtime with these words, detached from adb, and return once it runs.
+
+        Args:
+            name: of the run.
+            words: for Python.
+            port: of a server, which is started again if it is killed.
 
         Raises:
             DeviceError: a run of that name goes on, or this one does not start.
@@ -261,8 +284,11 @@ class Phone:
         # A session of its own where there is a command for it: what ends adb's shell must not end the run.
         self.make(job)
         self.make(self.path("runs"))
+        old = quote([f"{job}/{file}" for file in ("pid", "rc", "stop", "port", "restarts")])
+        served = "" if port is None else f"echo {port} >{quote([f'{job}/port'])}\n"
+        keeps = "" if port is None else f"export PRGE_RESTARTS={RESTARTS}\n"
         self.adb.check(
-            f"rm -f {quote([f'{job}/pid', f'{job}/rc'])}\n"
+            f"rm -f {old}\n{served}{keeps}"
             "session=setsid; command -v setsid >/dev/null 2>&1 || session=\n"
             f"nohup $session {command} >>{console} 2>&1 </dev/null &",
             f"starting {name}",
@@ -301,10 +327,13 @@ class Phone:
                 "booted": "cat /proc/sys/kernel/random/boot_id",
                 "summary": f"cat {quote([f'{run}/run.json'])}",
                 "last": f"tail -n 1 {quote([f'{run}/metrics.jsonl'])}",
+                "port": f"cat {quote([f'{job}/port'])}",
+                "restarts": f"cat {quote([f'{job}/restarts'])}",
             }
         )
-        process = int(parts["pid"]) if parts["pid"].isdigit() else None
-        code = int(parts["rc"]) if parts["rc"].isdigit() else None
+        process, code, port, restarts = (
+            int(parts[part]) if parts[part].isdigit() else None for part in ("pid", "rc", "port", "restarts")
+        )
         if process is None and code is None:
             state = "absent"
         elif code is not None:
@@ -313,7 +342,8 @@ class Phone:
         else:
             alive = _began(parts["now"]) is not None and _began(parts["now"]) == _began(parts["then"])
             state = "running" if alive and parts["boot"] == parts["booted"] else "killed"
-        return Job(name, state, process, code, _json(parts["summary"]), _json(parts["last"]))
+        told = _json(parts["summary"]), _json(parts["last"])
+        return Job(name, state, process, code, *told, port, restarts or 0)
 
     def no_run(self, name: str) -> DeviceError:
         """The error of a run that isn't there."""
@@ -328,11 +358,13 @@ class Phone:
 
     def stop(self, name: str, now: bool, seconds: float) -> Job:
         """End a run after its step, or at once; raises DeviceError if it doesn't end in time."""
-        job = self.job(name)
-        if job.state == "running":
-            self.adb.shell(f"kill -{'KILL' if now else 'TERM'} {job.process}")
-        deadline = time.monotonic() + seconds
+        deadline, ended = time.monotonic() + seconds, None
+        # Who would start it again is told first.
+        mark = quote([self.path("jobs", name, "stop")])
         while (job := self.job(name)).state == "running":
+            if job.process != ended:
+                ended = job.process
+                self.adb.shell(f": >{mark}; kill -{'KILL' if now else 'TERM'} {ended}")
             if time.monotonic() >= deadline:
                 raise DeviceError(
                     f"{name} still runs after {seconds:.0f} seconds", remedy="end it at once with --now"
@@ -340,10 +372,13 @@ class Phone:
             time.sleep(0.2)
         return job
 
-    def pull_run(self, name: str, out: Path, with_log: bool) -> list[str]:
-        """Bring a run folder here, all of it or nothing; returns the names of its files.
+    def pull_run(self, name: str, out: Path, but: Collection[str] = WITH_ROWS) -> list[str]:
+        """Bring the folder of a run or a server here, all of it or nothing; returns the names of its files.
 
-        log.txt shows a training row, and comes along only `with_log`.
+        Args:
+            name: of the run.
+            out: folder to make, or an older copy of it.
+            but: files that stay; by default those that show rows.
 
         Raises:
             DeviceError: there is no such run, `out` is there and is not an older copy of it, or the device
@@ -357,7 +392,7 @@ class Phone:
                 made = Path(staging) / str(attempt)
                 made.mkdir(mode=0o700)
                 try:
-                    self._pull_once(remote, made, with_log)
+                    self._pull_once(remote, made, but)
                     break
                 except DeviceError:
                     # A run goes on writing, and removes old checkpoints: look again.
@@ -366,11 +401,11 @@ class Phone:
             _replace(made, out)
         return sorted(str(path.relative_to(out)) for path in files_of(out))
 
-    def _pull_once(self, remote: str, made: Path, with_log: bool) -> None:
+    def _pull_once(self, remote: str, made: Path, but: Collection[str]) -> None:
         there = self._hashes(remote) if self.exists(remote, "d") else {}
-        if "journal.jsonl" not in there:
+        wanted = [file for file in there if file not in (LOCK, *but)]
+        if not set(wanted) & set(BEGUN):
             raise DeviceError(f"{remote} holds no run yet", remedy="prge android logs NAME --console")
-        wanted = [file for file in there if file != "run.lock" and (with_log or file != "log.txt")]
         for top in sorted({file.partition("/")[0] for file in wanted}):
             self.adb.pull(f"{remote}/{top}", made / top)
         _compare(made, there)
@@ -474,15 +509,21 @@ def _compare(made: Path, there: Mapping[str, str]) -> None:
     """Whether what came is what the device had; files that grow may have grown meanwhile."""
     for path in files_of(made):
         name = str(path.relative_to(made))
-        if name not in GROWING and there.get(name) != file_sha256(path):
+        if not _grows(name) and there.get(name) != file_sha256(path):
             raise DeviceError(f"{name} is not what the device has", remedy="pull again")
+
+
+def _grows(name: str) -> bool:
+    """Whether a file of a run's folder may be longer now; a round of a server's has a journal of its own."""
+    return name in GROWING or (name.startswith(f"{ROUNDS}/") and name.endswith(f"/{JOURNAL}"))
 
 
 def _replace(made: Path, out: Path) -> None:
     """Put a pulled run in place of an older copy of the same run."""
     if out.exists():
         try:
-            same = _first_line(out / "journal.jsonl") == _first_line(made / "journal.jsonl")
+            name = next(name for name in BEGUN if (made / name).is_file())
+            same = _first_line(out / name) == _first_line(made / name)
         except OSError:
             same = False
         if not same:
@@ -534,9 +575,6 @@ def send_rows(phone: Phone, where: Path, part: Part) -> str:
 
 def send_settings(phone: Phone, settings: Mapping[str, Any], folder: str) -> list[str]:
     """Bring settings of a verb, by their names, to a folder of the phone; words with which it reads them."""
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place, "settings.yaml")
-        path.write_text(yaml_of(settings), encoding="utf-8")
-        phone.make(folder)
-        phone.adb.push(path, f"{folder}/settings.yaml")
+    phone.make(folder)
+    phone.write(yaml_of(settings), f"{folder}/settings.yaml")
     return ["--config", f"{folder}/settings.yaml"]

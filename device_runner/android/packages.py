@@ -43,22 +43,22 @@ _STRICT = (
 ).split()
 
 DEBIAN = (
-    "libc6 libstdc++6 libgcc-s1 zlib1g libexpat1 libffi8 libbz2-1.0 liblzma5 libuuid1 "
+    "libc6 libstdc++6 libgcc-s1 zlib1g libexpat1 libffi8 libbz2-1.0 liblzma5 libuuid1 libssl3t64 libzstd1 "
     "python3.13-minimal libpython3.13-minimal libpython3.13-stdlib"
 ).split()
 WHEELS = (
     "numpy==2.4.6 tokenizers==0.23.3 safetensors==0.8.0 executorch==1.5.1 PyYAML==6.0.3 tqdm==4.70.1 "
-    "Jinja2==3.1.6 MarkupSafe==3.0.4"
+    "Jinja2==3.1.6 MarkupSafe==3.0.4 starlette==1.3.1 uvicorn==0.49.0 anyio==4.16.0 click==8.5.1 h11==0.16.0 "
+    "idna==3.20"
 ).split()
 # What a device of a fleet needs besides: of what flwr asks for, the packages that its client imports.
-FLEET_DEBIAN = ["libssl3t64", "libzstd1"]
 FLEET_WHEELS = (
-    "flwr==1.41.0 annotated-doc==0.0.7 annotated-types==0.8.0 anyio==4.16.0 certifi==2026.10.18 "
-    "cffi==2.1.1 charset-normalizer==3.5.2 click==8.5.1 cryptography==50.0.2 fastapi==0.138.2 "
-    "grpcio==1.85.1 grpcio-health-checking==1.81.1 h11==0.16.0 httpcore==1.0.9 httpx==0.28.1 "
-    "idna==3.20 iterators==0.0.2 packaging==25.0 protobuf==6.33.6 pycryptodome==3.24.1 "
+    "flwr==1.41.0 annotated-doc==0.0.7 annotated-types==0.8.0 certifi==2026.10.18 "
+    "cffi==2.1.1 charset-normalizer==3.5.2 cryptography==50.0.2 fastapi==0.138.2 "
+    "grpcio==1.85.1 grpcio-health-checking==1.81.1 httpcore==1.0.9 httpx==0.28.1 "
+    "iterators==0.0.2 packaging==25.0 protobuf==6.33.6 pycryptodome==3.24.1 "
     "pydantic==2.14.3 pydantic_core==2.50.4 Pygments==2.21.0 requests==2.34.2 rich==14.3.4 "
-    "shellingham==1.5.4 starlette==1.3.1 typer==0.20.1 typing-inspection==0.4.5 "
+    "shellingham==1.5.4 typer==0.20.1 typing-inspection==0.4.5 "
     "typing_extensions==4.16.0 urllib3==2.8.0"
 ).split()
 

@@ -11,4 +11,15 @@ export PYTHONPYCACHEPREFIX="$D/../cache/$TREE" XDG_CACHE_HOME="$D/../cache"
 export HOME="$D/.." USER="${USER:-shell}" TMPDIR="${TMPDIR:-$D/../tmp}"
 export PRGE_NATIVE_LIBRARY="$D/lib/libprge_native.so" OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-1}"
 mkdir -p "$TMPDIR"
+# This glibc has no table of time zones: the phone's own `date` knows how far its clock is from UTC.
+if [ -z "$TZ" ]; then
+    Z=$(date +%z)
+    case $Z in
+    [-+][0-9][0-9][0-9][0-9])
+        M=${Z#???} H=${Z%??}
+        case $H in +*) H=-${H#?} ;; *) H=+${H#?} ;; esac
+        export TZ="<$Z>$H:$M"
+        ;;
+    esac
+fi
 exec "$D/lib/ld.so" --library-path "$D/lib" "$D/py/bin/python3" "$@"

@@ -23,7 +23,6 @@ from pathlib import Path, PurePosixPath
 
 from device_runner.android.packages import (
     DEBIAN,
-    FLEET_DEBIAN,
     FLEET_WHEELS,
     PYTHON,
     WHEELS,
@@ -52,18 +51,19 @@ _TRIPLETS = {"arm64": "aarch64-linux-gnu", "amd64": "x86_64-linux-gnu"}
 _LOADERS = {"arm64": "ld-linux-aarch64.so.1", "amd64": "ld-linux-x86-64.so.2"}
 _LIBRARIES = (
     "libc.so.6 libm.so.6 libdl.so.2 libpthread.so.0 librt.so.1 libutil.so.1 libstdc++.so.6 libgcc_s.so.1 "
-    "libz.so.1 libexpat.so.1 libffi.so.8 libbz2.so.1.0 liblzma.so.5 libuuid.so.1"
+    "libz.so.1 libexpat.so.1 libffi.so.8 libbz2.so.1.0 liblzma.so.5 libuuid.so.1 "
+    # The server's packages import ssl, which they don't use.
+    "libssl.so.3 libcrypto.so.3 libzstd.so.1"
 ).split()
 # Parts of Python that the driver never imports, or whose libraries stay at home.
 _LEFT_OUT = frozenset(
     "test idlelib ensurepip pydoc_data lib2to3 tkinter turtledemo sqlite3 venv __pycache__ __phello__ "
     "unittest curses dbm xmlrpc wsgiref".split()
 )
-_LEFT_OUT_EXTENSIONS = ("_ssl", "_hashlib", "_sqlite3", "_curses", "_dbm", "_gdbm", "_tkinter", "readline",
+_LEFT_OUT_EXTENSIONS = ("_hashlib", "_sqlite3", "_curses", "_dbm", "_gdbm", "_tkinter", "readline",
                         "_test", "_xxtestfuzz", "xxlimited", "nis", "_crypt")  # fmt: skip
-# Of encrypted connections.
-_FLEET_LIBRARIES = ("libssl.so.3", "libcrypto.so.3", "libzstd.so.1")
-_FLEET_EXTENSIONS = ("_ssl", "_hashlib")
+# Of encrypted connections; it brings a library of 5 MB into every process.
+_FLEET_EXTENSIONS = ("_hashlib",)
 _DRIVER_LEFT_OUT = ("android", "__pycache__")
 
 
@@ -125,15 +125,14 @@ def build_runtime(settings: BundleSettings) -> Runtime:
     machine, fleet = settings.machine, settings.fleet
     lock = None if settings.lock is None else read_lock(settings.lock, machine)
     archive = Archive(settings.debian_archive, settings.debian_keys)
-    names, pinned = DEBIAN + FLEET_DEBIAN * fleet, WHEELS + FLEET_WHEELS * fleet
-    debian = download_debian(names, machine, cache, archive, lock)
-    wheels = download_wheels(pinned, machine, cache, lock)
+    debian = download_debian(DEBIAN, machine, cache, archive, lock)
+    wheels = download_wheels(WHEELS + FLEET_WHEELS * fleet, machine, cache, lock)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".runtime-") as work:
         system, made = Path(work) / "system", Path(work) / "made"
         system.mkdir()
         unpack_debian(debian.values(), system)
-        _take_libraries(system, made / "lib", machine, fleet)
+        _take_libraries(system, made / "lib", machine)
         _take_python(system, made / "py", fleet)
         for package, wheel in wheels.items():
             if package.name == "executorch":
@@ -177,9 +176,9 @@ def files_of(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def _take_libraries(system: Path, target: Path, machine: Machine, fleet: bool) -> None:
+def _take_libraries(system: Path, target: Path, machine: Machine) -> None:
     target.mkdir(parents=True)
-    for name in (*_LIBRARIES, *(_FLEET_LIBRARIES if fleet else ()), _LOADERS[machine]):
+    for name in (*_LIBRARIES, _LOADERS[machine]):
         shutil.copyfile(_find(system, name, _TRIPLETS[machine]), target / name)
     shutil.copyfile(target / _LOADERS[machine], target / "ld.so")
 
@@ -251,7 +250,7 @@ def _driver() -> dict[str, Path]:
     """Files of the driver by their names in a runtime."""
     root = HERE.parents[1]
     paths = [path for package in ("prge", "device_runner") for path in (root / package).rglob("*")]
-    names = {str(path.relative_to(root)): path for path in paths if path.suffix in (".py", ".yaml")}
+    names = {str(path.relative_to(root)): path for path in paths if path.is_file() and path.suffix != ".cpp"}
     return {name: names[name] for name in sorted(names) if not set(_DRIVER_LEFT_OUT) & set(Path(name).parts)}
 
 

@@ -147,7 +147,7 @@ class _Round:
                 shutil.rmtree(older, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         settings = self._run_settings(folder)
-        stopped = self._stopper(settings)
+        stopped = self._stopper()
         local, _ = open_local(
             *(self.plan, self.bundle, settings),
             *(self.settings.engine, self.settings.threads, self.settings.memory),
@@ -297,10 +297,10 @@ class _Round:
             train_limit=self.policy.most_rows,
         )
 
-    def _stopper(self, settings: RunSettings) -> Callable[[], bool]:
+    def _stopper(self) -> Callable[[], bool]:
         """Whether to give up: the owner's gates are waited for, the time of a round is not exceeded."""
         held = _Held(self.began + self.seconds)
-        gates = Gates(self.policy.gated(settings))
+        gates = Gates(self.policy.conditions())
         return lambda: gates.hold(held)
 
 

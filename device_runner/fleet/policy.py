@@ -13,11 +13,12 @@ A server can't change it: what its plan asks beyond it is refused with the line 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from device_runner.fleet.agreement import Plan
-from device_runner.session.settings import RunSettings
+from device_runner.session.conditions import Condition, Hours
+from device_runner.session.settings import WaitFlags
 from prge.errors import ConfigError
 from prge.learning.estimators.table import EstimatorName, having
 from prge.verbs.bounds import bound_problems
@@ -62,9 +63,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         problems = bound_problems(self)
-        try:
-            _hours(self.hours)
-        except ValueError:
+        if self.hours and Hours.parse(self.hours, "hours") is None:
             problems.append(f"--hours is {self.hours!r}, must be like 22-6")
         if problems:
             raise ConfigError("the policy can't be used:", problems, remedy="mend the policy file")
@@ -93,28 +92,16 @@ class Policy:
             for name, (value, allowed) in asked.items()
             if not allowed
         ]
-        hour = time.localtime(now).tm_hour
-        if hour not in _hours(self.hours):
-            objections.append(f"the owner's policy has hours {self.hours}, it is {hour} o'clock")
+        local = time.localtime(now)
+        hours = Hours.parse(self.hours, "hours")
+        if hours is not None and not hours.has(local.tm_hour * 60 + local.tm_min):
+            objections.append(f"the owner's policy has hours {self.hours}, it is {local.tm_hour} o'clock")
         return objections
 
-    def gated(self, settings: RunSettings) -> RunSettings:
-        """The settings of a round with the owner's gates."""
-        return replace(
-            settings,
+    def conditions(self) -> list[Condition]:
+        """What a round waits for."""
+        return WaitFlags(
             only_charging=self.only_charging,
             pause_below_battery=self.pause_below_battery,
             pause_above_celsius=self.pause_above_celsius,
-        )
-
-
-def _hours(text: str) -> frozenset[int]:
-    """Hours of the day; ValueError if the text names none."""
-    if not text:
-        return frozenset(range(24))
-    first, dash, last = text.partition("-")
-    begin, end = int(first), int(last)
-    if not dash or not (0 <= begin < 24 and 0 <= end <= 24):
-        raise ValueError(text)
-    count = (end - begin) % 24 or 24
-    return frozenset((begin + hour) % 24 for hour in range(count))
+        ).conditions()

@@ -21,6 +21,8 @@ from prge.errors import shown
 
 # Answered without a key: a browser can't send one before it has the page.
 HEALTH = "/health"
+# The code of requests that come while the server pauses, and seconds after which they may come again.
+PAUSED, PAUSED_SECONDS = "paused", 30
 PAGES, FILES = ("/", "/training"), "/page/"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -109,4 +111,6 @@ class Door:
 def refusal(error: RequestError) -> JSONResponse:
     """The answer to a request that is refused."""
     headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
+    if error.code == PAUSED:
+        headers = {"Retry-After": str(PAUSED_SECONDS)}
     return JSONResponse(error.body, error.status, headers)

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from device_runner.serving.access import FILES, HEALTH, PAGES, Access, Door, refusal
+from device_runner.serving.access import FILES, HEALTH, PAGES, PAUSED, Access, Door, refusal
 from device_runner.serving.feedback import Feedback
 from device_runner.serving.learning import Learning
 from device_runner.serving.models import MOST_CHARACTERS, Models
@@ -40,6 +40,8 @@ from device_runner.serving.protocol import (
     usage_of,
 )
 from device_runner.serving.worker import BusyError, Tell, Told, Worker
+from device_runner.session.gates import Gates
+from device_runner.session.speaking import note
 from prge.errors import DataError, PrgeError
 from prge.text.loop import Answer, Reason
 
@@ -61,6 +63,7 @@ def make_app(
     learning: Learning | None = None,
     runs: Runs | None = None,
     about: Json | None = None,
+    gates: Gates | None = None,
 ) -> Starlette:
     """The server as an ASGI application.
 
@@ -72,8 +75,9 @@ def make_app(
         learning: what is learnt of that.
         runs: that the page shows.
         about: what the page tells of the models.
+        gates: while they are closed no answer is begun.
     """
-    server = _Server(models, worker, feedback or Feedback(None), learning)
+    server = _Server(models, worker, feedback or Feedback(None), learning, gates or Gates(()))
     told = {**(about or {}), **server.told, "runs": runs is not None}
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
@@ -147,11 +151,14 @@ _FINISH: dict[Reason, Finish] = {"stop": "stop", "length": "length", "context": 
 
 
 class _Server:
-    def __init__(self, models: Models, worker: Worker, feedback: Feedback, learning: Learning | None) -> None:
+    def __init__(
+        self, models: Models, worker: Worker, feedback: Feedback, learning: Learning | None, gates: Gates
+    ) -> None:
         self.models = models
         self.worker = worker
         self.feedback = feedback
         self._learning = learning
+        self.gates = gates
         self.most_bytes = min(MOST_BYTES, BYTES_BESIDE + BYTES_A_TOKEN * worker.context)
         self.begun = int(time.time())
         # Bytes of bodies that are being read or made prompts of.
@@ -244,6 +251,9 @@ class _Server:
             self.held -= len(body)
 
     async def _answer(self, request: Request, read: Callable[[bytes], Asked]) -> Response:
+        # Sensors may take a moment to read.
+        if why := await asyncio.to_thread(self.gates.closed, note):
+            raise RequestError(503, f"paused, {why}", kind="server_error", code=PAUSED)
         async with self._body(request) as body:
             preparing = self.models.requests(body, read, self.worker.context)
             asked, requests = await _unless_gone(request, preparing)

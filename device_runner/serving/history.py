@@ -10,7 +10,7 @@ from typing import Any
 from prge.errors import ConfigError
 from prge.files.journal import Journal, Record
 
-HISTORY = "adapters.jsonl"
+FEEDBACK, HISTORY, ROUNDS = "feedback.jsonl", "adapters.jsonl", "rounds"
 _FACTS = ("learnt", "held_back", "kept", "steps", "seconds", "why")
 
 

@@ -15,14 +15,15 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.opening import Engines, open_engines
-from device_runner.serving.history import History, Version
+from device_runner.serving.flags import LearnFlags
+from device_runner.serving.history import FEEDBACK, ROUNDS, History, Version
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.rounds import (
     AbandonedError,
@@ -37,10 +38,10 @@ from device_runner.serving.rounds import (
     read_kept,
 )
 from device_runner.serving.worker import Worker
+from device_runner.session.gates import Gates
 from device_runner.session.planning import DEFAULT_BATCH, plan_run, settled
-from device_runner.session.sensors import Sensors
 from device_runner.session.settings import EngineFlags, RunSettings
-from prge.errors import BundleError, ConfigError, DataError, DivergenceError, PrgeError
+from prge.errors import BundleError, DataError, DivergenceError, PrgeError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.journal import Record
@@ -50,53 +51,14 @@ from prge.files.signatures import STACK
 from prge.files.tuned import tuning_at
 from prge.rows.feedback import Fields, adapter_digest, read_feedback
 from prge.rows.tokenizer import Tokenizer
-from prge.verbs.bounds import flag
 from prge.verbs.settings import read_settings
 
-FEEDBACK, ROUNDS = "feedback.jsonl", "rounds"
 # Rows of refused rounds that the next one learns, too.
 _MOST_OPEN = 256
 _ANY_LOSS = 1e6
-# Between two looks at the charger.
+# Between two looks for something to learn, and at the sensors.
 _SECONDS = 5.0
 _Json = dict[str, Any]
-When = Literal["idle", "charging"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearnFlags:
-    """Learning beside answers."""
-
-    learn: Path | None = None
-    """Folder to learn into: between requests the first --adapter, else the folder's own, learns from
-    feedback, and a better one takes its place. The folder's feedback.jsonl is --feedback's default."""
-    learn_every: int = 8
-    """Rows of feedback of a round of learning; what one in five of them is about is held back to judge by."""
-    learn_epochs: float = 8.0
-    """Times that a round sees every row."""
-    learning_rate: float | None = None
-    """Peak learning rate of a round; default: that of the tuning or run before, or 0.003."""
-    replay: float = 0.5
-    """Share of a round's rows that are earlier ones: feedback and --kept, so that nothing is forgotten."""
-    kept: Path | None = None
-    """Rows that must not be forgotten. Some are replayed; on others no adapter may be worse than that of the
-    start. Default: those of the tuning or run before."""
-    may_lose: float = 0.02
-    """By how much an adapter may be worse than that of the start on kept rows: of their task's metric,
-    such as accuracy, or else of the mean loss."""
-    when: When = "idle"
-    """idle: whenever no request is answered; charging: only while the battery is charged, too."""
-
-    def idle_problems(self) -> list[str]:
-        """Flags that mean nothing without `learn`."""
-        if self.learn is not None:
-            return []
-        own = fields(LearnFlags)
-        return [
-            f"{flag(each.name)} belongs to --learn"
-            for each in own
-            if getattr(self, each.name) != each.default
-        ]
 
 
 class Learning:
@@ -131,14 +93,12 @@ class Learning:
         self._workshop: Workshop | None = None
         self._apart: Apart = at_once
         self._taken: Version | None = None
-        self._sensors = Sensors()
-        self._next_look, self._may_now, self._failed = 0.0, True, False
+        conditions = flags.learning_conditions()
+        self._gates = Gates(conditions, seconds=_SECONDS) if conditions else None
+        self._failed = False
         # Rows that are new: those in the file when it was read last, and those that were counted since then.
         self._in_file = self._counted = self._counted_then = 0
         self._tidy()
-        if flags.when == "charging" and (reading := self._sensors.charging()).value is None:
-            problem = f"--when charging: {reading.reason}"
-            raise ConfigError("the device doesn't tell what these need:", [problem], remedy="leave it out")
 
     def open(self, workshop: Workshop) -> None:
         """Have what rounds need."""
@@ -173,10 +133,10 @@ class Learning:
 
     def must_wait(self) -> bool:
         """Whether no step may be taken now."""
-        if self._flags.when == "charging" and time.monotonic() >= self._next_look:
-            self._may_now = self._sensors.charging().value is not False
-            self._next_look = time.monotonic() + _SECONDS
-        return not self._may_now
+        if (gates := self._gates) is None:
+            return False
+        # Sensors may take a moment to read, in which answers are made.
+        return bool(self._apart(lambda: gates.closed(lambda text: self._tell(f"learning: {text}"))))
 
     def history(self) -> list[_Json]:
         """All adapters, the newest last."""
@@ -374,7 +334,6 @@ def _settings(flags: LearnFlags, engine: EngineFlags, bundle: Bundle, run: Path 
         adapter=None,
         sample_prompts=None,
         sample_rows=0,
-        only_charging=False,
     )
 
 

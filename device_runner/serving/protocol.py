@@ -63,7 +63,7 @@ class RequestError(Exception):
         kind: str = "invalid_request_error",
     ) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code = status, code
         self.body: Json = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

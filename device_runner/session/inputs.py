@@ -43,7 +43,7 @@ _NOT_IDENTITY = frozenset(
         *("bundle", "train", "dev", "task", "adapter", "out", "resume"),
         *("engine", "threads", "trunk_cache_bytes", "memory", "quiet"),
         *("change_estimator", "keep_gradients", "checkpoint_every"),
-        *("pause_above_celsius", "pause_below_battery", "only_charging"),
+        *("when", "pause_above_celsius", "pause_below_battery", "only_charging"),
         *("sample_prompts", "sample_rows", "sample_every", "heads_of"),
     }
 )

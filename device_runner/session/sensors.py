@@ -1,18 +1,22 @@
-"""What a phone tells of itself: temperature, battery, CPU frequency; or null and why it can't be told."""
+"""What a phone tells of itself: temperature, battery, frequency, use; or null and why it can't be told."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SYSTEM = Path("/sys")
+SYSTEM, PROCESSES = Path("/sys"), Path("/proc")
 _DUMP_SECONDS = 10.0
 _COOLEST, _HOTTEST = -40.0, 150.0
+# The shortest time over which the use of processors is told.
+_MOMENT = 0.5
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,12 @@ class Reading:
 class Sensors:
     """Readings of this machine, taken anew by each call."""
 
-    def __init__(self, system: Path = SYSTEM) -> None:
+    def __init__(self, system: Path = SYSTEM, processes: Path = PROCESSES) -> None:
         self._battery = system / "class" / "power_supply"
         self._thermal = system / "class" / "thermal"
         self._processors = system / "devices" / "system" / "cpu"
+        self._statistics = processes / "stat"
+        self._looked: tuple[float, float] | None = None
 
     def temperature(self) -> Reading:
         """Hottest thermal zone in degrees Celsius; where none can be read, the battery's temperature."""
@@ -66,7 +72,7 @@ class Sensors:
             text = _text(path)
             if text is not None and text != "Unknown":
                 return Reading(text in ("Charging", "Full"), str(path))
-        told = _dumped(r"^ *status: *(\d+)", r"^ *(?:AC|USB|Wireless|Dock) powered: *true")
+        told = _of_dump(r"^ *status: *(\d+)", r"^ *(?:AC|USB|Wireless|Dock) powered: *true")
         if isinstance(told, str):
             return Reading(None, reason=f"no battery under {self._battery}; {told}")
         status, powered = told
@@ -83,6 +89,39 @@ class Sensors:
             return Reading(*max(values))
         return Reading(None, reason=f"no cpu*/cpufreq/scaling_cur_freq can be read in {self._processors}")
 
+    def use(self) -> Reading:
+        """Of Android: whether the screen is on; else the cores that other programs take since the last look,
+        or for a moment."""
+        if shutil.which("dumpsys") is not None:
+            text, why = _dump("power")
+            match = re.search(r"^ *mWakefulness=(\w+)", text, re.MULTILINE)
+            if match is None:
+                return Reading(None, reason=why or "dumpsys power doesn't tell")
+            return Reading(match[1] not in ("Asleep", "Dozing"), "dumpsys power")
+        before = self._looked
+        if before is None or time.monotonic() - before[0] < _MOMENT:
+            before = self._others()
+            time.sleep(_MOMENT)
+        self._looked = now = self._others()
+        if before is None or now is None:
+            return Reading(None, reason=f"{self._statistics} can't be read")
+        return Reading(max(0.0, (now[1] - before[1]) / (now[0] - before[0])), str(self._statistics))
+
+    def minute_of_day(self) -> Reading:
+        """Minutes since midnight of the local time."""
+        now = time.localtime()
+        return Reading(now.tm_hour * 60 + now.tm_min, "the clock")
+
+    def _others(self) -> tuple[float, float] | None:
+        """The time, and seconds that processors have worked so far for others than this process."""
+        words = (_text(self._statistics) or "").partition("\n")[0].split()
+        try:
+            user, nice, system, _, _, interrupts, soft = map(int, words[1:8])
+        except ValueError:
+            return None
+        worked = (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), worked - time.process_time()
+
     def record(self) -> dict[str, Any]:
         """All readings, as run.json holds them."""
         readings: dict[str, Callable[[], Reading]] = {
@@ -98,27 +137,33 @@ class Sensors:
             value = _number(path) if _is_battery(path.parent) else None
             if value is not None:
                 return Reading(value, str(path))
-        told = _dumped(rf"^ *{dumped}: *(-?\d+)")
+        told = _of_dump(rf"^ *{dumped}: *(-?\d+)")
         if isinstance(told, str):
             return Reading(None, reason=f"no battery under {self._battery}; {told}")
         return Reading(told[0], "dumpsys battery")
 
 
-def _dumped(first: str, *more: str) -> list[float | None] | str:
+def _of_dump(first: str, *more: str) -> list[float | None] | str:
     """Numbers that patterns find in what Android's battery service tells, or why it tells nothing."""
+    text, why = _dump("battery")
+    matches = [re.search(pattern, text, re.MULTILINE) for pattern in (first, *more)]
+    if matches[0] is None:
+        return why or "dumpsys battery doesn't tell"
+    return [None if match is None else float(match.group(1)) if match.groups() else 1.0 for match in matches]
+
+
+def _dump(service: str) -> tuple[str, str]:
+    """What one of Android's services tells, and why it tells nothing."""
     command = shutil.which("dumpsys")
     if command is None:
-        return "there is no dumpsys"
+        return "", "there is no dumpsys"
     try:
         done = subprocess.run(
-            [command, "battery"], capture_output=True, text=True, timeout=_DUMP_SECONDS, check=False
+            [command, service], capture_output=True, text=True, timeout=_DUMP_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"dumpsys can't be run: {error}"
-    matches = [re.search(pattern, done.stdout, re.MULTILINE) for pattern in (first, *more)]
-    if matches[0] is None:
-        return "dumpsys battery doesn't tell"
-    return [None if match is None else float(match.group(1)) if match.groups() else 1.0 for match in matches]
+        return "", f"dumpsys can't be run: {error}"
+    return done.stdout, ""
 
 
 def _is_battery(folder: Path) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from device_runner.engines.trunk_cache import Precision
+from device_runner.session.conditions import Battery, Charging, Condition, Cool, parse_when
 from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.files.run_folder import CONFIG
@@ -39,8 +40,53 @@ class EngineFlags:
     Default: all weights stay, and activations in a quarter of the memory that is available."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PauseFlags:
+    """Pauses."""
+
+    pause_above_celsius: float | None = None
+    """Pause while the device is hotter than this, until it is three degrees cooler."""
+    pause_below_battery: float | None = None
+    """Pause while the battery holds less than this many percent and is not charged."""
+
+    def conditions(self) -> list[Condition]:
+        """What must be met to go on."""
+        found: list[Condition] = []
+        if self.pause_above_celsius is not None:
+            found.append(Cool(flag("pause_above_celsius"), self.pause_above_celsius))
+        if self.pause_below_battery is not None:
+            found.append(Battery(flag("pause_below_battery"), self.pause_below_battery))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitFlags(PauseFlags):
+    """When to work."""
+
+    when: str = ""
+    """Pause unless all of these hold, with commas between them: charging; cool (at most 42 degrees Celsius;
+    cool:40 at most 40); battery:30 (at least 30 percent, or charging); idle (a phone: the screen is off;
+    else: other programs take at most half a core); 22:00-07:00 (local time)."""
+    only_charging: bool = False
+    """Pause while the battery is not charged, as --when charging."""
+
+    def conditions(self) -> list[Condition]:
+        """What must be met to go on."""
+        charging = [Charging(flag("only_charging"))] if self.only_charging else []
+        return [*charging, *super().conditions(), *parse_when(self.when)]
+
+
+def when_problems(when: str) -> list[str]:
+    """What is wrong with a `--when`."""
+    try:
+        parse_when(when)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 @dataclass(frozen=True)
-class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, TrainingFlags):
+class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, TrainingFlags, WaitFlags):
     """Fine-tune the adapter of a bundle on the stock engine."""
 
     STORED: ClassVar = CONFIG
@@ -84,12 +130,6 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, T
     checkpoint_dtype: Precision = "float32"
     """exact: precision of the states between blocks that the way back goes through. float16 takes half the
     room and rounds them. Above --memory they lie in a file of the run folder."""
-    pause_above_celsius: float | None = None
-    """Pause while the device is hotter than this, until it is three degrees cooler."""
-    pause_below_battery: float | None = None
-    """Pause while the battery holds less than this many percent and is not charged."""
-    only_charging: bool = False
-    """Pause while the battery is not charged."""
 
     def __post_init__(self) -> None:
         problems = self.shared_problems(self.steps if self.epochs is None else None)
@@ -98,6 +138,7 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, T
                 problems.append(f"--epochs is {self.epochs:g} and --steps {self.steps}: give one of them")
             # A resumed run is told of every setting that it wasn't begun with.
             problems += self._without_meaning()
+        problems += when_problems(self.when)
         if self.sample_prompts and self.sample_rows:
             problems.append("--sample-prompts and --sample-rows: give one of them")
         if self.clip_examples and self.batch_size != 1:

@@ -92,7 +92,7 @@ BOUNDS: Mapping[str, Range] = {
     **dict.fromkeys(("noise", "most_privacy_epsilon"), _POSITIVE_OR_NONE),
     **dict.fromkeys(("delta", "most_delta"), Range(0, 1, open=(0, 1))),
     "outlier": Range(1, _LARGEST_FLOAT32),
-    "port": Range(0, 65535),
+    **dict.fromkeys(("port", "computer_port"), Range(0, 65535)),
 }
 
 

@@ -73,15 +73,15 @@ def phone(daemon: Daemon, runtime: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def stack_bundle(made_once: Made) -> Path:
-    """The demo's model for differences of copies."""
+    """The demo's model for differences of copies, which writes, too."""
 
     def fill(folder: Path) -> None:
         prge(
             "export", "--model", DEMO / "model", "--out", folder / "my bundle", "--target-modules", "o_proj",
-            "--roles", "stack", "--sequence-length", 32,
+            "--roles", "stack", "prefill", "decode", "--sequence-length", 32,
         )  # fmt: skip
 
-    return made_once("demo stack", fill) / "my bundle"
+    return made_once("demo stack that writes", fill) / "my bundle"
 
 
 @pytest.fixture

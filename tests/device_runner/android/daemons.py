@@ -5,6 +5,7 @@ Debian's adbd listens without authentication, so it must never see another netwo
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from device_runner.android.packages import Archive, configured_archive, download_debian, unpack_debian
 from prge.errors import PrgeError
@@ -28,6 +30,20 @@ SERIAL = f"{PHONE}:{PORT}"
 SECONDS = 600
 
 
+_ASK = """
+import sys, urllib.request
+url, key, body = sys.argv[1:]
+headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+request = urllib.request.Request(url, body.encode() or None, headers)
+try:
+    answer = urllib.request.urlopen(request, timeout=300)
+except urllib.error.HTTPError as error:
+    answer = error
+except OSError:
+    print(0, "")
+    sys.exit()
+print(answer.status, answer.read().decode())
+"""
 _NAMESPACE = ("readlink", "/proc/self/ns/net")
 
 
@@ -163,6 +179,13 @@ class Daemon:
                 f"prge android {words} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
             )
         return done
+
+    def ask(self, port: int, path: str, key: str = "", body: Any = None) -> tuple[int, Any]:
+        """Status and body of an answer to a client on the computer; 0 where nobody listens."""
+        text = "" if body is None else json.dumps(body)
+        words = [f"http://127.0.0.1:{port}{path}", key, text]
+        status, _, content = self.network.run([sys.executable, "-c", _ASK, *words]).stdout.partition(" ")
+        return int(status), json.loads(content) if content.startswith("{") else content
 
     def close(self) -> None:
         """End adb's server and the daemon."""

@@ -26,6 +26,7 @@ shell) [ "$2" = -T ] && shift; exec sh -c "$2" ;;
 push) echo "$2" >>"$0.pushed"; exec cp -r "$2" "$3" ;;
 pull) exec cp -r "$2" "$3" ;;
 reverse) echo "$2 $3" >>"$0.reversed" ;;
+forward) [ "$2" = --list ] || echo "$3 $4" >>"$0.forwarded" ;;
 esac
 """
 _RUNTIME = """#!/bin/sh

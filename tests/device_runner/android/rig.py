@@ -43,6 +43,7 @@ FLEET_FOLDER = "/data/local/tmp/fleet"
 MOST_MEGABYTES = 140
 MOST_DIFFERENCE = 1e-4
 STEPS = 8
+SERVED_PORT = 8123
 _LOADER = "ld-linux-aarch64.so.1"
 _CORES = 2
 _CPUINFO = """processor : {number}
@@ -136,6 +137,7 @@ def _examine(work: Path) -> dict[str, object]:
         try:
             rig.start()
             figures = _there(rig, runtime, bundle, here, work)
+            figures["served"] = _serves(rig, bundle)
             figures["joined_fleet"] = _joins(rig, fleet, bundle, work)
         finally:
             rig.close()
@@ -151,6 +153,7 @@ def _examine(work: Path) -> dict[str, object]:
         figures["published"],
         figures["paused_while_hot"],
         figures["resumed_same_bits"],
+        figures["served"],
         figures["joined_fleet"],
     ]
     return {"rig_passed": all(checks), **figures, "seconds": round(time.monotonic() - began)}
@@ -162,7 +165,7 @@ def _here(work: Path) -> tuple[Path, Path]:
     bundle, run = work / "bundle", work / "here"
     _prge(
         "export", "--model", DEMO / "model", "--out", bundle, "--target-modules", "o_proj", "down_proj",
-        "--sequence-length", 32, "--roles", "stack",
+        "--sequence-length", 32, "--roles", "stack", "prefill", "decode",
     )  # fmt: skip
     _prge("run", *_run_words(bundle), "--out", run, "--quiet")
     return bundle, run
@@ -218,12 +221,40 @@ def _joins(rig: Rig, runtime: Runtime, bundle: Path, work: Path) -> bool:
     return train_fleet_of_one(rig, FLEET_FOLDER, bundle, work, 240).count(": 1 answers, loss 0.") == 2
 
 
+def _serves(rig: Rig, bundle: Path) -> bool:
+    """Whether a server answers through the cable, comes back when it is killed there, and outlives adbd."""
+    _say("a server, killed on the phone, and adb's daemon killed")
+    serve = ["serve", "--bundle", bundle, "--port", SERVED_PORT, "--threads", 1, "--memory", "100MB"]
+    told = rig.prge(*serve).stdout
+    key = told.split("shown this once: ")[1].split()[0]
+    asked = {"model": "base", "prompt": "The film", "max_tokens": 2, "temperature": 0}
+    answers: list[str] = []
+
+    def answered() -> bool:
+        status, answer = rig.ask(SERVED_PORT, "/v1/completions", key, asked)
+        answers.extend([answer["choices"][0]["text"]] if status == 200 else [])
+        return status == 200
+
+    refused = rig.ask(SERVED_PORT, "/v1/completions", "", asked)[0] == 401
+    first = answered()
+    rig.adb("shell", "kill -9 $(cat /data/local/tmp/prge/jobs/server/pid)")
+    _until(answered, "the server didn't come back", 600)
+    restarted = "restarts 1" in rig.prge("status", "server").stdout
+    rig.kill()
+    rig.start()
+    lost = "not forwarded" in rig.prge("status", "server").stdout
+    again = rig.prge(*serve).stdout
+    outlived = answered() and "shown this once" not in again
+    stopped = "server: ended" in rig.prge("stop", "server").stdout
+    return all((refused, first, restarted, lost, outlived, stopped, len(set(answers)) == 1))
+
+
 def _pauses(rig: Rig, bundle: Path) -> bool:
     """Whether a run waits while the phone is hot and goes on by itself; the reason must be in its log."""
     zone = rig.kernel / "sys/class/thermal/thermal_zone0/temp"
     run = rig.phone_folder / "prge" / "runs" / "hot"
     zone.write_text("47000\n")
-    rig.prge("run", *_run_words(bundle), "--pause-above-celsius", 45, "--out", "hot")
+    rig.prge("run", *_run_words(bundle), "--when", "cool:45,battery:30,0-24", "--out", "hot")
     log = run / "log.txt"
     _until(lambda: log.is_file() and "paused, too hot: 47.0" in log.read_text(), "no pause in the log")
     waited = b'"kind":"step"' not in (run / "journal.jsonl").read_bytes()

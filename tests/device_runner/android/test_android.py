@@ -62,9 +62,7 @@ def check_private(folder: Path) -> None:
     tops = [path for path in folder.iterdir() if path.is_dir()]
     made = [path for name in ("runs", "jobs") for path in (folder / name).rglob("*")]
     assert {path.name for path in tops} >= {"runtime", "bundles", "data", "runs", "jobs", "cache"} and made
-    loose = [path for path in (*tops, *made) if path.stat().st_mode & 0o077]
-    # What adb brings has the modes that it gives; it lies in closed folders.
-    assert [path.name for path in loose] in ([], ["settings.yaml"])
+    assert not [path for path in (*tops, *made) if path.stat().st_mode & 0o077]
 
 
 def test_exit_codes_and_texts_come_through(daemon: Daemon) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -47,6 +48,20 @@ def test_a_runtime_is_small_and_a_changed_one_is_refused(runtime: Path, tmp_path
         open_runtime(copy.folder)
     with pytest.raises(DeviceError, match="is no runtime"):
         open_runtime(tmp_path)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("told", "seconds"), [("+0530", 19800), ("-0330", -12600), ("+0000", 0), ("?", 0)])
+def test_the_time_is_that_of_the_phones_own_clock(
+    runtime: Path, tmp_path: Path, told: str, seconds: int
+) -> None:
+    (tmp_path / "date").write_text(f"#!/bin/sh\necho '{told}'\n")
+    (tmp_path / "date").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    code = "import time; print(time.localtime().tm_gmtoff)"
+    words = ["sh", runtime / "run.sh", "-c", code]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == seconds
 
 
 @pytest.mark.whole

@@ -1,4 +1,4 @@
-"""A server in a process of its own, with a small model in numpy: `child.py SECONDS_A_STEP QUEUE KEY FILE`."""
+"""A server in a process, a small model in numpy: `child.py SECONDS_A_STEP QUEUE KEY FILE SYSTEM`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from device_runner.serving.feedback import Feedback
 from device_runner.serving.listening import Server, address_of, listening
 from device_runner.serving.models import Models
 from device_runner.serving.worker import Worker
+from device_runner.session.conditions import Cool
+from device_runner.session.gates import Gates
+from device_runner.session.sensors import Sensors
 from prge.engine import FloatArray
 from prge.files.adapter import Adapter
 from prge.rows import chat
@@ -68,5 +71,7 @@ if __name__ == "__main__":
     generator = Generator(SlowSpeaker(seconds), make_tokenizer())
     with listening("127.0.0.1", 0) as listener, Worker(generator, queue) as worker:
         print(address_of(listener), flush=True)
-        app = make_app(models, worker, Access(key or None, "127.0.0.1"), feedback)
+        hot = [Cool("--pause-above-celsius", 45)] if sys.argv[5] else []
+        gates = Gates(hot, Sensors(Path(sys.argv[5])), seconds=0)
+        app = make_app(models, worker, Access(key or None, "127.0.0.1"), feedback, gates=gates)
         Server(app, worker).run([listener])

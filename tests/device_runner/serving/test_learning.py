@@ -16,8 +16,9 @@ import pytest
 
 from device_runner import run as run_verb
 from device_runner.serving import learning as module
-from device_runner.serving.history import HISTORY
-from device_runner.serving.learning import FEEDBACK, LearnFlags, Learning, open_learning
+from device_runner.serving.flags import LearnFlags
+from device_runner.serving.history import FEEDBACK, HISTORY
+from device_runner.serving.learning import Learning, open_learning
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.rounds import held_back, read_kept
 from device_runner.serving.worker import Worker
@@ -356,7 +357,9 @@ def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "_SECONDS", 0.0)
     learning = place.open(when="charging")
     assert not learning.work() and not learning.work()
+    assert place.told == ["learning: paused, not charging: it waits for a charger"]
     assert learning.work() and learning.history()[-1]["status"] == "served"
+    assert place.told[1].startswith("learning: going on after a pause of ")
 
 
 def test_what_was_disliked_is_not_kept(place: Place, tmp_path: Path) -> None:

@@ -61,10 +61,10 @@ class Child:
 
 @contextmanager
 def served(
-    seconds: float = 0.0, queue: int = 64, key: str = "", feedback: Path | str = ""
+    seconds: float = 0.0, queue: int = 64, key: str = "", feedback: Path | str = "", system: Path | str = ""
 ) -> Iterator[Child]:
     script = REPOSITORY / "tests/device_runner/serving/child.py"
-    words = [sys.executable, script, seconds, queue, key, feedback]
+    words = [sys.executable, script, seconds, queue, key, feedback, system]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -281,6 +281,31 @@ def _request(body: dict[str, Any], path: bytes = b"/v1/completions") -> bytes:
 def _head(length: int) -> bytes:
     lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
+
+
+def test_while_it_is_hot_no_answer_is_begun_and_others_go_on(tmp_path: Path) -> None:
+    zone = tmp_path / "class/thermal/thermal_zone0/temp"
+    zone.parent.mkdir(parents=True)
+    zone.write_text("40000\n")
+    with served(SLOW, system=tmp_path) as child:
+        begun = child.client().completions.create(
+            model="base", prompt="a", max_tokens=60, temperature=0, stream=True
+        )
+        pieces = [next(iter(begun)).choices[0].text]
+        zone.write_text("47000\n")
+        status, answer = child.ask({"model": "base", "prompt": "a", "max_tokens": 1})
+        assert status == 503 and answer["error"]["code"] == "paused"
+        assert answer["error"]["message"] == "paused, too hot: 47.0 degrees Celsius, the limit is 45"
+        with pytest.raises(openai.InternalServerError) as refused:
+            child.client().completions.create(model="base", prompt="a", max_tokens=1)
+        assert refused.value.response.headers["Retry-After"] == "30"
+        pieces += [event.choices[0].text for event in begun]
+        assert "".join(pieces) == expected("base", 60, "a")
+        assert child.health() and child.client().models.list()
+        zone.write_text("43000\n")
+        assert child.ask({"model": "base", "prompt": "a"})[0] == 503
+        zone.write_text("41900\n")
+        assert child.ask({"model": "base", "prompt": "a", "max_tokens": 1})[0] == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

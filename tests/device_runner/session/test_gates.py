@@ -57,7 +57,7 @@ def system(tmp_path: Path) -> Path:
 
 def gates(system: Path, **changes: Any) -> Gates:
     settings = RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), **changes)
-    return Gates(settings, Sensors(system), seconds=0.02)
+    return Gates(settings.conditions(), Sensors(system, system), seconds=0.02)
 
 
 def held(gate: Gates, told: Told, over: Any) -> None:

@@ -1,0 +1,72 @@
+"""What is brought to a phone of models: bundles, runs and folders of `prge tune`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from device_runner.android.device import Phone, check_name
+from device_runner.android.packages import digest
+from prge.errors import DeviceError
+from prge.files.bundle import MANIFEST, check_content, open_bundle
+from prge.files.peft import find_adapter
+from prge.files.run_folder import CONFIG, DECISIONS, FINAL, JOURNAL
+from prge.files.tuned import Tuning
+
+
+def send_bundle(phone: Phone, folder: Path, check: bool = False) -> str:
+    """Bring a bundle, the files that its manifest names alone; its folder there has its hash in the name."""
+    bundle = open_bundle(folder)
+    folder = bundle.folder
+    for block in bundle.chain.blocks:
+        check_content(folder, bundle.manifest, block.weights)
+    remote = phone.path("bundles", bundle.sha256[:12])
+    phone.send_folder(folder, remote, names=[MANIFEST, *bundle.manifest["files"]], check=check)
+    return remote
+
+
+def send_adapter(phone: Phone, source: Path) -> str:
+    """Bring the PEFT folder of what a user names as an adapter; its folder there."""
+    folder = find_adapter(source)
+    remote = phone.path("adapters", digest(str(folder.resolve()))[:12])
+    phone.send_folder(folder, remote)
+    return remote
+
+
+def send_run(phone: Phone, tuning: Tuning, bundle: str) -> str:
+    """Bring what a tuning's run ended with, as a run of the tuning's name, for a bundle that is there."""
+    check_name(tuning.name)
+    remote = phone.path("runs", tuning.name)
+    if phone.exists(f"{remote}/{JOURNAL}", "f"):
+        raise DeviceError(
+            f"{phone.adb.serial} has a run {tuning.name} of its own",
+            remedy=f"rename {tuning.folder}, or remove the run with `prge android clean`",
+        )
+    with tempfile.TemporaryDirectory(prefix="prge-push-") as name:
+        folder = Path(name)
+        shutil.copytree(tuning.adapter, folder / FINAL)
+        (folder / CONFIG).write_text(json.dumps({"bundle": bundle}), encoding="utf-8")
+        phone.send_folder(folder, remote)
+    return remote
+
+
+def send_tuning(phone: Phone, tuning: Tuning, rows: bool) -> str:
+    """Bring a tuning as a tuning: bundle, adapter and, if something is to learn there, `rows`; its folder."""
+    with tempfile.TemporaryDirectory(prefix="prge-push-") as name:
+        folder = Path(name)
+        shutil.copytree(tuning.adapter, folder / "run" / FINAL)
+        (folder / CONFIG).write_text(json.dumps({"bundle": send_bundle(phone, tuning.bundle)}))
+        (folder / DECISIONS).write_text("{}")
+        if rows:
+            # By its journal a run is known as one, and rounds go on with its settings.
+            shutil.copy(tuning.run / CONFIG, folder / "run")
+            (folder / "run" / JOURNAL).touch()
+            (folder / "rows").mkdir()
+            for path in tuning.rows.glob("*.jsonl"):
+                if path.stem in ("train", "dev"):
+                    shutil.copy(path, folder / "rows")
+        remote = phone.path("adapters", digest(str(tuning.folder.resolve()))[:12])
+        phone.send_folder(folder, remote)
+    return remote

@@ -1,0 +1,85 @@
+"""Flags of `prge serve` that a server on a phone has too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from device_runner.engines.trunk_cache import Precision
+from device_runner.session.conditions import Condition, parse_when
+from device_runner.session.settings import EngineFlags, PauseFlags, when_problems
+from prge.verbs.bounds import bound_problems, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundFlags(PauseFlags):
+    """Learning beside answers."""
+
+    learn_every: int = 8
+    """Rows of feedback of a round of learning; what one in five of them is about is held back to judge by."""
+    learn_epochs: float = 8.0
+    """Times that a round sees every row."""
+    learning_rate: float | None = None
+    """Peak learning rate of a round; default: that of the tuning or run before, or 0.003."""
+    replay: float = 0.5
+    """Share of a round's rows that are earlier ones: feedback and --kept, so that nothing is forgotten."""
+    kept: Path | None = None
+    """Rows that must not be forgotten. Some are replayed; on others no adapter may be worse than that of the
+    start. Default: those of the tuning or run before."""
+    may_lose: float = 0.02
+    """By how much an adapter may be worse than that of the start on kept rows: of their task's metric,
+    such as accuracy, or else of the mean loss."""
+    when: str = ""
+    """Learn only while all of these hold, as of `prge run`: charging, cool, battery:30, idle, 22:00-07:00.
+    Default: whenever no request is answered."""
+
+    def learning_conditions(self) -> list[Condition]:
+        """What must be met to learn: that by which the server answers at all, and `when`."""
+        return [*self.conditions(), *parse_when(self.when)]
+
+    def idle_problems(self) -> list[str]:
+        """Flags that mean nothing without learning."""
+        return [
+            f"{flag(each.name)} belongs to --learn"
+            for each in fields(RoundFlags)
+            if each.name not in {other.name for other in fields(PauseFlags)}
+            and getattr(self, each.name) != each.default
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnFlags(RoundFlags):
+    """Where to learn into."""
+
+    learn: Path | None = None
+    """Folder to learn into: between requests the first --adapter, else the folder's own, learns from
+    feedback, and a better one takes its place. The folder's feedback.jsonl is --feedback's default."""
+
+
+@dataclass(frozen=True)
+class ServingFlags(RoundFlags, EngineFlags):
+    """Which models are served, and for how many."""
+
+    bundle: Path
+    """Folder that `prge export` or `prge tune` wrote. The adapter that was tuned, or that came with the
+    bundle, is the model that the folder's name calls; `base` is the model without any."""
+    adapter: list[str] = field(default_factory=list)
+    """Further models: NAME=PATH, or the PATH of a run, checkpoint or PEFT folder that gives its name."""
+    model_name: str | None = None
+    """What clients call the folder's own model; default: the folder's name."""
+    chat_template: Path | None = None
+    """Jinja file that makes a prompt of messages. Default: the model's own; without one only
+    /v1/completions answers."""
+    queue: int = 64
+    """Most answers that are made or wait at once; further requests get status 429."""
+    slots: int = 8
+    """Most answers that are made at once."""
+    context: int | None = None
+    """Most tokens of prompt and answer together; default: the bundle's bound."""
+    cache_dtype: Precision = "float32"
+    """Precision of keys and values of a text so far. float16 takes half the room, and time to read."""
+
+    def serving_problems(self, learns: bool) -> list[str]:
+        """What is wrong with these."""
+        idle = [] if learns else self.idle_problems()
+        return [*bound_problems(self), *when_problems(self.when), *idle]

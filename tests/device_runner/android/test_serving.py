@@ -1,0 +1,321 @@
+"""`prge android serve`: through the real adb and a real adb daemon, and what is refused before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prge.files.documents import parse_yaml
+from tests.bundles import make_bundle
+from tests.device_runner.android.daemons import Daemon, end_jobs
+from tests.device_runner.android.fake_adb import FakePhone
+from tests.device_runner.android.test_command import tuning_of
+
+PORT = 8123
+
+
+class Server:
+    """A server of `prge android serve`, and whoever asks it."""
+
+    def __init__(self, daemon: Daemon, phone: Path, words: list[object]) -> None:
+        self.daemon, self.phone, self.words = daemon, phone, words
+        self.key = ""
+        self.name = "server"
+
+    def serve(self, *more: object, check: int = 0) -> str:
+        """The command that starts it; what it says."""
+        done = self.daemon.prge("serve", *self.words, *more, "--folder", self.phone, check=check)
+        if "shown this once: " in done.stdout:
+            self.key = done.stdout.split("shown this once: ")[1].split()[0]
+        return done.stdout if check == 0 else done.stderr
+
+    def ask(self, path: str, body: Any = None, key: str | None = None, port: int = PORT) -> tuple[int, Any]:
+        """Status and body of an answer; 0 where nobody listens."""
+        return self.daemon.ask(port, path, self.key if key is None else key, body)
+
+    def says(self, prompt: str = "The film") -> str:
+        """An answer of its model."""
+        status, answer = self.ask("/v1/completions", {"model": "base", "prompt": prompt, "max_tokens": 2})
+        assert status == 200, answer
+        return str(answer["choices"][0]["text"])
+
+    @property
+    def job(self) -> Path:
+        return self.phone / "jobs" / self.name
+
+    def kill(self) -> None:
+        """As the phone would for want of memory."""
+        os.kill(int((self.job / "pid").read_text()), signal.SIGKILL)
+
+    def comes_back(self) -> None:
+        """Kill it, and wait until it listens again."""
+        begun = self.listened()
+        self.kill()
+        self.wait(lambda: self.listened() > begun)
+
+    def console(self) -> str:
+        return (self.job / "console.txt").read_text()
+
+    def wait(self, over: Callable[[], bool], seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while not over():
+            assert time.monotonic() < deadline, self.console()
+            time.sleep(0.1)
+
+    def listened(self) -> int:
+        """How often it began to listen."""
+        return self.console().count("listening at")
+
+    def status(self) -> str:
+        return self.daemon.prge("status", self.name, "--folder", self.phone).stdout
+
+
+@pytest.fixture
+def server(daemon: Daemon, phone: Path, stack_bundle: Path) -> Iterator[Server]:
+    words = ["--bundle", stack_bundle, "--port", PORT, "--threads", 1, "--memory", "100MB"]
+    served = Server(daemon, phone, words)
+    yield served
+    daemon.adb("forward", "--remove-all")
+    daemon.prge("stop", served.name, "--now", "--folder", phone, check=None)
+    end_jobs(phone)
+    daemon.prge("clean", served.name, "--folder", phone, check=None)
+
+
+@pytest.mark.whole
+def test_a_server_answers_who_has_the_key(server: Server) -> None:
+    told = server.serve()
+    assert "server: running\n" in told and f"http://127.0.0.1:{PORT}/v1 on this computer" in told
+    assert len(server.key) >= 32 and len(server.says()) > 0
+    assert [model["id"] for model in server.ask("/v1/models")[1]["data"]] == ["my bundle", "base"]
+    # What apps of the phone get without the key.
+    for path in ("/health", "/", "/page/app.js"):
+        assert server.ask(path, key="")[0] == 200
+    for path in ("/v1/models", "/v1/feedback", "/v1/adapters", "/v1/chat/completions", "/nothing"):
+        assert server.ask(path, key="")[0] == server.ask(path, key=server.key[:-1])[0] == 401
+    key = server.job / "key"
+    assert key.stat().st_mode & 0o777 == 0o600 and key.read_text() == server.key
+    # Nobody else reads it: not in a list of processes, a log, or what apps can open.
+    listed = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [words for words in listed if server.key.encode() in words]
+    made = [path for name in ("jobs", "runs", "tmp", "data") for path in (server.phone / name).rglob("*")]
+    others = [path for path in made if path.is_file() and path != key]
+    assert not [path for path in others if server.key.encode() in path.read_bytes()]
+    assert server.job.stat().st_mode & 0o077 == 0 and server.job.parent.stat().st_mode & 0o077 == 0
+    assert parse_yaml((server.job / "settings.yaml").read_text())["memory"] == 100_000_000
+    assert server.status() == f"server: running, http://127.0.0.1:{PORT}/v1\n"
+    assert "listening at" in server.daemon.prge("logs", "server", "--folder", server.phone).stdout
+    stopped = server.daemon.prge("stop", "server", "--folder", server.phone).stdout
+    assert stopped == "server: ended\n" and server.ask("/health")[0] == 0
+    assert server.daemon.adb("forward", "--list").stdout.strip() == ""
+    # Once more nothing happens; another start has another key, --resume the last one.
+    assert server.daemon.prge("stop", "server", "--folder", server.phone).stdout == "server: ended\n"
+    before = server.key
+    server.serve()
+    assert server.key != before and server.says()
+    server.daemon.prge("stop", "server", "--folder", server.phone)
+    again = ["serve", "--resume", "server", "--folder", server.phone]
+    assert "key" not in server.daemon.prge(*again).stdout and server.says()
+    missing = server.daemon.prge("serve", "--resume", "nobody", "--folder", server.phone, check=2).stderr
+    assert "has no server 'nobody'" in missing
+    assert "server is a server" in server.daemon.prge(
+        "run", "--resume", "server", "--folder", server.phone, check=2
+    ).stderr  # fmt: skip
+
+
+@pytest.mark.whole
+def test_a_server_that_is_killed_comes_back_and_a_crash_loop_ends(server: Server) -> None:
+    server.serve()
+    process = server.job / "pid"
+    first = process.read_text()
+    server.comes_back()
+    assert process.read_text() != first and server.says()
+    assert server.status() == f"server: running, restarts 1, http://127.0.0.1:{PORT}/v1\n"
+    for count in range(2, 6):
+        server.comes_back()
+        assert (server.job / "restarts").read_text() == f"{count}\n"
+    server.kill()
+    server.wait(lambda: (server.job / "rc").is_file())
+    assert server.status() == "server: killed with code 137, restarts 5\n"
+    assert "Killed" not in server.serve() and server.says()
+    # Told to end while it waits to be started again, it stays away.
+    server.kill()
+    server.wait(lambda: "started again" in server.console().splitlines()[-1])
+    told = server.daemon.prge("stop", "server", "--folder", server.phone).stdout
+    # By its own end, or by one of the signals, before or after it is started again.
+    assert told.startswith(("server: ended", "server: killed with code 137", "server: killed with code 143"))
+    time.sleep(2)
+    assert server.ask("/health")[0] == 0 and "running" not in server.status()
+
+
+@pytest.mark.whole
+def test_it_outlives_adb_and_comes_back_after_the_phone_was_off(server: Server) -> None:
+    server.serve()
+    pid = (server.job / "pid").read_text()
+    server.daemon.adb("kill-server")
+    server.daemon.kill()
+    assert server.ask("/health")[0] == 0 and Path(f"/proc/{pid.strip()}").exists()
+    server.daemon.start()
+    assert server.status() == "server: running, not forwarded: prge android serve --resume server\n"
+    told = server.serve()
+    assert "key" not in told and server.says() and (server.job / "pid").read_text() == pid
+    # The phone was off: no process is left, and another boot is told.
+    keeper = Path(f"/proc/{pid.strip()}/stat").read_text().rpartition(")")[2].split()[1]
+    os.kill(int(keeper), signal.SIGKILL)
+    os.kill(int(pid), signal.SIGKILL)
+    (server.job / "boot").write_text("another\n")
+    server.daemon.adb("forward", "--remove-all")
+    assert server.status() == "server: killed\n"
+    assert "key" not in server.serve() and server.says()
+
+
+@pytest.mark.whole
+def test_ports_and_names_that_are_taken(server: Server, tmp_path: Path) -> None:
+    holder = server.daemon.network.start(
+        [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", PORT],
+        stdout=-3, stderr=-3, cwd=tmp_path,
+    )  # fmt: skip
+    try:
+        server.wait(lambda: server.ask("/")[0] == 200)
+        told = server.serve(check=2)
+        assert f"port {PORT} of this computer can't lead to the phone" in told and "--computer-port" in told
+        assert not (server.job / "key").exists()
+        free = server.serve("--computer-port", 0)
+        port = int(free.split("127.0.0.1:")[1].split("/")[0])
+        assert port != PORT and server.ask("/v1/models", port=port)[0] == 200
+        assert f"http://127.0.0.1:{PORT}/v1 on the phone" in free
+    finally:
+        holder.kill()
+        holder.wait()
+    assert "is running" in server.serve("--slots", 2, "--computer-port", 0, check=2)
+    other = server.serve("--name", "other", "--computer-port", port, check=2)
+    assert "other: ended with code 2" in other and "Address already in use" in other
+    # What leads to the first one is left alone.
+    assert server.ask("/v1/models", port=port)[0] == 200
+    (server.phone / "runs/mine").mkdir(parents=True, exist_ok=True)
+    (server.phone / "runs/mine/journal.jsonl").write_text("{}\n")
+    assert "mine is a run" in server.serve("--name", "mine", check=2)
+
+
+@pytest.mark.whole
+def test_it_learns_and_the_rows_come_when_they_are_asked_for(server: Server, tmp_path: Path) -> None:
+    server.serve("--learn", "--learn-every", 3, "--learn-epochs", 2)
+    for number in range(3):
+        body = {"model": "my bundle", "prompt": f"Question {number}", "max_tokens": 2}
+        _, answer = server.ask("/v1/completions", body)
+        judged = {"id": answer["id"], "correction": " a secret word"}
+        assert server.ask("/v1/feedback", judged)[1]["kept"]
+    adapters = server.phone / "runs/server/adapters.jsonl"
+    server.wait(lambda: adapters.read_text().count('"judged"') == 1, 60)
+    pull = ["pull", "server", "--out", tmp_path / "here", "--folder", server.phone]
+    server.daemon.prge(*pull)
+    names = {str(path.relative_to(tmp_path / "here")) for path in (tmp_path / "here").rglob("*")}
+    assert "adapters.jsonl" in names and "feedback.jsonl" not in names and "run.lock" not in names
+    files = [path for path in (tmp_path / "here").rglob("*") if path.is_file()]
+    assert not [path for path in files if b"secret word" in path.read_bytes()]
+    server.daemon.prge(*pull, "--rows")
+    assert (tmp_path / "here/feedback.jsonl").read_text().count("secret word") == 3
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakePhone:
+    """A phone whose servers listen at once, and do nothing."""
+    phone = FakePhone(tmp_path / "fake")
+    run = phone.folder / "runtime" / "run.sh"
+    run.write_text("#!/bin/sh\ncat \"$5\" >&2\necho 'listening at nowhere'\nexec sleep 30\n")
+    return phone
+
+
+@pytest.fixture
+def stopped(fake: FakePhone) -> Iterator[FakePhone]:
+    yield fake
+    end_jobs(fake.folder)
+
+
+def settings_of(phone: FakePhone, name: str = "server") -> dict[str, Any]:
+    return dict(parse_yaml((phone.folder / "jobs" / name / "settings.yaml").read_text()))
+
+
+def test_adapters_and_files_are_brought(stopped: FakePhone, tmp_path: Path) -> None:
+    peft = tmp_path / "mine"
+    peft.mkdir()
+    (peft / "adapter_config.json").write_text("{}")
+    (stopped.folder / "runs/first").mkdir(parents=True)
+    (tmp_path / "chat.jinja").write_text("x")
+    bundle = make_bundle(tmp_path / "bundle")
+    words = ["--bundle", bundle, "--adapter", f"{peft}/", f"two={peft}", "first", "base", "--port", 9000]
+    words += ["--chat-template", tmp_path / "chat.jinja", "--pause-above-celsius", 41, "--feedback"]
+    told = stopped.prge("serve", *words).stdout
+    assert "server: running" in told
+    given = settings_of(stopped)
+    sent, second, first, base = given["adapter"]
+    assert sent.startswith("mine=") and Path(sent[5:], "adapter_config.json").is_file()
+    assert second == f"two={sent[5:]}" and base == "base"
+    assert first == f"first={stopped.folder}/runs/first"
+    assert (given["model_name"], given["port"], given["pause_above_celsius"]) == ("bundle", 9000, 41)
+    assert Path(given["chat_template"]).read_text() == "x" and Path(given["bundle"]).is_dir()
+    assert given["feedback"] == f"{stopped.folder}/runs/server/feedback.jsonl"
+    assert (stopped.folder / "jobs/server/key").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "fake" / "adb.forwarded").read_text() == "tcp:9000 tcp:9000\n"
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_of_a_tuning_its_rows_go_only_to_what_learns(
+    stopped: FakePhone, tmp_path: Path, learns: bool
+) -> None:
+    tuning = tuning_of(tmp_path / "tuned")
+    (tuning / "rows").mkdir()
+    (tuning / "rows/train.jsonl").write_text("{}\n")
+    (tuning / "rows/test.jsonl").write_text("{}\n")
+    (tuning / "run/config.yaml").write_text("{}")
+    stopped.prge("serve", tuning, *(["--learn"] if learns else []))
+    given = settings_of(stopped)
+    there = Path(given["bundle"])
+    names = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
+    rows = {"rows/train.jsonl", "run/config.yaml", "run/journal.jsonl"} if learns else set()
+    assert names == {"config.yaml", "tune.json", "run/final/adapter_config.json", *rows}
+    assert Path(parse_yaml((there / "config.yaml").read_text())["bundle"]).is_dir()
+    assert given["model_name"] == "tuned"
+    assert given.get("learn") == (f"{stopped.folder}/runs/server" if learns else None)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--when", "charging"), "--when belongs to --learn"),
+        (("--learn", "--when", "full"), "--when has 'full', must be charging"),
+        (("--port", "0"), "--port is 0"),
+        (("--port", "70000"), "--port is 70000, must be at most 65535"),
+        (("--computer-port", "70000"), "--computer-port is 70000"),
+        (("--pause-below-battery", "101"), "--pause-below-battery is 101"),
+        (("--host", "0.0.0.0"), "--host is no flag of this verb"),
+        (("--api-key-file", "x"), "--api-key-file is no flag of this verb"),
+        (("--name", "../x"), "can't be the name of a run"),
+        (("--adapter", "nobody"), "no run of that name on fake"),
+    ],
+)
+def test_what_is_refused(fake: FakePhone, tmp_path: Path, words: tuple[str, ...], told: str) -> None:
+    bundle = make_bundle(tmp_path / "bundle")
+    assert told in fake.prge("serve", "--bundle", bundle, *words, code=2).stderr
+    assert not (fake.folder / "jobs").exists() or not list((fake.folder / "jobs").glob("*/key"))
+
+
+def test_the_browser_is_opened_at_the_page(
+    stopped: FakePhone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" >"{tmp_path}/opened"\n')
+    browser.chmod(0o755)
+    monkeypatch.setenv("BROWSER", str(browser))
+    stopped.prge("serve", "--bundle", make_bundle(tmp_path / "bundle"), "--open")
+    deadline = time.monotonic() + 10
+    while not (tmp_path / "opened").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (tmp_path / "opened").read_text() == "http://127.0.0.1:8000/\n"
