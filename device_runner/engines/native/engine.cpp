@@ -302,6 +302,10 @@ struct File {
   }
 };
 
+// Loads and unloads so far: after one, something else may lie where a packed file was mapped.
+std::mutex mappings_mutex;
+size_t mappings = 1;
+
 // Constants under the names that a program knows them by.
 //
 // The packed file belongs to this file alone: the backend knows a weight by its name, which another block's has
@@ -314,7 +318,8 @@ struct Weights {
   std::string packed;
   bool packing = false;
   int lock = -1;
-  std::vector<et::Span<uint8_t>> mapped; // where methods have mapped the packed file; empty if it isn't known
+  std::vector<et::Span<uint8_t>> mapped; // where the packed file was mapped at `mapped_at`
+  size_t mapped_at = 0;
 
   // Give back the pages that methods have mapped, which they read again when they need them. False where the
   // system doesn't tell which these are.
@@ -323,8 +328,11 @@ struct Weights {
     if (lock < 0 || fstat(lock, &facts) != 0) {
       return false;
     }
-    if (mapped.empty() && facts.st_size > 0) {
+    const std::lock_guard<std::mutex> guard(mappings_mutex);
+    if (mapped_at != mappings) {
+      mapped.clear();
       find_mapped(facts);
+      mapped_at = mappings;
     }
     for (const auto& part : mapped) {
       madvise(part.data(), part.size(), MADV_DONTNEED);
@@ -850,7 +858,6 @@ int prge_load(
     if (error != et::Error::Ok) {
       return error;
     }
-    handle->weights->mapped.clear();
     const Returning returning({&handle->file->mapping, &handle->weights->mapping});
     shares_packed_file = packed && !handle->weights->packing;
     auto loaded = handle->file->program->load_method(name, handle->manager.get(), nullptr, handle->weights->map.get(), &map);
@@ -860,6 +867,8 @@ int prge_load(
     }
     handle->method = std::make_unique<et::Method>(std::move(loaded.get()));
     // What it can't write to the packed file, the backend keeps in memory, and only logs that.
+    const std::lock_guard<std::mutex> guard(mappings_mutex);
+    ++mappings;
     return packed && handle->weights->packing && logged() ? et::Error::AccessFailed : et::Error::Ok;
   });
   if (code == 0) {
@@ -896,7 +905,8 @@ int prge_run(const Request* requests, size_t count, char* text, size_t capacity)
 void prge_unload(void* method) {
   auto* handle = static_cast<MethodHandle*>(method);
   if (!handle->broken) {
-    handle->weights->mapped.clear();
+    const std::lock_guard<std::mutex> guard(mappings_mutex);
+    ++mappings;
     delete handle;
   }
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import resource
 import signal
@@ -121,6 +123,36 @@ def test_methods_stay_when_their_weights_are_given_back(kind: Kind, tmp_path: Pa
     methods.clear()
     assert not weights.give_back()
     assert not WeightsFile(kind.weights[0]).give_back()
+
+
+def test_pages_are_given_back_where_the_packed_file_still_lies(dynamic: Kind, tmp_path: Path) -> None:
+    """The backend maps a file once for a process; who unloads the last method ends that for all."""
+    program, (packed, _) = Program(dynamic.program), pack(dynamic, tmp_path)
+    one, other = (WeightsFile(dynamic.weights[0], packed) for _ in range(2))
+    method = program.load(METHODS[0], weights=other)
+    (place,) = mapped(packed)
+    assert one.give_back()
+    del method
+    assert mapped(packed) == []
+    begin, end = (int(each, 16) for each in place.split("-"))
+    libc = ctypes.CDLL(None)
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mmap.restype, libc.munmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
+    # The system takes the place that it is asked for, if nothing lies there.
+    rights, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    assert libc.mmap(begin, end - begin, rights, kind, -1, 0) == begin
+    try:
+        ctypes.memset(begin, 7, end - begin)
+        assert not one.give_back()
+        assert ctypes.string_at(begin, end - begin) == b"\7" * (end - begin)
+    finally:
+        libc.munmap(begin, end - begin)
+
+
+def mapped(path: Path) -> list[str]:
+    """Where this process has mapped a file."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line.split()[0] for line in lines if line.endswith(str(path))]
 
 
 def test_packed_weights_are_mapped_by_several_processes_at_once(dynamic: Kind, tmp_path: Path) -> None:
