@@ -12,7 +12,7 @@ from typing import ClassVar
 from device_runner.engines.speaking import open_speaker
 from device_runner.engines.trunk_cache import Precision
 from device_runner.session.settings import EngineFlags
-from prge.errors import BundleError, ConfigError
+from prge.errors import BundleError, ConfigError, printable
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.peft import find_adapter, read_any, read_peft
@@ -173,7 +173,8 @@ def read_adapters(given: OfBundle, bundle: Bundle) -> dict[str, Adapter]:
 
 
 def by_name(found: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
-    """Adapters by their names; raises ConfigError for names that aren't one adapter's alone."""
+    """Adapters by their names, of which folders' may be no text; raises ConfigError for one that two have."""
+    found = [(printable(name), adapter) for name, adapter in found]
     counts = Counter(name for name, _ in found)
     if problems := [f"{name!r} is the name of {count}" for name, count in counts.items() if count > 1]:
         raise ConfigError("adapters need names of their own:", problems, remedy="give --adapter NAME=PATH")

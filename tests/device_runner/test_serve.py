@@ -8,7 +8,9 @@ import pytest
 
 from device_runner import serve
 from device_runner.serving.listen_flags import read_key
+from device_runner.session.speaking import by_name
 from prge.errors import BundleError, ConfigError
+from tests.speakers import make_adapter
 
 EMPTY = ["", " ", "\n", "\t \r\n"]
 
@@ -76,3 +78,8 @@ def test_this_machine_needs_no_key() -> None:
     serve.ServeSettings(Path("nothing")).check_key(None, False)
     with pytest.raises(BundleError):
         serve.main(["--bundle", "nothing"])
+
+
+def test_models_have_names_that_an_answer_can_carry() -> None:
+    adapter = make_adapter()
+    assert list(by_name([("first", adapter), ("b\udcff", adapter)])) == ["first", "b\\udcff"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.serving.protocol import Json
-from prge.errors import PrgeError, shortened
+from prge.errors import PrgeError, printable, shortened
 from prge.files.bundle import Bundle
 from prge.files.curves import score_of
 from prge.files.documents import DocumentError, mapping, read_json, read_yaml
@@ -94,7 +94,7 @@ def _score(record: Mapping[str, Any]) -> str | None:
 def _known(told: Mapping[str, Any]) -> Json:
     """Texts and numbers of it."""
     return {
-        name: shortened(value, _LONGEST) if isinstance(value, str) else value
+        name: printable(shortened(value, _LONGEST)) if isinstance(value, str) else value
         for name, value in told.items()
         if (isinstance(value, str) and value) or (isinstance(value, int | float) and abs(value) < _MOST)
     }

@@ -140,6 +140,7 @@ class Followed:
         facts = replace(facts, running=running)
         score, newest = facts.score, facts.evaluations[-1] if facts.evaluations else None
         planned = _count(facts.config.get("steps"))
+        odd = f"{METRICS}: {self._odd} {word('lines that are no records')}"
         return {
             "status": shortened(facts.status, 40),
             # Before that it stops at once, and may have nothing to go on from.
@@ -161,7 +162,7 @@ class Followed:
                 for prompt, answers in self._answers.items()
             ],
             "how": self._how,
-            "problems": [*facts.problems, *([f"{METRICS}: {self._odd}"] if self._odd else [])],
+            "problems": [*facts.problems, *([odd] if self._odd else [])],
         }  # fmt: skip
 
     def _forget_metrics(self) -> None:

@@ -1,6 +1,7 @@
 """Runs of a folder: which there are, how each goes on as a stream of events, and stopping one.
 
-Names of runs are paths below the folder. What lies elsewhere, by a name or by a link, isn't there.
+Names of runs are paths below the folder, in Unicode. What lies elsewhere, by a name or by a link, isn't
+there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from device_runner.serving.page.static import words_of
 from device_runner.serving.page.stopping import ask_to_stop, state_of
 from device_runner.serving.protocol import Json, RequestError
 from device_runner.session.sensors import Sensors
-from prge.errors import RunError, shown
+from prge.errors import RunError, printable, shown
 from prge.files.documents import DocumentError, mapping, read_json
 from prge.files.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, LOCK, METRICS, SAMPLES, SUMMARY, Record
 
@@ -161,7 +162,7 @@ class Runs:
         ended = "killed" if status in (None, "running") else str(status)[:40]
         return {
             "run": name,
-            "name": self._root.name if name == "." else name,
+            "name": printable(self._root.name) if name == "." else name,
             "status": "running" if is_running else ended,
         }
 
@@ -180,7 +181,10 @@ def _runs_in(folder: Path, depth: int, entries: list[int]) -> Iterator[Path]:
         entries[0] -= 1
         if entries[0] <= 0:
             return
-        if depth and not entry.name.startswith(".") and entry.name not in (CHECKPOINTS, FINAL):
+        # By bytes that are no text no browser could ask.
+        is_text = entry.name == entry.name.encode(errors="ignore").decode()
+        is_other = entry.name.startswith(".") or entry.name in (CHECKPOINTS, FINAL)
+        if depth and is_text and not is_other:
             yield from _runs_in(Path(entry.path), depth - 1, entries)
 
 

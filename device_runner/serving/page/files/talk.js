@@ -189,9 +189,10 @@ class Answer extends Component {
         <path d=${THUMB} /></svg><//>`;
   }
   notes({ state, tokens, took, is_short }) {
-    const speed = tokens > 1 && took > 0 && `${number((tokens - 1) / took)} ${t("speed")}`;
+    // Of a burst only the way is measured, not the writing.
+    const speed = tokens > 1 && took > 0.1 && `${number((tokens - 1) / took)} ${t("speed")}`;
     const end = ["stopped", "cut", "writing"].includes(state) && t(state);
-    return [tokens && `${number(tokens)} ${t("tokens")}`, speed, end, is_short && t("short")].filter(Boolean).join(" · ");
+    return [tokens && `${number(tokens)} ${t(tokens === 1 ? "token" : "tokens")}`, speed, end, is_short && t("short")].filter(Boolean).join(" · ");
   }
   render({ answer, rates, spoken, is_asking, again }, { is_corrected }) {
     const { model, state, text, judged, problem } = answer;

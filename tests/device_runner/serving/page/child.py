@@ -2,8 +2,8 @@
 
     {"port": 0, "key": null, "feedback": null, "runs": null, "learns": false, "chats": true}
 
-It prints its address. An answer is a word every few milliseconds; `slow` ones take long, `line` is a megabyte
-without a space, `hostile` is what a page might take for its own.
+It prints its address. An answer is a word every few milliseconds; `slow` ones take long, the words of `burst`
+come at once, `line` is a megabyte without a space, `hostile` is what a page might take for its own.
 """
 
 from __future__ import annotations
@@ -91,10 +91,12 @@ def _pieces(asked: str, who: str) -> Iterator[str]:
         yield HOSTILE
     elif asked == "line":
         yield from (LINE[start : start + (1 << 14)] for start in range(0, len(LINE), 1 << 14))
+    elif asked == "burst":
+        yield from ["word "] * 50
     else:
         text = f"This is {who}. You said: {asked}" if asked != "slow" else "word " * 500
         for word in re.findall(r"\S+\s*", text):
-            time.sleep(0.02 if asked == "slow" else 0.002)
+            time.sleep(0.02)
             yield word
 
 

@@ -18,6 +18,7 @@ import pytest
 from device_runner.serving.page import following, runs, stopping
 from device_runner.serving.page.following import Followed, Lines, Thinned
 from device_runner.serving.page.runs import Runs
+from device_runner.serving.page.static import words_of
 from device_runner.serving.page.stopping import state_of
 from device_runner.serving.protocol import RequestError
 from prge.errors import RunError
@@ -69,6 +70,14 @@ def test_what_lies_elsewhere_is_no_run(tmp_path: Path, name: str) -> None:
         Runs(root).at(name.replace("{root}", str(root)))
     assert caught.value.status == 404
     assert [each["run"] for each in listed(root)] == ["a"]
+
+
+def test_a_name_that_is_not_unicode_hides_itself_alone(tmp_path: Path) -> None:
+    write_run(tmp_path / os.fsdecode(b"\xff"))
+    write_run(tmp_path / "\u202ea\n")
+    assert [each["run"] for each in listed(tmp_path)] == ["\u202ea\n"]
+    (only,) = listed(tmp_path / os.fsdecode(b"\xff"))
+    assert json.dumps(only, ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize("name", ["run.json", "config.yaml", "metrics.jsonl", "samples.jsonl", "run.lock"])
@@ -163,7 +172,10 @@ def test_a_line_without_an_end_is_no_record(tmp_path: Path, monkeypatch: pytest.
     run = followed(folder)
     for _ in range(10):
         found = told(run)
-    assert found["steps"] == 7 and found["problems"]
+    assert found["steps"] == 7
+    assert found["problems"] == ["metrics.jsonl: 6 lines that are no records"]
+    (german,) = run.told("de", words_of("de"))["problems"]
+    assert german == "metrics.jsonl: 6 Zeilen, die keine Einträge sind"
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ def test_an_answer_streams_and_can_be_stopped(server: Served, visit: Visit) -> N
     answer = ask(page, "Hello!")
     expect(answer).to_contain_text("This is base, turn 1, temperature 1.0. You said: Hello!")
     expect(answer.locator("footer")).to_contain_text(re.compile(r"10 tokens · [\d.\u202f]+ tokens/s"))
+    # What came at once was not written at once.
+    expect(ask(page, "burst").locator("footer .muted")).to_have_text("50 tokens")
     slow = ask(page, "slow")
     expect(slow).to_contain_text("word word")
     page.get_by_role("button", name="Stop").click()
@@ -48,7 +50,7 @@ def test_an_answer_streams_and_can_be_stopped(server: Served, visit: Visit) -> N
     written = slow.locator(".text").inner_text()
     assert 2 <= written.count("word") < 500
     # It can be asked again; the next one knows what was said.
-    expect(ask(page, "Go on")).to_contain_text("turn 3")
+    expect(ask(page, "Go on")).to_contain_text("turn 4")
 
 
 @pytest.mark.whole
