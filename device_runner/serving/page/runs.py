@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -68,12 +69,8 @@ class Runs:
 
     def at(self, name: str) -> Path:
         """The folder of a run by its name; raises RequestError."""
-        try:
-            folder = (self._root / name).resolve()
-            found = folder.is_relative_to(self._root) and _is_run(folder)
-        except (OSError, ValueError, RuntimeError):
-            found = False
-        if not found:
+        folder = self._found(self._root / name)
+        if folder is None:
             raise RequestError(404, f"there is no run {shown(name)}", param="run", code="run_not_found")
         return folder
 
@@ -120,9 +117,16 @@ class Runs:
         return self._events(followed, language), leave
 
     async def _events(self, followed: Followed, language: str) -> AsyncIterator[str]:
+        def look() -> str:
+            # The folder may have gone since, or be a link by now.
+            is_there = self._found(followed.folder) == followed.folder
+            return json.dumps(followed.told(language, words_of(language))) if is_there else ""
+
         before, told_at = "", time.monotonic()
         while not self._closed:
-            told = await self._apart(lambda: json.dumps(followed.told(language, words_of(language))))
+            told = await self._apart(look)
+            if not told:
+                return
             if told != before:
                 before, told_at = told, time.monotonic()
                 yield f"data: {told}\n\n"
@@ -130,6 +134,14 @@ class Runs:
                 told_at = time.monotonic()
                 yield ": nothing new\n\n"
             await asyncio.sleep(SECONDS_TO_CATCH_UP if followed.has_more else SECONDS)
+
+    def _found(self, path: Path) -> Path | None:
+        """The folder of a run that a path leads to, below the root."""
+        with suppress(OSError, ValueError, RuntimeError):
+            folder = path.resolve()
+            if folder.is_relative_to(self._root) and _is_run(folder):
+                return folder
+        return None
 
     async def _apart(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -293,5 +294,25 @@ def test_streams_are_bounded_and_share_what_they_read(tmp_path: Path) -> None:
             assert [each async for each in events] == []
             leave()
         assert served._followed == {}
+
+    asyncio.run(look())
+
+
+@pytest.mark.parametrize("became", ["nothing", "a link", "a link to itself", "a file"])
+def test_a_run_that_goes_away_is_told_of_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, became: str
+) -> None:
+    monkeypatch.setattr(runs, "SECONDS", 0.01)
+    secret, folder = write_run(tmp_path / "secret"), write_run(tmp_path / "runs" / "run")
+
+    async def look() -> None:
+        events, _ = Runs(tmp_path / "runs").follow("run", "en")
+        assert (await anext(events)).startswith("data: {")
+        shutil.rmtree(folder)
+        if became == "a file":
+            folder.touch()
+        elif became != "nothing":
+            folder.symlink_to(secret if became == "a link" else folder)
+        assert [each async for each in events] == []
 
     asyncio.run(look())
