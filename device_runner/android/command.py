@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from device_runner.android.adb import Adb, quote
+from device_runner.android.adb import quote
+from device_runner.android.bench import BenchSettings, bench
 from device_runner.android.device import (
     DeviceSettings,
     Job,
@@ -22,6 +23,7 @@ from device_runner.android.device import (
     rows_there,
     send_settings,
 )
+from device_runner.android.jobs import send_bundle, waited
 from device_runner.android.joining import AndroidJoinSettings, join_words
 from device_runner.android.packages import digest
 from device_runner.android.preflight import examine
@@ -35,7 +37,6 @@ from device_runner.android.speaking import (
 )
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError, DeviceError
-from prge.files.bundle import MANIFEST, check_content, open_bundle
 from prge.files.peft import find_adapter
 from prge.files.run_folder import CONFIG, FINAL, JOURNAL
 from prge.files.tuned import Tuning, tuning_at
@@ -45,8 +46,6 @@ from prge.verbs.subverbs import Action, run_action
 
 Settings = TypeVar("Settings", bound=DeviceSettings)
 EARLY_SECONDS = 10.0
-# Between two lines of how a run stands that is waited for.
-TELL_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ def _push(phone: Phone, settings: PushSettings) -> int:
             sent = phone.send_runtime(item, check=settings.check)
             print(f"{item} -> {phone.path('runtime')}: {sent} files sent")
         elif item.is_dir():
-            remote = _send_bundle(phone, item, settings.check)
+            remote = send_bundle(phone, item, settings.check)
             print(f"{item} -> {remote}")
             if tuning := tuning_at(item):
                 print(f"{tuning.adapter} -> {_send_run(phone, tuning, remote)}")
@@ -222,7 +221,7 @@ def _run(argv: list[str]) -> int:
         )
     else:
         if waits:
-            job = _waited(phone, name)
+            job = waited(phone, name)
         if job.state != "running" and not job.is_done:
             job = _gone_on(phone, name, waits)
     code = _told(phone, job)
@@ -253,7 +252,7 @@ def _gone_on(phone: Phone, name: str, wait: bool) -> Job:
 
 def _status(phone: Phone, settings: StatusSettings) -> int:
     jobs = [
-        _waited(phone, name, tells=not settings.json) if settings.wait else phone.job(name)
+        waited(phone, name, tells=not settings.json) if settings.wait else phone.job(name)
         for name in settings.names or phone.jobs()
     ]
     if settings.json:
@@ -272,7 +271,7 @@ def _logs(phone: Phone, settings: LogsSettings) -> int:
 
 
 def _join(phone: Phone, settings: AndroidJoinSettings) -> int:
-    words = join_words(phone, settings, _send_bundle(phone, settings.bundle))
+    words = join_words(phone, settings, send_bundle(phone, settings.bundle))
     return _told(phone, _started(phone, settings.name, words, False))
 
 
@@ -302,7 +301,9 @@ def _clean(phone: Phone, settings: CleanSettings) -> int:
         _known(phone, name)
         phone.remove(phone.path("runs", name), phone.path("jobs", name))
     if settings.data:
-        phone.remove(*(phone.path(name) for name in ("data", "bundles", "adapters", "tmp", "cache/prge")))
+        phone.remove(
+            *(phone.path(name) for name in ("data", "bundles", "adapters", "bench", "tmp", "cache/prge"))
+        )
     return 0
 
 
@@ -340,6 +341,9 @@ ACTIONS = {
     "chat": Action(
         "talk to a run's model, on the phone", _on_phone("chat", AndroidChatSettings, chat_on, "names")
     ),
+    "bench": Action(
+        "measure what others publish, on a phone", _on_phone("bench", BenchSettings, bench, "only")
+    ),
     "fleet": Action("`fleet join`: let a phone take part in a fleet", _fleet),
     "pull": Action("bring a run folder here", _on_phone("pull", PullSettings, _pull, "name")),
     "stop": Action("end a run; it can be resumed", _on_phone("stop", StopSettings, _stop, "name")),
@@ -360,7 +364,7 @@ def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
     }
     sent = files_there(phone, plain, "sample_prompts", "heads_of", "task")
     changes |= {name: path if name == "task" else Path(path) for name, path in sent.items()}
-    changes["bundle"] = Path(_send_bundle(phone, plain.bundle))
+    changes["bundle"] = Path(send_bundle(phone, plain.bundle))
     changes["out"] = Path(phone.path("runs", plain.out.name))
     if plain.adapter:
         source = find_adapter(plain.adapter)
@@ -368,17 +372,6 @@ def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
         phone.send_folder(source, remote)
         changes["adapter"] = Path(remote)
     return replace(plain, **changes)
-
-
-def _send_bundle(phone: Phone, folder: Path, check: bool = False) -> str:
-    """Bring a bundle, the files that its manifest names alone; its folder there has its hash in the name."""
-    bundle = open_bundle(folder)
-    folder = bundle.folder
-    for block in bundle.chain.blocks:
-        check_content(folder, bundle.manifest, block.weights)
-    remote = phone.path("bundles", bundle.sha256[:12])
-    phone.send_folder(folder, remote, names=[MANIFEST, *bundle.manifest["files"]], check=check)
-    return remote
 
 
 def _send_run(phone: Phone, tuning: Tuning, bundle: str) -> str:
@@ -401,38 +394,13 @@ def _send_run(phone: Phone, tuning: Tuning, bundle: str) -> str:
 def _started(phone: Phone, name: str, words: list[str], wait: bool) -> Job:
     job = phone.start(name, ["-m", "prge.cli", *words])
     if wait:
-        job = _waited(phone, name)
+        job = waited(phone, name)
     deadline = time.monotonic() + EARLY_SECONDS
     # Bad input ends a run before it has a summary: say so at once, if it is quick.
     while job.state == "running" and not job.summary and time.monotonic() < deadline:
         time.sleep(0.2)
         job = phone.job(name)
     return job
-
-
-def _waited(phone: Phone, name: str, tells: bool = True) -> Job:
-    """The job once it has ended; a device that is lost meanwhile is looked for again for a while."""
-    lost, then = 0, time.monotonic()
-    while True:
-        try:
-            job = phone.job(name)
-            lost = 0
-        except DeviceError:
-            lost += 1
-            if lost > 30:
-                raise
-            time.sleep(2)
-            try:
-                phone = Phone(Adb(phone.adb.serial), phone.folder)
-            except DeviceError:
-                continue
-            continue
-        if job.state != "running":
-            return job
-        if tells and time.monotonic() - then > TELL_SECONDS:
-            then = time.monotonic()
-            print(job.text(), flush=True)
-        time.sleep(1)
 
 
 def _told(phone: Phone, job: Job) -> int:

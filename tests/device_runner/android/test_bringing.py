@@ -29,7 +29,7 @@ class Phone:
 
 
 def test_rows_task_and_prompts_are_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(command, "_send_bundle", lambda phone, folder: "/phone/bundle")
+    monkeypatch.setattr(command, "send_bundle", lambda phone, folder: "/phone/bundle")
     files = {name: tmp_path / name for name in ("train.jsonl", "dev.jsonl", "task.yaml", "prompts.txt")}
     for path in files.values():
         path.touch()

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from device_runner.android.adb import Adb, Answer
-from device_runner.android.command import PushSettings, _send_bundle, main
+from device_runner.android.command import PushSettings, main
 from device_runner.android.device import Phone
+from device_runner.android.jobs import send_bundle
 from device_runner.android.speaking import AndroidChatSettings, chat_on
 from prge.errors import BundleError, DeviceError
 from prge.files.bundle import MANIFEST, open_bundle
@@ -44,7 +45,7 @@ def phone(tmp_path: Path) -> Phone:
 def test_a_bundle_goes_as_its_manifest_names_it(tmp_path: Path, phone: Phone) -> None:
     folder = make_bundle(tmp_path / "bundle")
     (folder / "notes.txt").write_text("mine")
-    there = Path(_send_bundle(phone, folder))
+    there = Path(send_bundle(phone, folder))
     names = {path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()}
     assert names == {MANIFEST, *open_bundle(folder).manifest["files"]}
     assert open_bundle(there).sha256 == open_bundle(folder).sha256
@@ -55,7 +56,7 @@ def test_damaged_weights_stay_here(tmp_path: Path, phone: Phone) -> None:
     weights = folder / "weights/000.ptd"
     weights.write_bytes(bytes(weights.stat().st_size))
     with pytest.raises(BundleError, match=r"000\.ptd is not the file"):
-        _send_bundle(phone, folder)
+        send_bundle(phone, folder)
     assert not (tmp_path / "phone").exists()
 
 
