@@ -52,6 +52,8 @@ class Model:
             "quantize": _SCHEME,
             "rank": trial.rank,
             "target_modules": layers if isinstance(layers, str) else list(layers),
+            # Others train both matrices.
+            "adapter": "lora",
             "roles": list(trial.roles),
             "sequence_length": trial.tokens,
         }

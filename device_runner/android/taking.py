@@ -11,7 +11,6 @@ import random
 import statistics
 import string
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,6 @@ from typing import Any
 from device_runner.android.adb import quote
 from device_runner.android.device import Phone, send_settings
 from device_runner.android.jobs import send_bundle, waited
-from device_runner.session.measuring import MEASURED
 from prge.errors import DeviceError
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.documents import parse_json
@@ -33,12 +31,7 @@ _ROUNDS = 3
 _KILLED = 137
 _RESERVE = 256 << 20
 _LETTERS_OF_A_TOKEN = 8
-_COOL_SECONDS = 15.0
-_SENSOR = """
-import json
-from device_runner.session.sensors import Sensors
-print(json.dumps(Sensors().temperature().record()))
-"""
+_MEASURING, _MEASURED = "device_runner.session.measuring", "measured.json"
 
 
 @dataclass(frozen=True)
@@ -152,22 +145,17 @@ class Taking:
         """What a verb took, begun now unless it was begun before; None leaves a setting out."""
         phone, job = self.phone, self.phone.job(name)
         if job.state != "running" and not (job.state == "ended" and job.code == 0):
-            self._cool()
             phone.remove(phone.path("runs", name), phone.path("jobs", name), f"{self.place}/{name}")
             given = {key: value for key, value in settings.items() if value is not None}
             words = send_settings(phone, given, f"{self.place}/{name}")
-            measuring = [
-                "-m",
-                "device_runner.session.measuring",
-                self.place,
-                f"{self.place}/{name}/{MEASURED}",
-            ]
-            phone.start(name, [*measuring, verb, *words])
+            limits = self.limits.celsius, self.limits.minutes
+            watched = [_MEASURING, self.place, f"{self.place}/{name}/{_MEASURED}", *map(str, limits)]
+            phone.start(name, ["-m", *watched, verb, *words])
         job = waited(phone, name)
         if job.code != 0:
             raise DeviceError(f"{verb}: {self._why(name, job.code)}")
         told = phone.adb.check(
-            f"cat {quote([f'{self.place}/{name}/{MEASURED}'])}", "reading what was measured"
+            f"cat {quote([f'{self.place}/{name}/{_MEASURED}'])}", "reading what was measured"
         )
         measured: dict[str, Any] = parse_json(told)
         return measured
@@ -182,19 +170,6 @@ class Taking:
     def _console(self, name: str) -> list[str]:
         console = quote([self.phone.path("jobs", name, "console.txt")])
         return self.phone.adb.check(f"cat {console}", "reading what was printed").splitlines()
-
-    def _cool(self) -> None:
-        """Wait until the phone is cool; one that doesn't tell is taken as it is. Raises DeviceError."""
-        until = time.monotonic() + 60 * self.limits.minutes
-        while True:
-            celsius = parse_json(self.phone.python(_SENSOR).strip().splitlines()[-1])["value"]
-            if celsius is None or celsius <= self.limits.celsius:
-                return
-            told = f"{celsius:.1f} degrees Celsius, {self.limits.celsius:g} are asked for"
-            if time.monotonic() >= until:
-                raise DeviceError(f"too hot after {self.limits.minutes:g} minutes: {told}")
-            print(f"  it cools: {told}", flush=True)
-            time.sleep(min(_COOL_SECONDS, max(0.1, until - time.monotonic())))
 
     def _need_room(self) -> None:
         """Raises DeviceError unless the phone has room for the bundle and its packed weights."""

@@ -1,9 +1,10 @@
 """A verb in a process of its own, and what it takes of this machine: for `prge android bench`.
 
-    python -m device_runner.session.measuring CACHE FILE VERB WORDS...
+    python -m device_runner.session.measuring CACHE FILE CELSIUS MINUTES VERB WORDS...
 
-FILE gets, once the verb has ended, its exit code, seconds, memory, readings of sensors at both ends, and
-energy. Packed weights lie in CACHE: the user's own knows nothing of them.
+The verb begins when the machine is as cool as CELSIUS, or never after MINUTES. FILE gets, once it has ended,
+its exit code, seconds, memory, readings of sensors at both ends, and energy. Packed weights lie in CACHE: the
+user's own knows nothing of them.
 """
 
 from __future__ import annotations
@@ -21,20 +22,33 @@ from typing import Any
 
 from device_runner.session.sensors import Energy, Sensors
 from prge.cli import main as verb
+from prge.errors import DeviceError
 from prge.host.atomic import write_file
 from prge.host.parents import end_with_parent
 from prge.host.processes import watched
 
-MEASURED = "measured.json"
 _LOOK_SECONDS, _POLL_SECONDS = 1.0, 0.01
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns its exit code, that of a signal as a shell does."""
-    cache, path, *words = argv
+    cache, path, celsius, minutes, *words = argv
+    if told := _too_hot(Sensors(), float(celsius), 60 * float(minutes)):
+        print(f"error: {told}", file=sys.stderr)
+        return DeviceError.exit_code
     measured = measure(Path(cache), words)
     write_file(Path(path), (json.dumps(measured, indent=1) + "\n").encode())
     return int(measured["code"])
+
+
+def _too_hot(sensors: Sensors, celsius: float, seconds: float) -> str:
+    """Wait until the machine is cool; why it can't be measured, or nothing. One that doesn't tell can."""
+    until = time.monotonic() + seconds
+    while (found := sensors.temperature().value) is not None and found > celsius:
+        if time.monotonic() >= until:
+            return f"too hot: {found:.1f} degrees Celsius after {seconds / 60:g} minutes, not {celsius:g}"
+        time.sleep(min(_LOOK_SECONDS, max(0.01, until - time.monotonic())))
+    return ""
 
 
 def measure(cache: Path, words: Sequence[str]) -> dict[str, Any]:

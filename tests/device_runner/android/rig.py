@@ -226,7 +226,8 @@ def _benches(rig: Rig, work: Path) -> dict[str, bool]:
     _say("bench")
     path = work / "bench.json"
     words = ["--tiny", "--steps", 2, "--threads", 1, "--start-below-celsius", 60, "--cache", work / "bundles"]
-    rig.prge("bench", *words, "--json", path, check=None)
+    for name in TRIALS:
+        rig.prge("bench", name, *words, "--json", path, check=None)
     found = json.loads(path.read_text())
     assert rig.environment["ANDROID_SERIAL"] not in path.read_text(), "the file names the phone"
     print(json.dumps(found["trials"], indent=1), file=sys.stderr)

@@ -102,19 +102,13 @@ def test_a_job_that_went_on_is_met_again(
     assert read(tmp_path / "phone.json")["trials"]["qwen2.5-3b"]["status"] == "measured"
 
 
-@pytest.mark.parametrize(
-    ("what", "reason"), [("full", "no room: it takes"), ("hot", "too hot after 0 minutes: 55.0 degrees")]
-)
-def test_a_full_or_hot_phone_is_not_measured(
-    what: str, reason: str, phone: FakePhone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_full_phone_is_not_measured(
+    phone: FakePhone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if what == "full":
-        monkeypatch.setattr(Phone, "free_bytes", lambda there: 1 << 20)
-    else:
-        monkeypatch.setattr(Phone, "python", lambda there, code: '{"value": 55.0}')
-    words = ("texts", "--tiny", "--cool-minutes", 0, "--json", tmp_path / "phone.json")
-    assert reason in phone.prge("bench", *words, code=1).stdout
-    assert reason in read(tmp_path / "phone.json")["trials"]["texts"]["reason"]
+    monkeypatch.setattr(Phone, "free_bytes", lambda there: 1 << 20)
+    reason = "no room: it takes"
+    assert reason in phone.prge("bench", "texts", "--tiny", "--json", tmp_path / "phone.json", code=1).stdout
+    assert read(tmp_path / "phone.json")["trials"]["texts"]["reason"].startswith(reason)
 
 
 def test_what_ended_a_verb_is_told(

@@ -10,17 +10,16 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from device_runner.session import measuring
+from device_runner.session.sensors import Reading, Sensors
 from tests.verbs import REPOSITORY
 
 
 def started(tmp_path: Path, *words: object) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "device_runner.session.measuring",
-        tmp_path / "cache",
-        tmp_path / "found",
-    ]
+    module = ["-m", "device_runner.session.measuring", tmp_path / "cache", tmp_path / "found"]
+    command = [sys.executable, *module, 150, 1]
     return subprocess.Popen(
         [*map(str, (*command, *words))], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -52,3 +51,21 @@ def test_an_error_and_a_kill_have_their_codes(tmp_path: Path, workshop: Path) ->
     child.communicate(timeout=60)
     assert child.returncode == 130
     assert json.loads((tmp_path / "found").read_text())["code"] == 130
+
+
+def test_a_verb_waits_until_the_phone_is_cool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    degrees = [50.0, 41.0, 40.0]
+    monkeypatch.setattr(Sensors, "temperature", lambda sensors: Reading(degrees.pop(0)))
+    monkeypatch.setattr(measuring, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(measuring, "measure", lambda cache, words: {"code": 0})
+    words = [str(tmp_path), str(tmp_path / "found"), "40"]
+    assert measuring.main([*words, "1", "cache"]) == 0 and not degrees
+    degrees[:] = [50.0] * 9
+    (tmp_path / "found").unlink()
+    assert measuring.main([*words, "0", "cache"]) == 2
+    assert "error: too hot: 50.0 degrees Celsius after 0 minutes, not 40" in capsys.readouterr().err
+    assert not (tmp_path / "found").exists()
+    monkeypatch.setattr(Sensors, "temperature", lambda sensors: Reading(None, reason="it doesn't tell"))
+    assert measuring.main([*words, "0", "cache"]) == 0

@@ -1,0 +1,124 @@
+"""Steps of a trial by prge, by PEFT and by ExecuTorch's training module: what peers.py compares.
+
+    python scripts/bench/peer_steps.py METHOD FOLDER
+
+Every line of the standard input is answered by seconds and loss of a step, with the sizes of FOLDER's
+trial.json; the first one asks for nothing. `prge-int4` and `prge-fp32` take FOLDER's bundles `int4` and
+`fp32`, `peft-fp32` and `peft-bf16` its `model`, `executorch` the program that `executorch-export` makes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from serve import Answers, peft_steps, serve
+
+JOINT = "joint.pte"
+
+
+def prge_steps(method: str, folder: Path, trial: dict[str, Any]) -> Answers:
+    """Exact steps of a bundle, with the memory that a run has by default."""
+    from timing import timed_step
+
+    bundle = folder / method.removeprefix("prge-")
+    yield ()
+    step = timed_step(bundle, "exact", trial["batch"], trial["tokens"], trial["threads"])
+    while True:
+        yield step.with_loss()
+
+
+def executorch_steps(folder: Path, trial: dict[str, Any]) -> Answers:
+    """Runs of the joint program, each with a step of ExecuTorch's SGD: it has no other optimizer."""
+    import torch
+    from executorch.extension.training import (
+        _load_for_executorch_for_training_from_buffer as load,
+    )
+    from executorch.extension.training import get_sgd_optimizer
+
+    from device_runner.engines.torch_runtime import set_threads
+
+    set_threads(trial["threads"])
+    yield ()
+    # The engine reads the program where it lies.
+    program = (folder / JOINT).read_bytes()
+    module = load(program)
+    torch.manual_seed(0)
+    inputs = torch.randint(0, trial["vocabulary"], (trial["batch"], trial["tokens"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (loss,) = module.forward_backward("forward", (inputs,))
+        optimizer = get_sgd_optimizer(module.named_parameters(), 1e-4)
+        while True:
+            begin = time.perf_counter()
+            (loss,) = module.forward_backward("forward", (inputs,))
+            optimizer.step(module.named_gradients())
+            yield time.perf_counter() - begin, float(loss)
+
+
+def export_joint(folder: Path, trial: dict[str, Any]) -> None:
+    """Write the program of a loss and its gradient by PEFT's LoRA, in float32, for XNNPACK."""
+    import torch
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+    from peft import LoraConfig, get_peft_model
+    from torch.export.experimental import _export_forward_backward
+    from transformers import AutoModelForCausalLM
+
+    from server_export.evidence.baselines.executorch_training import fill_at_once
+    from server_export.model import attention, readout
+    from server_export.model.rotary import make_rotary_constant
+
+    attention.register()
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    base.set_attn_implementation(attention.NAME)
+    make_rotary_constant(base)
+    layers = trial["layers"]
+    tuned = get_peft_model(base, LoraConfig(r=trial["rank"], target_modules=layers))
+    positions = torch.arange(trial["tokens"]).unsqueeze(0)
+
+    class Loss(torch.nn.Module):
+        """Mean over all tokens but the first of each row."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tuned = tuned.base_model.model
+            self.register_buffer("positions", positions)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            """tokens i64 [batch, length] -> f32 []."""
+            answer = self.tuned(input_ids=tokens, position_ids=self.positions, use_cache=False)
+            return -readout.log_probabilities(answer.logits[:, :-1], tokens[:, 1:]).mean()
+
+    inputs = (torch.zeros((trial["batch"], trial["tokens"]), dtype=torch.int64),)
+    program = Loss()
+    with torch.no_grad():
+        program(*inputs)  # position tables are those of the first call
+    joint = _export_forward_backward(torch.export.export(program, inputs))
+    fill_at_once(joint)
+    lowered = to_edge_transform_and_lower(joint, partitioner=[XnnpackPartitioner()]).to_executorch()
+    (folder / JOINT).write_bytes(lowered.buffer)
+
+
+def main() -> None:
+    """Serve a method, or export."""
+    method, folder = sys.argv[1], Path(sys.argv[2])
+    trial = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
+    if method == "executorch-export":
+        export_joint(folder, trial)
+    elif method == "executorch":
+        serve(lambda: executorch_steps(folder, trial))
+    elif method.startswith("prge"):
+        serve(lambda: prge_steps(method, folder, trial))
+    else:
+        dtype = {"peft-fp32": "float32", "peft-bf16": "bfloat16"}[method]
+        sizes = [trial[name] for name in ("batch", "tokens", "threads", "rank", "layers")]
+        serve(lambda: peft_steps(folder, dtype, *sizes))
+
+
+if __name__ == "__main__":
+    main()
