@@ -8,7 +8,8 @@ each in a process of its own; ratios are medians over rounds. They are
 
     prge-int4, prge-fp32           exact steps of a bundle, by default memory
     mlx-4bit, mlx-bf16, mlx-fp32   mlx-lm's LoRA on MLX's processor backend, from an environment of its own,
-                                   which is made in prge's cache; with --blas also mlx-fp32-blas, which has
+                                   which is made in prge's cache; activations of mlx-4bit are float32, with
+                                   which it is faster; with --blas also mlx-fp32-blas, which has
                                    that library (OpenBLAS) in the place of its wheel's reference BLAS
     peft-bf16, peft-fp32           PyTorch with PEFT and AdamW
     executorch                     ExecuTorch's training module: the joint program in float32 on XNNPACK, SGD
@@ -44,7 +45,7 @@ OURS = {"prge-int4": "8da4w", "prge-fp32": "fp32"}
 MLX = ("mlx-4bit", "mlx-bf16", "mlx-fp32")
 BLAS, EXECUTORCH = "mlx-fp32-blas", "executorch"
 METHODS = (*OURS, *MLX, BLAS, "peft-bf16", "peft-fp32", EXECUTORCH)
-_FIRST = 10
+_FIRST = 3
 _PACKAGES = ("mlx[cpu]", "mlx-lm")
 
 
@@ -186,7 +187,7 @@ def _last(text: str) -> str:
 
 def main() -> None:
     """Read the flags, measure, print JSON."""
-    parser = parser_of(__doc__, threads=2, repeats=5, limit=60)
+    parser = parser_of(__doc__, threads=2, repeats=5, limit=120)
     steps = [name for name, trial in TRIALS.items() if not trial.written]
     parser.add_argument("--models", nargs="+", choices=steps, default=["smollm2-135m"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
