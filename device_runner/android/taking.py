@@ -116,7 +116,13 @@ class Taking:
         lines = self.phone.adb.check(f"cat {quote([f'{out}/{METRICS}'])}", "reading metrics").splitlines()
         records = [record for record in map(parse_json, lines) if record["event"] == "step"]
         seconds = [record["engine_seconds"] + record["host_seconds"] for record in records][1:]
-        return {"seconds_a_step": statistics.median(seconds), "step_seconds": seconds, **_figures(measured)}
+        run = self.phone.job(names[-1]).summary.get("run", {})
+        return {
+            "seconds_a_step": statistics.median(seconds),
+            "step_seconds": seconds,
+            "threads": run.get("threads"),
+            **_figures(measured),
+        }
 
     def _texts(
         self, first: Sequence[str], names: Sequence[str], how: Mapping[str, Any], steps: int
@@ -125,17 +131,23 @@ class Taking:
         prompt = "".join(random.Random(0).choices(string.ascii_letters, k=self.trial.written))
         asked = {**how, "prompt": [prompt], "max_tokens": self.trial.written, "json": True}
         asked |= {"temperature": 0.0, "draft": "off"}
-        answers, measured = [], {}
+        answers: list[dict[str, Any]] = []
+        measured = {}
         for each in (*first, *names):
             measured = self._measured(each, "generate", asked)
-            lines = self._console(each)
-            answers.append(next(parse_json(line) for line in lines if line.startswith('{"row"')))
+            answers += [parse_json(line) for line in self._console(each) if line.startswith('{"row"')]
         answers = answers[len(first) :]
+        rates = {
+            name: [each[told] for each in answers if each[told]]
+            for name, told in (
+                ("tokens_a_second", "tokens_per_second"),
+                ("prompt_tokens_a_second", "prefill_tokens_per_second"),
+            )
+        }
+        if not all(rates.values()):
+            raise DeviceError("generate: the model ends its text at once")
         return {
-            "tokens_a_second": statistics.median(each["tokens_per_second"] for each in answers),
-            "prompt_tokens_a_second": statistics.median(
-                each["prefill_tokens_per_second"] for each in answers
-            ),
+            **{name: statistics.median(found) for name, found in rates.items()},
             "prompt_tokens": answers[0]["prompt_tokens"],
             "tokens": [len(each["tokens"]) for each in answers],
             **_figures(measured),

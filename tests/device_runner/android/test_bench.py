@@ -45,7 +45,11 @@ def test_steps_and_texts_are_measured_once(phone: FakePhone, tmp_path: Path) -> 
     assert found["tiny"] is True and found["runtime"] == "whole"
     steps, texts = (found["trials"][name] for name in ("smollm2-135m", "texts"))
     assert len(steps["step_seconds"]) == 2 and steps["seconds_a_step"] > 0
-    assert steps["trial"]["tokens"] == 16 and steps["model"] == "random:smollm2-135m:tiny"
+    assert (
+        steps["threads"] == 1
+        and steps["trial"]["tokens"] == 16
+        and steps["model"] == "random:smollm2-135m:tiny"
+    )
     assert texts["tokens_a_second"] > 0 and texts["tokens"] == [8]
     for each in (steps, texts):
         assert each["status"] == "measured" and 10 < each["anonymous_mb"] < each["peak_rss_mb"]
