@@ -17,7 +17,7 @@ from device_runner.android.adb import quote
 from device_runner.android.bundles import Model, make_bundles
 from device_runner.android.device import DeviceSettings, Phone
 from device_runner.android.packages import digest
-from device_runner.android.taking import Limits, Taking
+from device_runner.android.taking import Taking
 from prge import __version__
 from prge.errors import ConfigError, PrgeError
 from prge.files.documents import DocumentError, read_json
@@ -93,14 +93,14 @@ def bench(phone: Phone, settings: BenchSettings) -> int:
     keys = {name: settings.key(model) for name, model in chosen.items()}
     lacking = {name: model for name, model in chosen.items() if not record.has(name, keys[name])}
     bundles = make_bundles([*lacking.values()], settings.cache)
-    limits = Limits(settings.start_below_celsius, settings.cool_minutes)
+    cool = settings.start_below_celsius, settings.cool_minutes
     for number, (name, model) in enumerate(lacking.items()):
         print(f"{name}: {model.trial.text()}", flush=True)
         taking = None
         try:
             if isinstance(bundle := bundles[model], PrgeError):
                 raise bundle
-            taking = Taking(phone, f"bench-{name}-{keys[name]}", model.trial, bundle, settings.tiny, limits)
+            taking = Taking(phone, f"bench-{name}-{keys[name]}", model.trial, bundle, settings.tiny, cool)
             found = {"status": MEASURED, **taking.take(settings.steps, settings.threads)}
         except PrgeError as error:
             # No serial number, and no folder of this user's: others read the file.

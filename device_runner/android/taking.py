@@ -35,18 +35,11 @@ _MEASURING, _MEASURED = "device_runner.session.measuring", "measured.json"
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Degrees Celsius that a trial may begin at, and minutes to wait for them."""
-
-    celsius: float
-    minutes: float
-
-
-@dataclass(frozen=True)
 class Taking:
     """A trial of a bundle on a phone; `name` begins those of its jobs there.
 
-    A `tiny` one is not to be measured: it has one round, and packs its weights in that.
+    A `tiny` one is not to be measured: it has one round, and packs its weights in that. `cool` are degrees
+    Celsius that a job may begin at, and minutes to wait for them.
     """
 
     phone: Phone
@@ -54,7 +47,7 @@ class Taking:
     trial: Trial
     folder: Path
     tiny: bool
-    limits: Limits
+    cool: tuple[float, float]
 
     @cached_property
     def bundle(self) -> Bundle:
@@ -79,78 +72,69 @@ class Taking:
         """
         self._need_room()
         send_bundle(self.phone, self.folder)
-        how = {"bundle": self.remote, "threads": threads}
+        writes = self.trial.written > 0
+        asked = {"bundle": self.remote, "threads": threads, **(self._text() if writes else self._rows())}
+        # What isn't counted packs the weights.
         first = [] if self.tiny else [f"{self.name}-first"]
-        rounds = _ROUNDS if self.trial.written and not self.tiny else 1
-        names = [f"{self.name}-{number}" for number in range(rounds)]
-        found = (self._texts if self.trial.written else self._steps)(first, names, how, steps)
-        self.phone.remove(
-            *(self.phone.path(place, each) for each in (*first, *names) for place in ("runs", "jobs"))
-        )
-        return found
+        counted = [f"{self.name}-{number}" for number in range(_ROUNDS if writes and not self.tiny else 1)]
+        measured = {}
+        for each in (*first, *counted):
+            if not writes:
+                asked |= {"out": self.phone.path("runs", each), "steps": 1 if each in first else steps}
+            measured = self._measured(each, "generate" if writes else "run", asked)
+        found = self._rates(counted) if writes else self._seconds(counted[0])
+        for each in (*first, *counted):
+            self.phone.remove(self.phone.path("runs", each), self.phone.path("jobs", each))
+        return {**found, **_figures(measured)}
 
     def leave(self) -> None:
         """Remove the bundle and its packed weights from the phone; raises DeviceError."""
         self.phone.remove(self.remote, f"{self.remote}.tree", self.place)
 
-    def _steps(
-        self, first: Sequence[str], names: Sequence[str], how: Mapping[str, Any], steps: int
-    ) -> dict[str, Any]:
-        """Seconds of steps; a run before has packed the weights."""
+    def _rows(self) -> dict[str, Any]:
+        """What a run is asked, with rows that are there: letters, enough for any tokenizer."""
         with tempfile.TemporaryDirectory(prefix="prge-bench-") as place:
             rows = Path(place, "rows.jsonl")
-            rows.write_text(_rows(4 * self.trial.batch, self.trial.tokens), encoding="utf-8")
+            count, length = 4 * self.trial.batch, self.trial.tokens * _LETTERS_OF_A_TOKEN
+            texts = (_letters(length, seed) for seed in range(count))
+            rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
             train = self.phone.send_file(rows)
-        asked = {
-            **how,
+        files = self.bundle.manifest["files"]
+        largest = max(self.bundle.chain.loaded_bytes(lambda name: int(files[name]["bytes"])))
+        return {
             **{"train": train, "estimator": "exact", "batch_size": self.trial.batch, "quiet": True},
             **{"overflow": "truncate", "max_dropped": 1.0},
-            **({"memory": self._least()} if self.trial.is_least else {}),
-        }
-        measured = {}
-        for each in (*first, *names):
-            out = self.phone.path("runs", each)
-            measured = self._measured(
-                each, "run", {**asked, "out": out, "steps": 1 if each in first else steps}
-            )
-        lines = self.phone.adb.check(f"cat {quote([f'{out}/{METRICS}'])}", "reading metrics").splitlines()
-        records = [record for record in map(parse_json, lines) if record["event"] == "step"]
-        seconds = [record["engine_seconds"] + record["host_seconds"] for record in records][1:]
-        run = self.phone.job(names[-1]).summary.get("run", {})
-        return {
-            "seconds_a_step": statistics.median(seconds),
-            "step_seconds": seconds,
-            "threads": run.get("threads"),
-            **_figures(measured),
+            **({"memory": largest} if self.trial.is_least else {}),
         }
 
-    def _texts(
-        self, first: Sequence[str], names: Sequence[str], how: Mapping[str, Any], steps: int
-    ) -> dict[str, Any]:
-        """Rates of texts, one after another."""
-        prompt = "".join(random.Random(0).choices(string.ascii_letters, k=self.trial.written))
-        asked = {**how, "prompt": [prompt], "max_tokens": self.trial.written, "json": True}
-        asked |= {"temperature": 0.0, "draft": "off"}
-        answers: list[dict[str, Any]] = []
-        measured = {}
-        for each in (*first, *names):
-            measured = self._measured(each, "generate", asked)
-            answers += [parse_json(line) for line in self._console(each) if line.startswith('{"row"')]
-        answers = answers[len(first) :]
-        rates = {
-            name: [each[told] for each in answers if each[told]]
-            for name, told in (
-                ("tokens_a_second", "tokens_per_second"),
-                ("prompt_tokens_a_second", "prefill_tokens_per_second"),
-            )
-        }
+    def _text(self) -> dict[str, Any]:
+        """What `prge generate` is asked."""
+        written = self.trial.written
+        how = {"max_tokens": written, "temperature": 0.0, "draft": "off", "json": True}
+        return {"prompt": [_letters(written)], **how}
+
+    def _seconds(self, name: str) -> dict[str, Any]:
+        """Of the steps of a run but the first."""
+        metrics = quote([self.phone.path("runs", name, METRICS)])
+        lines = self.phone.adb.check(f"cat {metrics}", "reading metrics").splitlines()
+        records = [record for record in map(parse_json, lines) if record["event"] == "step"]
+        seconds = [record["engine_seconds"] + record["host_seconds"] for record in records][1:]
+        run = self.phone.job(name).summary.get("run", {})
+        found = {"seconds_a_step": statistics.median(seconds), "step_seconds": seconds}
+        return {**found, "threads": run.get("threads")}
+
+    def _rates(self, names: Sequence[str]) -> dict[str, Any]:
+        """Of texts, medians."""
+        lines = (line for each in names for line in self._console(each))
+        answers = [parse_json(line) for line in lines if line.startswith('{"row"')]
+        told = {"tokens_a_second": "tokens_per_second", "prompt_tokens_a_second": "prefill_tokens_per_second"}
+        rates = {name: [each[key] for each in answers if each[key]] for name, key in told.items()}
         if not all(rates.values()):
             raise DeviceError("generate: the model ends its text at once")
         return {
             **{name: statistics.median(found) for name, found in rates.items()},
             "prompt_tokens": answers[0]["prompt_tokens"],
             "tokens": [len(each["tokens"]) for each in answers],
-            **_figures(measured),
         }
 
     def _measured(self, name: str, verb: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,8 +144,7 @@ class Taking:
             phone.remove(phone.path("runs", name), phone.path("jobs", name), f"{self.place}/{name}")
             given = {key: value for key, value in settings.items() if value is not None}
             words = send_settings(phone, given, f"{self.place}/{name}")
-            limits = self.limits.celsius, self.limits.minutes
-            watched = [_MEASURING, self.place, f"{self.place}/{name}/{_MEASURED}", *map(str, limits)]
+            watched = [_MEASURING, self.place, f"{self.place}/{name}/{_MEASURED}", *map(str, self.cool)]
             phone.start(name, ["-m", *watched, verb, *words])
         job = waited(phone, name)
         if job.code != 0:
@@ -193,11 +176,6 @@ class Taking:
                 f"no room: it takes {bytes_text(wanted)}, the phone has {bytes_text(free)} free"
             )
 
-    def _least(self) -> int:
-        """Bytes of the weights of the largest block."""
-        files = self.bundle.manifest["files"]
-        return max(self.bundle.chain.loaded_bytes(lambda name: int(files[name]["bytes"])))
-
 
 def _figures(measured: Mapping[str, Any]) -> dict[str, Any]:
     """Memory, temperature and energy of a verb, from its start to its end."""
@@ -214,8 +192,5 @@ def _figures(measured: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rows(count: int, tokens: int) -> str:
-    """Rows of random letters, enough for so many tokens of any tokenizer."""
-    letters, length = random.Random(0), tokens * _LETTERS_OF_A_TOKEN
-    texts = ("".join(letters.choices(string.ascii_letters, k=length)) for _ in range(count))
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+def _letters(count: int, seed: int = 0) -> str:
+    return "".join(random.Random(seed).choices(string.ascii_letters, k=count))

@@ -1,10 +1,11 @@
-"""Steps of a trial by prge, by PEFT and by ExecuTorch's training module: what peers.py compares.
+"""Steps of a trial by prge and by other trainers: what peers.py compares.
 
     python scripts/bench/peer_steps.py METHOD FOLDER
 
 Every line of the standard input is answered by seconds and loss of a step, with the sizes of FOLDER's
 trial.json; the first one asks for nothing. `prge-int4` and `prge-fp32` take FOLDER's bundles `int4` and
 `fp32`, `peft-fp32` and `peft-bf16` its `model`, `executorch` the program that `executorch-export` makes.
+`mlx-4bit`, `mlx-bf16` and `mlx-fp32` need a Python with mlx-lm, which has nothing of prge.
 """
 
 from __future__ import annotations
@@ -30,6 +31,56 @@ def prge_steps(method: str, folder: Path, trial: dict[str, Any]) -> Answers:
     step = timed_step(bundle, "exact", trial["batch"], trial["tokens"], trial["threads"])
     while True:
         yield step.with_loss()
+
+
+def mlx_steps(kind: str, folder: Path, trial: dict[str, Any]) -> Answers:
+    """Steps of mlx-lm on the processor, as its trainer compiles them, with AdamW."""
+    import mlx.core as mx
+    from mlx import nn, optimizers
+    from mlx_lm.tuner.trainer import default_loss
+
+    mx.set_default_device(mx.cpu)
+    yield ()
+    model = _mlx_model(kind, folder / "model", trial)
+    optimizer = optimizers.AdamW(learning_rate=1e-4)
+    mx.random.seed(0)
+    batch = mx.random.randint(0, trial["vocabulary"], (trial["batch"], trial["tokens"]))
+    lengths = mx.array([[0, trial["tokens"]]] * trial["batch"])
+    slopes = nn.value_and_grad(model, default_loss)
+    state = [model.state, optimizer.state]
+
+    def step() -> Any:
+        (loss, _), gradient = slopes(model, batch, lengths)
+        optimizer.update(model, gradient)
+        return loss
+
+    compiled = mx.compile(step, inputs=state, outputs=state)
+    while True:
+        begin = time.perf_counter()
+        loss = compiled()
+        mx.eval(state, loss)
+        yield time.perf_counter() - begin, loss.item()
+
+
+def _mlx_model(kind: str, folder: Path, trial: dict[str, Any]) -> Any:
+    """The model with LoRA of the trial's rank on the trial's layers."""
+    import mlx.core as mx
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from mlx_lm.utils import load_model, quantize_model
+
+    model, config = load_model(folder)
+    # Products of 4 bits with bfloat16 take ten times as long on an x86 processor as those with float32.
+    model.set_dtype(mx.bfloat16 if kind == "bf16" else mx.float32)
+    if kind == "4bit":
+        model, _ = quantize_model(model, config, 64, 4)
+    mx.eval(model.parameters())
+    model.freeze()
+    lora = {"rank": trial["rank"], "scale": 2.0, "dropout": 0.0}
+    if trial["layers"] != "all-linear":
+        lora["keys"] = {f"self_attn.{name}" for name in trial["layers"]}
+    linear_to_lora_layers(model, len(model.layers), lora)
+    model.train()
+    return model
 
 
 def executorch_steps(folder: Path, trial: dict[str, Any]) -> Answers:
@@ -110,6 +161,8 @@ def main() -> None:
     trial = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
     if method == "executorch-export":
         export_joint(folder, trial)
+    elif method.startswith("mlx"):
+        serve(lambda: mlx_steps(method.removeprefix("mlx-"), folder, trial))
     elif method == "executorch":
         serve(lambda: executorch_steps(folder, trial))
     elif method.startswith("prge"):

@@ -40,7 +40,7 @@ from prge.host.user_cache import cache_path
 from prge.running.trials import TRIALS, Trial
 from server_export.model.random_models import CONFIGURATIONS
 
-HERE = Path(__file__).parent
+STEPS = Path(__file__).with_name("peer_steps.py")
 OURS = {"prge-int4": "8da4w", "prge-fp32": "fp32"}
 MLX = ("mlx-4bit", "mlx-bf16", "mlx-fp32")
 BLAS, EXECUTORCH = "mlx-fp32-blas", "executorch"
@@ -97,9 +97,8 @@ def command_of(
                 raise LackingError("no --blas names an OpenBLAS; Debian: apt install libopenblas0-pthread")
             beside = {"LD_PRELOAD": str(arguments.blas), "LD_LIBRARY_PATH": str(arguments.blas.parent)}
             variables |= {**beside, "OPENBLAS_NUM_THREADS": threads}
-        kind = method.removeprefix("mlx-").removesuffix("-blas")
-        return [mlx_python(), HERE / "mlx_steps.py", kind, folder], variables
-    own = [sys.executable, HERE / "peer_steps.py", method, folder]
+        return [mlx_python(), STEPS, method.removesuffix("-blas"), folder], variables
+    own = [sys.executable, STEPS, method, folder]
     if method in OURS:
         flags = [
             "--quantize",

@@ -28,6 +28,14 @@ _TINY_SIZES = {
     "vocab_size": 512,
 }
 
+_SMOLLM2 = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100000,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
 _QWEN2_5 = {
     "model_type": "qwen2",
     "vocab_size": 151936,
@@ -35,6 +43,14 @@ _QWEN2_5 = {
     "rope_theta": 1000000,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
+}
+_QWEN_HALF_BILLION = {
+    **_QWEN2_5,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
 }
 _GEMMA3 = {
     "model_type": "gemma3_text",
@@ -60,48 +76,23 @@ _PER_LAYER_INPUTS = {
 # From each model's published config.json.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
-        "model_type": "llama",
+        **_SMOLLM2,
         "hidden_size": 576,
         "intermediate_size": 1536,
         "num_hidden_layers": 30,
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "rope_theta": 100000,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
     },
     "smollm2-360m": {
-        "model_type": "llama",
+        **_SMOLLM2,
         "hidden_size": 960,
         "intermediate_size": 2560,
         "num_hidden_layers": 32,
         "num_attention_heads": 15,
         "num_key_value_heads": 5,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "rope_theta": 100000,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
     },
-    "qwen2-0.5b": {
-        **_QWEN2_5,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 131072,
-    },
-    "qwen2.5-0.5b": {
-        **_QWEN2_5,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-    },
+    "qwen2-0.5b": {**_QWEN_HALF_BILLION, "max_position_embeddings": 131072},
+    "qwen2.5-0.5b": _QWEN_HALF_BILLION,
     "qwen2.5-1.5b": {
         **_QWEN2_5,
         "hidden_size": 1536,
@@ -119,6 +110,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
     "qwen3-1.7b": {
+        **_QWEN2_5,
         "model_type": "qwen3",
         "hidden_size": 2048,
         "intermediate_size": 6144,
@@ -126,11 +118,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "head_dim": 128,
-        "vocab_size": 151936,
         "max_position_embeddings": 40960,
-        "rope_theta": 1000000,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
     },
     "gemma3-1b": {
         **_GEMMA3,
