@@ -15,18 +15,18 @@ each in a process of its own; ratios are medians over rounds. They are
     executorch                     ExecuTorch's training module: the joint program in float32 on XNNPACK, SGD
 
 Prints JSON by model: `methods` with seconds, anonymous_mb and peak_rss_mb, or the reason why there are none,
-such as a step that takes longer than --limit; and `prge_over_mlx_seconds`, `prge_over_mlx_memory` (anonymous)
-and the same of peft and executorch, by our weights and then theirs.
+such as a step that takes longer than --limit; and `prge_over_mlx_seconds`, `prge_over_mlx_memory`
+(anonymous), `prge_over_mlx_peak` and the same of peft and executorch, by our weights and then theirs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -82,7 +82,7 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
         for name, step in steps.items():
             found[name] = {"seconds": median(seconds, name), **asdict(step.memory())}
             found[name]["losses"] = [taken[name][1] for taken in rounds]
-    return {"trial": asdict(trial), "methods": found, **dict(ratios(seconds, found))}
+    return {"trial": asdict(trial), "methods": found, **ratios(seconds, found)}
 
 
 def command_of(
@@ -145,39 +145,30 @@ def mlx_python() -> Path:
 
 def ratios(
     seconds: Sequence[Mapping[str, float]], found: Mapping[str, Mapping[str, Any]]
-) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
-    """Ours over theirs, by trainer: time and anonymous memory."""
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Ours over theirs, by trainer and figure: time, anonymous memory and peak."""
     measured = [name for name, figures in found.items() if "seconds" in figures]
-    ours = [name for name in measured if name in OURS]
-    for trainer in ("mlx", "peft", EXECUTORCH):
-        theirs = [name for name in measured if name.partition("-")[0] == trainer]
-
-        def each(
-            ratio: Callable[[str, str], float], theirs: list[str] = theirs
-        ) -> dict[str, dict[str, float]]:
-            return {
-                our.removeprefix("prge-"): {
-                    their.partition("-")[2] or "fp32": ratio(our, their) for their in theirs
-                }
-                for our in ours
-            }
-
-        yield f"prge_over_{trainer}_seconds", each(lambda our, their: median(seconds, our, over=their))
-        yield (
-            f"prge_over_{trainer}_memory",
-            each(lambda our, their: found[our]["anonymous_mb"] / found[their]["anonymous_mb"]),
-        )
+    figures: dict[str, dict[str, dict[str, float]]] = {
+        f"prge_over_{trainer}_{figure}": {our.removeprefix("prge-"): {} for our in measured if our in OURS}
+        for trainer in ("mlx", "peft", EXECUTORCH)
+        for figure in ("seconds", "memory", "peak")
+    }
+    for our, their in itertools.product(measured, measured):
+        if our not in OURS or their in OURS:
+            continue
+        trainer, _, weights = their.partition("-")
+        both = found[our], found[their]
+        anonymous, peak = (both[0][name] / both[1][name] for name in ("anonymous_mb", "peak_rss_mb"))
+        told = {"seconds": median(seconds, our, over=their), "memory": anonymous, "peak": peak}
+        for figure, value in told.items():
+            by_ours = figures[f"prge_over_{trainer}_{figure}"][our.removeprefix("prge-")]
+            by_ours[weights or "fp32"] = value
+    return figures
 
 
 def _run(command: Sequence[object]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*map(str, command)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        env=os.environ,
-    )
+    words = [*map(str, command)]
+    return subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
 
 
 def _last(text: str) -> str:

@@ -35,12 +35,15 @@ def arguments(*methods: str, **more: Any) -> argparse.Namespace:
 
 
 def test_ratios_are_by_weights_and_by_trainer() -> None:
-    seconds = [{"prge-int4": 1.0, "peft-bf16": 2.0, "executorch": 4.0}] * 3
-    found = {name: {"seconds": value[0], "anonymous_mb": 10 * value[0]} for name, value in
-             {name: [seconds[0][name]] for name in seconds[0]}.items()}  # fmt: skip
-    figures = dict(ratios(seconds, {**found, "mlx-fp32": {"reason": "too slow"}}))
+    seconds = {"prge-int4": 1.0, "peft-bf16": 2.0, "executorch": 4.0}
+    found = {
+        name: {"seconds": each, "anonymous_mb": 10 * each, "peak_rss_mb": 8.0}
+        for name, each in seconds.items()
+    }
+    figures = ratios([seconds] * 3, {**found, "mlx-fp32": {"reason": "too slow"}})
     assert figures["prge_over_peft_seconds"] == {"int4": {"bf16": 0.5}}
     assert figures["prge_over_executorch_memory"] == {"int4": {"fp32": 0.25}}
+    assert figures["prge_over_executorch_peak"] == {"int4": {"fp32": 1.0}}
     assert figures["prge_over_mlx_seconds"] == {"int4": {}}
 
 
