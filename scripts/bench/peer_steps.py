@@ -86,18 +86,13 @@ def _mlx_model(kind: str, folder: Path, trial: dict[str, Any]) -> Any:
 def executorch_steps(folder: Path, trial: dict[str, Any]) -> Answers:
     """Runs of the joint program, each with a step of ExecuTorch's SGD: it has no other optimizer."""
     import torch
-    from executorch.extension.training import (
-        _load_for_executorch_for_training_from_buffer as load,
-    )
-    from executorch.extension.training import get_sgd_optimizer
+    from executorch.extension.training import _load_for_executorch_for_training, get_sgd_optimizer
 
     from device_runner.engines.torch_runtime import set_threads
 
     set_threads(trial["threads"])
     yield ()
-    # The engine reads the program where it lies.
-    program = (folder / JOINT).read_bytes()
-    module = load(program)
+    module = _load_for_executorch_for_training(str(folder / JOINT))
     torch.manual_seed(0)
     inputs = torch.randint(0, trial["vocabulary"], (trial["batch"], trial["tokens"]))
     with warnings.catch_warnings():
