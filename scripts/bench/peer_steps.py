@@ -23,14 +23,22 @@ JOINT = "joint.pte"
 
 
 def prge_steps(method: str, folder: Path, trial: dict[str, Any]) -> Answers:
-    """Exact steps of a bundle, with the memory that a run has by default."""
+    """Exact steps of a bundle with Adam, with the memory that a run has by default."""
     from timing import timed_step
+
+    from prge.learning.optimizers import Adam
 
     bundle = folder / method.removeprefix("prge-")
     yield ()
     step = timed_step(bundle, "exact", trial["batch"], trial["tokens"], trial["threads"])
+    adapter = step.step.adapter
+    optimizer = Adam(adapter.size)
     while True:
-        yield step.with_loss()
+        begin = time.perf_counter()
+        _, measured = step()
+        assert measured.gradient is not None
+        optimizer.update(adapter.values, measured.gradient, 1e-4)
+        yield time.perf_counter() - begin, measured.loss
 
 
 def mlx_steps(kind: str, folder: Path, trial: dict[str, Any]) -> Answers:
