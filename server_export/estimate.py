@@ -28,13 +28,15 @@ def main(argv: Sequence[str]) -> int:
     )
     from server_export.lower.chain import check_operators
     from server_export.model.files import ConfigurationAlone
+    from server_export.model.random_models import with_random_model
     from server_export.model.source import open_source
 
-    source = open_source(config)
-    report = report_of(config, estimate_of(config, source))
-    # In seconds, and not after minutes of an export.
-    graphs = replace(source, files=ConfigurationAlone(**vars(source.files)))
-    check_operators(graphs.chain("fp32", source.longest), config.roles)
+    with with_random_model(config, weights=False) as settled:
+        source = open_source(settled)
+        report = report_of(config, estimate_of(settled, source))
+        # In seconds, and not after minutes of an export.
+        graphs = replace(source, files=ConfigurationAlone(**vars(source.files)))
+        check_operators(graphs.chain("fp32", source.longest), config.roles)
     print(json.dumps(report, indent=2) if config.json else "\n".join(_text(config, report)))
     return 0
 

@@ -51,13 +51,20 @@ def export(config: ExportConfig) -> Path:
         PrgeError: something can't be used, or a program doesn't compute what the model does; no bundle is
             written then.
     """
-    from server_export.lower.chain import check_operators
-    from server_export.model.positions import longest_context
-    from server_export.model.source import open_source
+    from server_export.model.random_models import with_random_model
 
     out = Path(config.out)
     if out.exists() and not config.overwrite:
         raise RunError(f"{out} exists already", remedy="give another folder, or --overwrite")
+    with with_random_model(config) as settled:
+        return _export(settled, out)
+
+
+def _export(config: ExportConfig, out: Path) -> Path:
+    from server_export.lower.chain import check_operators
+    from server_export.model.positions import longest_context
+    from server_export.model.source import open_source
+
     source = open_source(config)
     _tell_part(source)
     announce(estimate_of(config, source))

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from device_runner.android.adb import Adb, quote
+from device_runner.android.adb import quote
+from device_runner.android.bench import BenchSettings, bench
 from device_runner.android.bringing import send_adapter, send_bundle, send_run
 from device_runner.android.device import (
     WITH_ROWS,
@@ -22,6 +23,7 @@ from device_runner.android.device import (
     rows_there,
     send_settings,
 )
+from device_runner.android.jobs import waited
 from device_runner.android.joining import AndroidJoinSettings, join_words
 from device_runner.android.preflight import examine
 from device_runner.android.runtime import MANIFEST as RUNTIME_MANIFEST
@@ -51,8 +53,6 @@ from prge.verbs.subverbs import Action, run_action
 
 Settings = TypeVar("Settings", bound=DeviceSettings)
 EARLY_SECONDS = 10.0
-# Between two lines of how a run stands that is waited for.
-TELL_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _run(argv: list[str]) -> int:
         )
     else:
         if waits:
-            job = _waited(phone, name)
+            job = waited(phone, name)
         if job.state != "running" and not job.is_done:
             job = _gone_on(phone, name, waits)
     code = _told(phone, job)
@@ -263,7 +263,7 @@ def _gone_on(phone: Phone, name: str, wait: bool) -> Job:
 
 def _status(phone: Phone, settings: StatusSettings) -> int:
     jobs = [
-        _waited(phone, name, tells=not settings.json) if settings.wait else phone.job(name)
+        waited(phone, name, tells=not settings.json) if settings.wait else phone.job(name)
         for name in settings.names or phone.jobs()
     ]
     if settings.json:
@@ -318,7 +318,9 @@ def _clean(phone: Phone, settings: CleanSettings) -> int:
         _known(phone, name)
         phone.remove(phone.path("runs", name), phone.path("jobs", name))
     if settings.data:
-        phone.remove(*(phone.path(name) for name in ("data", "bundles", "adapters", "tmp", "cache/prge")))
+        phone.remove(
+            *(phone.path(name) for name in ("data", "bundles", "adapters", "bench", "tmp", "cache/prge"))
+        )
     return 0
 
 
@@ -367,6 +369,9 @@ ACTIONS = {
         "talk to a run's model, on the phone", _on_phone("chat", AndroidChatSettings, chat_on, "names")
     ),
     "serve": Action("start a server on a phone that this computer reaches, or go on with one", _serve),
+    "bench": Action(
+        "measure what others publish, on a phone", _on_phone("bench", BenchSettings, bench, "only")
+    ),
     "fleet": Action("`fleet join`: let a phone take part in a fleet", _fleet),
     "pull": Action("bring a run folder here", _on_phone("pull", PullSettings, _pull, "name")),
     "stop": Action("end a run; it can be resumed", _on_phone("stop", StopSettings, _stop, "name")),
@@ -397,38 +402,13 @@ def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
 def _started(phone: Phone, name: str, words: list[str], wait: bool) -> Job:
     job = phone.start(name, ["-m", "prge.cli", *words])
     if wait:
-        job = _waited(phone, name)
+        job = waited(phone, name)
     deadline = time.monotonic() + EARLY_SECONDS
     # Bad input ends a run before it has a summary: say so at once, if it is quick.
     while job.state == "running" and not job.summary and time.monotonic() < deadline:
         time.sleep(0.2)
         job = phone.job(name)
     return job
-
-
-def _waited(phone: Phone, name: str, tells: bool = True) -> Job:
-    """The job once it has ended; a device that is lost meanwhile is looked for again for a while."""
-    lost, then = 0, time.monotonic()
-    while True:
-        try:
-            job = phone.job(name)
-            lost = 0
-        except DeviceError:
-            lost += 1
-            if lost > 30:
-                raise
-            time.sleep(2)
-            try:
-                phone = Phone(Adb(phone.adb.serial), phone.folder)
-            except DeviceError:
-                continue
-            continue
-        if job.state != "running":
-            return job
-        if tells and time.monotonic() - then > TELL_SECONDS:
-            then = time.monotonic()
-            print(job.text(), flush=True)
-        time.sleep(1)
 
 
 def _told(phone: Phone, job: Job) -> int:

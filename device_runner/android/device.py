@@ -3,6 +3,7 @@
     runtime/            what `prge android bundle` built        jobs/NAME/   how a run was started and ended
     bundles/, adapters/ exported bundles, start adapters        runs/NAME/   its run folder
     data/               rows and tasks                          cache/, tmp/ of Python and the engine
+    bench/              what `prge android bench` measured
 
 A folder's hash lies beside it as FOLDER.tree, written last: what was cut off in between is sent again.
 """
@@ -33,7 +34,7 @@ from prge.rows.sources import Part, read_source, rows_file
 from prge.verbs.settings import yaml_of
 
 FOLDER = "/data/local/tmp/prge"
-OWN = "runtime runtime.tree bundles adapters data jobs runs fleets cache tmp".split()
+OWN = "runtime runtime.tree bundles adapters data jobs runs fleets bench cache tmp".split()
 START_SECONDS = 60.0
 RESTARTS = 5
 HASH_SECONDS = 600.0

@@ -17,6 +17,9 @@ _DUMP_SECONDS = 10.0
 _COOLEST, _HOTTEST = -40.0, 150.0
 # The shortest time over which the use of processors is told.
 _MOMENT = 0.5
+# Linux gives microamperes; a battery that gives fewer to a phone that computes has another unit.
+_LEAST_MICROAMPERES = 5_000.0
+_COULOMBS = 3.6e-3  # of a microampere-hour
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,34 @@ class Sensors:
         worked = (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
         return time.monotonic(), worked - time.process_time()
 
+    def charge(self) -> Reading:
+        """Charge that the battery's counter tells, in coulombs."""
+        reading = self._of_battery("charge_counter", "Charge counter")
+        if reading.value is None:
+            reading = self._of_battery("charge_now", "Charge counter")
+        value = reading.value
+        return reading if value is None else Reading(float(value) * _COULOMBS, reading.source)
+
+    def volts(self) -> Reading:
+        """Voltage of the battery: in microvolts as Linux tells it, in millivolts as Android does."""
+        reading = self._of_battery("voltage_now", "voltage")
+        if reading.value is None:
+            return reading
+        is_linux = reading.source.startswith("/")
+        return Reading(float(reading.value) / (1e6 if is_linux else 1e3), reading.source)
+
+    def watts(self) -> Reading:
+        """Power that flows from the battery, or into it."""
+        for path in sorted(self._battery.glob("*/current_now")):
+            current = _number(path) if _is_battery(path.parent) else None
+            volts = _number(path.with_name("voltage_now"))
+            if current is None or volts is None:
+                continue
+            if abs(current) < _LEAST_MICROAMPERES:
+                return Reading(None, reason=f"{path} has {current:g}, which are no likely microamperes")
+            return Reading(abs(current) * volts / 1e12, str(path))
+        return Reading(None, reason=f"no current_now and voltage_now of a battery under {self._battery}")
+
     def record(self) -> dict[str, Any]:
         """All readings, as run.json holds them."""
         readings: dict[str, Callable[[], Reading]] = {
@@ -141,6 +172,60 @@ class Sensors:
         if isinstance(told, str):
             return Reading(None, reason=f"no battery under {self._battery}; {told}")
         return Reading(told[0], "dumpsys battery")
+
+
+class Energy:
+    """Energy that the battery gives from now on, by two ways: its charge counter, and its power as looked at.
+
+    All that the machine does takes of it, the screen too.
+    """
+
+    def __init__(self, sensors: Sensors) -> None:
+        self._sensors = sensors
+        self._joules = 0.0
+        self._reason = ""
+        self._time = time.monotonic()
+        self._watts = self._looked()
+        self._source = "" if self._watts is None else sensors.watts().source
+        self._first = sensors.charge(), sensors.volts()
+        self._was_charged = bool(sensors.charging().value)
+
+    def sample(self) -> None:
+        """Look at the power; call it every second or so."""
+        then, before = self._time, self._watts
+        self._time, self._watts = time.monotonic(), self._looked()
+        if before is not None and self._watts is not None:
+            self._joules += (before + self._watts) / 2 * (self._time - then)
+
+    def record(self) -> dict[str, Any]:
+        """Joules `by_charge` and `by_power`, each a reading."""
+        self.sample()
+        if self._was_charged or self._sensors.charging().value:
+            charged = Reading(None, reason="the battery was being charged")
+            return dict.fromkeys(("by_charge", "by_power"), charged.record())
+        power = Reading(None, reason=self._reason)
+        if not self._reason:
+            power = Reading(self._joules, self._source)
+        return {"by_charge": self._by_charge().record(), "by_power": power.record()}
+
+    def _looked(self) -> float | None:
+        reading = self._sensors.watts()
+        if reading.value is None:
+            self._reason = reading.reason
+            return None
+        return float(reading.value)
+
+    def _by_charge(self) -> Reading:
+        (charge, volts), last, last_volts = self._first, self._sensors.charge(), self._sensors.volts()
+        for reading in (charge, volts, last, last_volts):
+            if reading.value is None:
+                return reading
+        given = float(charge.value or 0) - float(last.value or 0)
+        if given <= 0:
+            return Reading(
+                None, reason=f"{charge.source} has not fallen: too short, or the counter too coarse"
+            )
+        return Reading(given * (float(volts.value or 0) + float(last_volts.value or 0)) / 2, charge.source)
 
 
 def _of_dump(first: str, *more: str) -> list[float | None] | str:

@@ -4,6 +4,7 @@
     ~/.cache/prge/packed     packed weights
     ~/.cache/prge/programs   programs of earlier exports, without weights
     ~/.cache/prge/android    packages for a phone
+    ~/.cache/prge/bench      bundles that phones are measured with
 
 XDG_CACHE_HOME moves them. They are their owner's alone: who writes to one chooses code that runs.
 """

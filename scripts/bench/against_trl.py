@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from processes import watched
 from timing import export
 
 from prge.files.journal import Journal
 from prge.files.run_folder import JOURNAL, environment, read_metrics
+from prge.host.processes import watched
 from prge.rows.readers import read_rows
 from prge.rows.task import load_task
 from prge.verbs.starting import command_of

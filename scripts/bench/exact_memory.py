@@ -32,11 +32,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from processes import forget, watched
+from processes import forget
 from reports import parser_of, report_models
 from timing import export, least_memory
 
 from prge.files.run_folder import read_metrics
+from prge.host.processes import watched
 from prge.verbs.starting import command_of
 
 # By version of control groups: where they are, the files of the limit and of the most that was taken.

@@ -60,17 +60,32 @@ def engine_steps(
 
 def pytorch_steps(method: str, folder: Path, rows: int, tokens: int, threads: int, *_: int) -> Answers:
     """Steps of PyTorch and PEFT."""
+    dtype = "bfloat16" if "bf16" in method else "float32"
+    yield from peft_steps(folder, dtype, rows, tokens, threads, RANK, ADAPTED, "checkpointing" in method)
+
+
+def peft_steps(
+    folder: Path,
+    dtype: str,
+    rows: int,
+    tokens: int,
+    threads: int,
+    rank: int,
+    layers: Sequence[str] | str,
+    checkpointing: bool = False,
+) -> Answers:
+    """Steps of PyTorch on a folder's `model` with PEFT's LoRA and AdamW."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
     yield ()
-    dtype = torch.bfloat16 if "bf16" in method else torch.float32
-    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype)
-    tuned = get_peft_model(base, LoraConfig(r=RANK, target_modules=[*ADAPTED]))
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, dtype))
+    named = layers if isinstance(layers, str) else [*layers]
+    tuned = get_peft_model(base, LoraConfig(r=rank, target_modules=named))
     tuned.train()
-    if "checkpointing" in method:
+    if checkpointing:
         tuned.enable_input_require_grads()
         tuned.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(parameter for parameter in tuned.parameters() if parameter.requires_grad)
@@ -187,15 +202,22 @@ def runner_texts(method: str, folder: Path, prompt: int, new: int, threads: int)
         yield first / unit, rest / unit, times[0] - begin, times[-1] - times[0]
 
 
-def main() -> None:
+def serve(make: Callable[[], Answers]) -> None:
     """Answer every line of the standard input."""
+    # Libraries write to the standard output too.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    found = make()
+    for _ in sys.stdin:
+        print(*next(found), file=answers, flush=True)
+
+
+def main() -> None:
+    """Serve the method that the command line names."""
     if "--learn" in sys.argv[1:2]:
         from learning import main as measure
 
         raise SystemExit(measure(sys.argv[2:]))
-    # ExecuTorch's runner writes the text to the standard output too.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     method, folder, *numbers = sys.argv[1:]
     others: dict[str, Callable[..., Answers]] = {
         "speaker": speaker_texts,
@@ -203,9 +225,7 @@ def main() -> None:
         "stock-runner": runner_texts,
     }
     make = engine_steps if method in ENGINE else others.get(method, pytorch_steps)
-    found = make(method, Path(folder), *map(int, numbers))
-    for _ in sys.stdin:
-        print(*next(found), file=answers, flush=True)
+    serve(lambda: make(method, Path(folder), *map(int, numbers)))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import Peak, Server, serving, watched
+from processes import Server, serving
 from serve import LETTER
 
+from prge.host.processes import Peak, watched
 from server_export.model.loading import load_model
 from server_export.publishing.llm import LlmSpec, build_llm
 from server_export.quiet import quiet_libraries

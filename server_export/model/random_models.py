@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from prge.errors import ConfigError
+from server_export.settings import ExportConfig
 
 if TYPE_CHECKING:
     import torch
 
+Config = TypeVar("Config", bound=ExportConfig)
+# `random:NAME` in the place of a model; `random:NAME:tiny` is the same of a size that means nothing.
+RANDOM, TINY = "random:", ":tiny"
+_TINY_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+
+_SMOLLM2 = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100000,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
 _QWEN2_5 = {
     "model_type": "qwen2",
     "vocab_size": 151936,
@@ -17,6 +43,14 @@ _QWEN2_5 = {
     "rope_theta": 1000000,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
+}
+_QWEN_HALF_BILLION = {
+    **_QWEN2_5,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
 }
 _GEMMA3 = {
     "model_type": "gemma3_text",
@@ -42,26 +76,23 @@ _PER_LAYER_INPUTS = {
 # From each model's published config.json.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
-        "model_type": "llama",
+        **_SMOLLM2,
         "hidden_size": 576,
         "intermediate_size": 1536,
         "num_hidden_layers": 30,
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "rope_theta": 100000,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
     },
-    "qwen2.5-0.5b": {
-        **_QWEN2_5,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
+    "smollm2-360m": {
+        **_SMOLLM2,
+        "hidden_size": 960,
+        "intermediate_size": 2560,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 15,
+        "num_key_value_heads": 5,
     },
+    "qwen2-0.5b": {**_QWEN_HALF_BILLION, "max_position_embeddings": 131072},
+    "qwen2.5-0.5b": _QWEN_HALF_BILLION,
     "qwen2.5-1.5b": {
         **_QWEN2_5,
         "hidden_size": 1536,
@@ -77,6 +108,17 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 36,
         "num_attention_heads": 16,
         "num_key_value_heads": 2,
+    },
+    "qwen3-1.7b": {
+        **_QWEN2_5,
+        "model_type": "qwen3",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
     },
     "gemma3-1b": {
         **_GEMMA3,
@@ -181,19 +223,50 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 _SHARD_BYTES = 1 << 30
 
 
-def save_random_model(folder: Path, name: str, layers: int | None = None, seed: int = 0) -> None:
+@contextmanager
+def with_random_model(config: Config, *, weights: bool = True) -> Iterator[Config]:
+    """The settings, with a folder that is there for a while in the place of `random:NAME`.
+
+    Raises:
+        ConfigError: no architecture has that name.
+    """
+    if not config.model.startswith(RANDOM):
+        yield config
+        return
+    name = config.model.removeprefix(RANDOM)
+    configuration(name, None)
+    out = Path(config.out).absolute().parent
+    # Where the bundle will lie there must be room for as much anyway.
+    out = out if weights else Path(tempfile.gettempdir())
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".random-") as place:
+        model = Path(place, name.replace(":", "-"))
+        save_random_model(model, name, weights=weights)
+        yield replace(config, model=str(model))
+
+
+def save_random_model(
+    folder: Path, name: str, layers: int | None = None, seed: int = 0, *, weights: bool = True
+) -> None:
     """Write a folder that `prge export` takes: that architecture in bfloat16, and a tokenizer of letters.
 
-    One shard of the weights is in memory at a time.
+    One shard of the weights is in memory at a time. Without `weights` the folder says what the model is.
     """
     import torch
-    from safetensors.torch import save_file
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(seed)
     config = configuration(name, layers)
     config.save_pretrained(folder)
+    _save_tokenizer(folder)
+    if weights:
+        _save_weights(folder, config)
+
+
+def _save_weights(folder: Path, config: Any) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     # Tied weights are one parameter.
@@ -215,6 +288,12 @@ def save_random_model(folder: Path, name: str, layers: int | None = None, seed: 
         save_file(tensors, folder / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(["<pad>", "<s>", "</s>", *letters])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
@@ -235,10 +314,23 @@ def _random_weight(shape: Sequence[int], deviation: float) -> torch.Tensor:
 
 
 def configuration(name: str, layers: int | None) -> Any:
-    """transformers' configuration of that architecture; `layers` makes it shallower."""
+    """transformers' configuration of that architecture; `layers` makes it shallower.
+
+    Raises:
+        ConfigError: none has that name.
+    """
     from transformers import AutoConfig
 
-    settings = dict(CONFIGURATIONS[name])
+    known = name.removesuffix(TINY)
+    if known not in CONFIGURATIONS:
+        raise ConfigError(
+            "there is no such architecture to give random weights:",
+            [f"{RANDOM}{known}, must be {RANDOM} and one of {', '.join(CONFIGURATIONS)}"],
+        )
+    settings = dict(CONFIGURATIONS[known])
+    if name != known:
+        settings |= _TINY_SIZES | ({"head_dim": 16} if "head_dim" in settings else {})
+        layers = layers or _TINY_SIZES["num_hidden_layers"]
     if layers:
         settings["num_hidden_layers"] = layers
         if "layer_types" in settings:

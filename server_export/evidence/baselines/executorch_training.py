@@ -191,7 +191,7 @@ def _export(program: LossProgram, inputs: tuple[torch.Tensor, ...]) -> bytes:
     with quiet_engine(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         joint = _export_forward_backward(torch.export.export(program, inputs))
-        _fill_at_once(joint)
+        fill_at_once(joint)
         lowered = to_edge_transform_and_lower(joint, partitioner=[XnnpackPartitioner()]).to_executorch()
     # Rows to score may be longer than a step's.
     program.model.set_attn_implementation(implementation)
@@ -202,7 +202,7 @@ def _export(program: LossProgram, inputs: tuple[torch.Tensor, ...]) -> bytes:
     return buffer
 
 
-def _fill_at_once(joint: Any) -> None:
+def fill_at_once(joint: Any) -> None:
     """Write `full_like(empty_permuted(shape), value)`, of SiLU's backward, as `full`: edge has no other."""
     aten, graph = torch.ops.aten, joint.graph
     for node in list(graph.nodes):

@@ -27,6 +27,7 @@ from prge.errors import PrgeError
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
 from prge.files.peft import find_adapter, read_peft
+from prge.running.trials import TRIALS
 from tests.device_runner.android.daemons import (
     PORT,
     REPOSITORY,
@@ -139,6 +140,7 @@ def _examine(work: Path) -> dict[str, object]:
             figures = _there(rig, runtime, bundle, here, work)
             figures["served"] = _serves(rig, bundle)
             figures["joined_fleet"] = _joins(rig, fleet, bundle, work)
+            figures["bench"] = _benches(rig, work)
         finally:
             rig.close()
     finally:
@@ -155,6 +157,7 @@ def _examine(work: Path) -> dict[str, object]:
         figures["resumed_same_bits"],
         figures["served"],
         figures["joined_fleet"],
+        all(figures["bench"].values()),  # type: ignore[attr-defined]
     ]
     return {"rig_passed": all(checks), **figures, "seconds": round(time.monotonic() - began)}
 
@@ -249,6 +252,25 @@ def _serves(rig: Rig, bundle: Path) -> bool:
     return all((refused, first, restarted, lost, outlived, stopped, len(set(answers)) == 1))
 
 
+def _benches(rig: Rig, work: Path) -> dict[str, bool]:
+    """Whether every trial of `prge android bench` has its figures; of shapes that are cut down."""
+    _say("bench")
+    path = work / "bench.json"
+    words = ["--tiny", "--steps", 2, "--threads", 1, "--start-below-celsius", 60, "--cache", work / "bundles"]
+    for name in TRIALS:
+        rig.prge("bench", name, *words, "--json", path, check=None)
+    found = json.loads(path.read_text())
+    assert rig.environment["ANDROID_SERIAL"] not in path.read_text(), "the file names the phone"
+    print(json.dumps(found["trials"], indent=1), file=sys.stderr)
+    wanted = ("anonymous_mb", "peak_rss_mb", "watts", "seconds")
+    trials: dict[str, dict[str, float]] = {name: found["trials"].get(name, {}) for name in TRIALS}
+    return {
+        name: any(trial.get(each, 0) > 0 for each in ("seconds_a_step", "tokens_a_second"))
+        and all(trial[each] > 0 for each in wanted)
+        for name, trial in trials.items()
+    }
+
+
 def _pauses(rig: Rig, bundle: Path) -> bool:
     """Whether a run waits while the phone is hot and goes on by itself; the reason must be in its log."""
     zone = rig.kernel / "sys/class/thermal/thermal_zone0/temp"
@@ -341,6 +363,7 @@ def _make_kernel(folder: Path) -> None:
         }
     power = "../../../class/power_supply/battery"
     files |= {f"{power}/type": "Battery", f"{power}/capacity": "81", f"{power}/status": "Discharging"}
+    files |= {f"{power}/current_now": "-450000", f"{power}/voltage_now": "3900000"}
     files |= {f"{power}/temp": "312", "../../../class/thermal/thermal_zone0/temp": "41500"}
     for name, content in files.items():
         path = processors / name

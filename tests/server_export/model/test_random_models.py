@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from prge.errors import ConfigError
 from server_export.model import random_models
 from server_export.model.loading import load_model
+from server_export.settings import ExportConfig
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
 
@@ -29,3 +32,25 @@ def test_shards_are_a_whole_model(tied: bool, tmp_path: Path, monkeypatch: pytes
     weight = model.get_output_embeddings().weight
     assert float(weight.std()) == pytest.approx(0.02, rel=0.1)
     assert bool(torch.equal(weight, model.get_input_embeddings().weight)) == tied
+
+
+def test_published_counts_of_parameters() -> None:
+    """The shapes are those of the names."""
+    counts = {"smollm2-360m": 361_821_120, "qwen2-0.5b": 494_032_768, "qwen3-1.7b": 1_720_574_976}
+    for name, count in counts.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(random_models.configuration(name, None))
+        assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+def test_random_is_a_folder_for_a_while(tmp_path: Path) -> None:
+    config = ExportConfig("random:qwen3-1.7b:tiny", str(tmp_path / "out"))
+    with random_models.with_random_model(config) as settled:
+        assert Path(settled.model).parent.parent == tmp_path
+        assert load_model(settled.model).model.num_parameters() < 100_000
+    assert not [*tmp_path.iterdir()]
+    plain = ExportConfig("somewhere", str(tmp_path / "out"))
+    with random_models.with_random_model(plain) as settled:
+        assert settled is plain
+    with pytest.raises(ConfigError, match=r"random:qwen, must be random: and one of smollm2-135m"):
+        random_models.configuration("qwen", None)

@@ -1,0 +1,180 @@
+"""Steps of a trial by prge and by other trainers: what peers.py compares.
+
+    python scripts/bench/peer_steps.py METHOD FOLDER
+
+Every line of the standard input is answered by seconds and loss of a step, with the sizes of FOLDER's
+trial.json; the first one asks for nothing. `prge-int4` and `prge-fp32` take FOLDER's bundles `int4` and
+`fp32`, `peft-fp32` and `peft-bf16` its `model`, `executorch` the program that `executorch-export` makes.
+`mlx-4bit`, `mlx-bf16` and `mlx-fp32` need a Python with mlx-lm, which has nothing of prge.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from serve import Answers, peft_steps, serve
+
+JOINT = "joint.pte"
+
+
+def prge_steps(method: str, folder: Path, trial: dict[str, Any]) -> Answers:
+    """Exact steps of a bundle with Adam, with the memory that a run has by default."""
+    from timing import timed_step
+
+    from prge.learning.optimizers import Adam
+
+    bundle = folder / method.removeprefix("prge-")
+    yield ()
+    step = timed_step(bundle, "exact", trial["batch"], trial["tokens"], trial["threads"])
+    adapter = step.step.adapter
+    optimizer = Adam(adapter.size)
+    while True:
+        begin = time.perf_counter()
+        _, measured = step()
+        assert measured.gradient is not None
+        optimizer.update(adapter.values, measured.gradient, 1e-4)
+        yield time.perf_counter() - begin, measured.loss
+
+
+def mlx_steps(kind: str, folder: Path, trial: dict[str, Any]) -> Answers:
+    """Steps of mlx-lm on the processor, as its trainer compiles them, with AdamW."""
+    import mlx.core as mx
+    from mlx import nn, optimizers
+    from mlx_lm.tuner.trainer import default_loss
+
+    mx.set_default_device(mx.cpu)
+    yield ()
+    model = _mlx_model(kind, folder / "model", trial)
+    optimizer = optimizers.AdamW(learning_rate=1e-4)
+    mx.random.seed(0)
+    batch = mx.random.randint(0, trial["vocabulary"], (trial["batch"], trial["tokens"]))
+    lengths = mx.array([[0, trial["tokens"]]] * trial["batch"])
+    slopes = nn.value_and_grad(model, default_loss)
+    state = [model.state, optimizer.state]
+
+    def step() -> Any:
+        (loss, _), gradient = slopes(model, batch, lengths)
+        optimizer.update(model, gradient)
+        return loss
+
+    compiled = mx.compile(step, inputs=state, outputs=state)
+    while True:
+        begin = time.perf_counter()
+        loss = compiled()
+        mx.eval(state, loss)
+        yield time.perf_counter() - begin, loss.item()
+
+
+def _mlx_model(kind: str, folder: Path, trial: dict[str, Any]) -> Any:
+    """The model with LoRA of the trial's rank on the trial's layers."""
+    import mlx.core as mx
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from mlx_lm.utils import load_model, quantize_model
+
+    model, config = load_model(folder)
+    # Products of 4 bits with bfloat16 take ten times as long on an x86 processor as those with float32.
+    model.set_dtype(mx.bfloat16 if kind == "bf16" else mx.float32)
+    if kind == "4bit":
+        model, _ = quantize_model(model, config, 64, 4)
+    mx.eval(model.parameters())
+    model.freeze()
+    lora = {"rank": trial["rank"], "scale": 2.0, "dropout": 0.0}
+    if trial["layers"] != "all-linear":
+        lora["keys"] = {f"self_attn.{name}" for name in trial["layers"]}
+    linear_to_lora_layers(model, len(model.layers), lora)
+    model.train()
+    return model
+
+
+def executorch_steps(folder: Path, trial: dict[str, Any]) -> Answers:
+    """Runs of the joint program, each with a step of ExecuTorch's SGD: it has no other optimizer."""
+    import torch
+    from executorch.extension.training import _load_for_executorch_for_training, get_sgd_optimizer
+
+    from device_runner.engines.torch_runtime import set_threads
+
+    set_threads(trial["threads"])
+    yield ()
+    module = _load_for_executorch_for_training(str(folder / JOINT))
+    torch.manual_seed(0)
+    inputs = torch.randint(0, trial["vocabulary"], (trial["batch"], trial["tokens"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (loss,) = module.forward_backward("forward", (inputs,))
+        optimizer = get_sgd_optimizer(module.named_parameters(), 1e-4)
+        while True:
+            begin = time.perf_counter()
+            (loss,) = module.forward_backward("forward", (inputs,))
+            optimizer.step(module.named_gradients())
+            yield time.perf_counter() - begin, float(loss)
+
+
+def export_joint(folder: Path, trial: dict[str, Any]) -> None:
+    """Write the program of a loss and its gradient by PEFT's LoRA, in float32, for XNNPACK."""
+    import torch
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+    from peft import LoraConfig, get_peft_model
+    from torch.export.experimental import _export_forward_backward
+    from transformers import AutoModelForCausalLM
+
+    from server_export.evidence.baselines.executorch_training import fill_at_once
+    from server_export.model import attention, readout
+    from server_export.model.rotary import make_rotary_constant
+
+    attention.register()
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    base.set_attn_implementation(attention.NAME)
+    make_rotary_constant(base)
+    layers = trial["layers"]
+    tuned = get_peft_model(base, LoraConfig(r=trial["rank"], target_modules=layers))
+    positions = torch.arange(trial["tokens"]).unsqueeze(0)
+
+    class Loss(torch.nn.Module):
+        """Mean over all tokens but the first of each row."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tuned = tuned.base_model.model
+            self.register_buffer("positions", positions)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            """tokens i64 [batch, length] -> f32 []."""
+            answer = self.tuned(input_ids=tokens, position_ids=self.positions, use_cache=False)
+            return -readout.log_probabilities(answer.logits[:, :-1], tokens[:, 1:]).mean()
+
+    inputs = (torch.zeros((trial["batch"], trial["tokens"]), dtype=torch.int64),)
+    program = Loss()
+    with torch.no_grad():
+        program(*inputs)  # position tables are those of the first call
+    joint = _export_forward_backward(torch.export.export(program, inputs))
+    fill_at_once(joint)
+    lowered = to_edge_transform_and_lower(joint, partitioner=[XnnpackPartitioner()]).to_executorch()
+    (folder / JOINT).write_bytes(lowered.buffer)
+
+
+def main() -> None:
+    """Serve a method, or export."""
+    method, folder = sys.argv[1], Path(sys.argv[2])
+    trial = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
+    if method == "executorch-export":
+        export_joint(folder, trial)
+    elif method.startswith("mlx"):
+        serve(lambda: mlx_steps(method.removeprefix("mlx-"), folder, trial))
+    elif method == "executorch":
+        serve(lambda: executorch_steps(folder, trial))
+    elif method.startswith("prge"):
+        serve(lambda: prge_steps(method, folder, trial))
+    else:
+        dtype = {"peft-fp32": "float32", "peft-bf16": "bfloat16"}[method]
+        sizes = [trial[name] for name in ("batch", "tokens", "threads", "rank", "layers")]
+        serve(lambda: peft_steps(folder, dtype, *sizes))
+
+
+if __name__ == "__main__":
+    main()

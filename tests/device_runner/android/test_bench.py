@@ -1,0 +1,214 @@
+"""`prge android bench`, with a folder of this machine for the phone and a small bundle for all trials."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_runner.android import bench, bundles, taking
+from device_runner.android.bundles import Model
+from device_runner.android.device import Job, Phone
+from device_runner.engines.native.build import library
+from prge.errors import DeviceError, PrgeError, RunError
+from prge.running.trials import TRIALS
+from tests.device_runner.android.daemons import Daemon, end_jobs
+from tests.device_runner.android.fake_adb import FakePhone
+
+WORDS = ("--tiny", "--steps", 3, "--threads", 1, "--start-below-celsius", 150)
+
+
+@pytest.fixture
+def fake(tmp_path: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> FakePhone:
+    """A phone; every bundle is the workshop's."""
+
+    def made(models: Sequence[Model], cache: Path | None) -> dict[Model, Path | PrgeError]:
+        return dict.fromkeys(models, workshop / "bundle")
+
+    monkeypatch.setattr(bench, "make_bundles", made)
+    # What is measured has a cache of its own.
+    monkeypatch.setenv("PRGE_NATIVE_LIBRARY", str(library()))
+    return FakePhone(tmp_path / "there")
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def test_steps_and_texts_are_measured_once(fake: FakePhone, tmp_path: Path) -> None:
+    words = ("smollm2-135m", "texts", *WORDS, "--json", tmp_path / "phone.json")
+    lines = fake.prge("bench", *words).stdout.splitlines()
+    found = read(tmp_path / "phone.json")
+    assert found["tiny"] is True and found["runtime"] == "whole"
+    steps, texts = (found["trials"][name] for name in ("smollm2-135m", "texts"))
+    assert len(steps["step_seconds"]) == 2 and steps["seconds_a_step"] > 0
+    assert (
+        steps["threads"] == 1
+        and steps["trial"]["tokens"] == 16
+        and steps["model"] == "random:smollm2-135m:tiny"
+    )
+    assert texts["tokens_a_second"] > 0 and texts["tokens"] == [8]
+    for each in (steps, texts):
+        assert each["status"] == "measured" and 10 < each["anonymous_mb"] < each["peak_rss_mb"]
+        assert set(each["celsius"]) == {"start", "end"} and set(each["joules"]) == {"by_charge", "by_power"}
+    assert [line for line in lines if line.startswith("| smollm2-135m | ") and " s | " in line]
+    # Nothing of it stays there, and nothing tells whose phone it is.
+    left = {
+        path.name for name in ("bundles", "bench", "jobs", "runs") for path in fake.folder.glob(f"{name}/*")
+    }
+    assert left == set()
+    assert '"fake"' not in json.dumps(found) and str(Path.home()) not in json.dumps(found)
+    pushed = fake.adb.with_name("adb.pushed").read_text()
+    fake.prge("bench", *words)
+    assert fake.adb.with_name("adb.pushed").read_text() == pushed and read(tmp_path / "phone.json") == found
+
+
+def test_a_trial_that_fails_says_why_and_the_others_go_on(
+    fake: FakePhone, tmp_path: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = PrgeError(f"fake: no {Path.home() / 'model'}")
+
+    def made(models: Sequence[Model], cache: Path | None) -> dict[Model, Path | PrgeError]:
+        return {
+            model: failure if model.trial.shape == "qwen3-1.7b" else workshop / "bundle" for model in models
+        }
+
+    words = ("qwen3-1.7b", "qwen2-0.5b", *WORDS, "--json", tmp_path / "phone.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "make_bundles", made)
+        told = fake.prge("bench", *words, code=1).stdout
+    trials = read(tmp_path / "phone.json")["trials"]
+    assert trials["qwen3-1.7b"]["reason"] == "the phone: no ~/model" and "no ~/model" in told
+    assert trials["qwen2-0.5b"]["status"] == "measured"
+    fake.prge("bench", *words)
+    assert read(tmp_path / "phone.json")["trials"]["qwen2-0.5b"] == trials["qwen2-0.5b"]
+
+
+def test_a_job_that_went_on_is_met_again(
+    fake: FakePhone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(there: Phone, name: str) -> Job:
+        raise KeyboardInterrupt
+
+    words = ("qwen2.5-3b", *WORDS, "--json", tmp_path / "phone.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(taking, "waited", gone)
+        fake.prge("bench", *words, code=130)
+    (first,) = (fake.folder / "jobs").iterdir()
+    process = (first / "pid").read_text()
+    starts: list[str] = []
+    monkeypatch.setattr(Phone, "start", lambda there, name, words: starts.append(name))
+    fake.prge("bench", *words)
+    assert not starts and process
+    assert read(tmp_path / "phone.json")["trials"]["qwen2.5-3b"]["status"] == "measured"
+
+
+def test_a_full_phone_is_not_measured(
+    fake: FakePhone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Phone, "free_bytes", lambda there: 1 << 20)
+    reason = "no room: it takes"
+    assert reason in fake.prge("bench", "texts", "--tiny", "--json", tmp_path / "phone.json", code=1).stdout
+    assert read(tmp_path / "phone.json")["trials"]["texts"]["reason"].startswith(reason)
+
+
+def test_what_ended_a_verb_is_told(
+    fake: FakePhone, tmp_path: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(taking, "_letters", lambda count, seed=0: "")
+    words = ("qwen2-0.5b", *WORDS, "--json", tmp_path / "phone.json")
+    fake.prge("bench", *words, code=1)
+    reason = read(tmp_path / "phone.json")["trials"]["qwen2-0.5b"]["reason"]
+    assert reason.startswith("run: prge run: error: ")
+    end_jobs(fake.folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("smollm",), "there is no trial smollm, there are smollm2-135m, texts"),
+        (("--steps", 1), "--steps is 1, must be at least 2"),
+        (("--models", "qwen=x"), "--models has qwen=x, must be SHAPE=MODEL"),
+        (("--start-below-celsius", "warm"), "--start-below-celsius must be a number"),
+    ],
+)
+def test_what_can_not_be_measured_is_told_at_once(
+    words: tuple[object, ...], told: str, fake: FakePhone
+) -> None:
+    fake.adb.unlink()
+    assert told in fake.prge("bench", *words, code=2).stderr
+
+
+def test_a_phone_that_lacks_something_or_another_ones_file(fake: FakePhone, tmp_path: Path) -> None:
+    path = tmp_path / "phone.json"
+    path.write_text(json.dumps({"prge": "0.0.1", "phone": {}, "trials": {}}))
+    told = fake.prge("bench", "texts", "--json", path, code=2).stderr
+    assert "another phone" in told and "prge is 0.0.1" in told and "--json" in told
+    path.write_text("[")
+    assert "can't be read" in fake.prge("bench", "texts", "--json", path, code=2).stderr
+    (fake.folder / "runtime.tree").unlink()
+    assert "has no runtime" in fake.prge("bench", "texts", code=2).stderr
+    fake.adb.write_text("#!/bin/sh\necho 'List of devices attached'\n")
+    assert "there is no device" in fake.prge("bench", "texts", code=2).stderr
+
+
+def test_bundles_are_estimated_and_refused_without_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    estimate = {"weights_bytes": 4 << 40, "programs_bytes": 0, "model": {"parameters": 1 << 40}}
+    told = json.dumps({**estimate, "export": {"seconds": 90}})
+    monkeypatch.setattr(bundles, "answer_of", lambda *words: told)
+    with pytest.raises(RunError, match=r"free, 6\.0 TiB are needed|free, 6144"):
+        bundles.make_bundles([Model(TRIALS["qwen3-1.7b"])], tmp_path)
+    assert "1 min 30 s" in capsys.readouterr().out
+
+
+def test_trials_of_one_export_share_a_bundle_and_a_failed_export_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+
+    def export(*words: str, quiet: bool) -> None:
+        asked.append(Path(words[-1]))
+        raise DeviceError("it failed")
+
+    monkeypatch.setattr(bundles, "run_verb", export)
+    models = [Model(TRIALS[name], tiny=True) for name in ("smollm2-135m", "texts", "qwen2-0.5b")]
+    made = bundles.make_bundles(models, tmp_path)
+    assert len(asked) == len(made) == 2 and models[0] == models[1]
+    assert all(isinstance(each, DeviceError) for each in made.values())
+
+
+@pytest.mark.whole
+def test_a_bench_that_was_killed_goes_on(
+    daemon: Daemon, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Through the real adb and a real runtime, with a bundle that is exported here."""
+    there: Path = request.getfixturevalue("phone")
+    path = tmp_path / "phone.json"
+    words = ["smollm2-360m", *WORDS, "--steps", 400, "--cache", tmp_path / "cache", "--json", path]
+    words += ["--folder", there]
+    command = [sys.executable, "-m", "prge.cli", "android", "bench", *words]
+    client = daemon.network.start(command, env=daemon.environment, stdout=-3, stderr=-3)
+    until = time.monotonic() + 400
+    while not (journals := [*there.glob("runs/bench-*/journal.jsonl")]):
+        assert time.monotonic() < until and client.poll() is None
+        time.sleep(0.02)
+    client.send_signal(signal.SIGKILL)
+    client.wait()
+    (job,) = there.glob("jobs/bench-*")
+    begun = job.stat().st_ino, (job / "pid").read_text()
+    second = daemon.network.start(command, env=daemon.environment, stdout=-3, stderr=-3)
+    time.sleep(2)
+    if job.exists():
+        assert begun == (job.stat().st_ino, (job / "pid").read_text())
+    assert second.wait(timeout=400) == 0
+    found = read(path)["trials"]["smollm2-360m"]
+    assert found["status"] == "measured" and len(found["step_seconds"]) == 399
+    assert not journals[0].exists() and not [*there.glob("bench/*")]
