@@ -127,7 +127,11 @@ def attack_clients(bench: Bench, random: Random, folder: Path) -> Found:
 def _started(bench: Bench, key: str) -> _Server:
     log = bench.folder / f"server-{len(bench.closers)}.log"
     kept = bench.folder / f"feedback-{len(bench.closers)}.jsonl"
+    runs = bench.folder / f"runs-{len(bench.closers)}"
+    (runs / "run").mkdir(parents=True)
+    (runs / "run" / "metrics.jsonl").write_text('{"event": "step", "step": 1, "loss": 3.0}\n')
     words = ["serve", bench.workshop.bundle("decoder"), "--port", 0, "--threads", 1, "--feedback", kept]
+    words += ["--runs", runs]
     service = serving(log, words, "Ctrl-C", **({"PRGE_API_KEY": key} if key else {}))
     bench.closers.append(service.end)
     server = _Server(service, key, int(service.told().split("/v1;")[0].rpartition(":")[2]))
@@ -205,8 +209,10 @@ def _is_answer(content: bytes) -> bool:
         events = content.decode().removesuffix("\n\n").split("\n\n")
         parsed = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
         return events[-1] == "data: [DONE]" and all("choices" in each for each in parsed)
+    if content.startswith(b"<!doctype html>"):
+        return True
     found = json.loads(content)
-    return any(name in found for name in ("choices", "data", "id", "status"))
+    return any(name in found for name in ("choices", "data", "id", "status", "object"))
 
 
 def _asked(random: Random, **changes: Any) -> tuple[str, bytes]:
@@ -404,6 +410,22 @@ def _path(server: _Server, random: Random) -> Request:
     return Request(request + (b"{}" if method == "POST" else b""), method=method)
 
 
+def _runs(server: _Server, random: Random) -> Request:
+    """Runs that are none, not here, or not running; pages of the web ask, too."""
+    foreign = random.choice(TABLES["foreign_hosts"])
+    pages = [{"Host": foreign}, {"Origin": f"http://{foreign}"}, {"Sec_Fetch_Site": "cross-site"}]
+    path, headers = f"run={random.choice(TABLES['runs'])}", random.choice([{}, *pages])
+    if random.random() < 0.5:
+        return Request(server.head("GET", f"/v1/runs/events?{path}", **headers), "no run", "GET")
+    stopped = random.choice([path, "run=run"])
+    return Request(server.request(f"/v1/runs/stop?{stopped}", b"{}", **headers), "no run that goes on")
+
+
+def _lookers(server: _Server, random: Random) -> Request:
+    """More looks at a run than there are places, by who reads nothing."""
+    return _held(server, server.head("GET", "/v1/runs/events?run=run"), random.choice([1, 16, 40]))
+
+
 def _feedback(server: _Server, random: Random) -> Request:
     """What is said of an answer: strange, far too long, and twice."""
     asked = server.request(_COMPLETIONS, json.dumps(_ASKED[_COMPLETIONS]).encode())
@@ -446,6 +468,8 @@ _ATTACKS: dict[str, Callable[[_Server, Random], Request]] = {
     "clients that leave": _leaving,
     "a crowd": _crowd,
     "a strange path": _path,
+    "a run that is none": _runs,
+    "a crowd that looks at a run": _lookers,
     "a wrong key": _key,
 }
 # They are no requests, or go on while they are refused.
