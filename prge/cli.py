@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from prge import __version__
-from prge.errors import PrgeError, RunError
+from prge.errors import INTERRUPTED, PrgeError, RunError
 from prge.host.interrupts import ignore_interrupts, one_interrupt
 from prge.host.memory import GET_MEMORY, tells_no_memory
 from prge.host.packages import needing
@@ -68,7 +68,6 @@ ABOUT = (
     "Fine-tune language models on a phone with nothing but an inference engine.\n"
     "`prge --version` tells the version."
 )
-INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 SHOWN_PROBLEMS = 40
 LONGEST_LINE = 1000
 LONGEST_VALUE = 100
+# The exit code of a verb that was told to stop.
+INTERRUPTED = 130
 # What would move a terminal's cursor, or can't be written at all.
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 

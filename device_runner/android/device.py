@@ -24,8 +24,7 @@ from device_runner.android.adb import Adb, quote
 from device_runner.android.packages import digest
 from device_runner.android.runtime import MANIFEST, driver_hash, files_of
 from device_runner.serving.history import FEEDBACK, HISTORY, ROUNDS
-from prge.cli import INTERRUPTED
-from prge.errors import DeviceError
+from prge.errors import INTERRUPTED, DeviceError
 from prge.files.bundle import file_sha256
 from prge.files.documents import parse_json
 from prge.files.run_folder import ENDED, JOURNAL, LOCK, LOG

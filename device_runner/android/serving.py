@@ -31,8 +31,7 @@ from device_runner.android.device import (
 from device_runner.serving.flags import ServingFlags
 from device_runner.serving.history import FEEDBACK
 from device_runner.session.speaking import BASE, adapter_source
-from prge.cli import INTERRUPTED
-from prge.errors import ConfigError, DeviceError, PrgeError
+from prge.errors import INTERRUPTED, ConfigError, DeviceError, PrgeError
 from prge.files.run_folder import JOURNAL
 from prge.files.tuned import tuning_at
 from prge.verbs.settings import part_of, yaml_of

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from prge.errors import PrgeError, RunError
+from prge.errors import INTERRUPTED, PrgeError, RunError
 from prge.files.run_folder import LOCK, reported, run_lock
 from prge.host.atomic import write_file
 from prge.host.parents import environment_of_child
@@ -27,10 +27,14 @@ def run_verb(*words: object, quiet: bool = False) -> None:
 
     Raises:
         PrgeError: it ended with another code than 0; its own message is on the terminal.
+        KeyboardInterrupt: it was told to stop, be it by others than this process's terminal.
     """
     if not quiet:
         print(f"$ prge {shlex.join(map(str, words))}", flush=True)
-    if code := verb_code(*words, stdout=subprocess.DEVNULL if quiet else None):
+    code = verb_code(*words, stdout=subprocess.DEVNULL if quiet else None)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code:
         raise _failed(words, code)
 
 

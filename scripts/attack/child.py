@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import prge.cli
+from prge.errors import INTERRUPTED
 from prge.host.memory import resident_bytes
 
 DEVICE_VERBS = ("run", "eval", "inspect", "probe", "replay", "report")
@@ -175,7 +176,7 @@ class Child:
         except BaseException as error:
             within = error.__traceback__ is not None and error.__traceback__.tb_next is not None
             if isinstance(error, KeyboardInterrupt) and not (begun and within):  # as while Python starts
-                os._exit(prge.cli.INTERRUPTED)
+                os._exit(INTERRUPTED)
             traceback.print_exc()
         finally:
             for stream in (sys.stdout, sys.stderr):

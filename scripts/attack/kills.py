@@ -22,7 +22,7 @@ from outcome import Case, Found, Verdict, judged, worked
 from tables import TABLES
 from workshop import KINDS, Bench, Workshop
 
-from prge.cli import INTERRUPTED
+from prge.errors import INTERRUPTED
 
 LIMITS = Limits(seconds=300, processor_seconds=120, memory=None)
 _KILLS, _WORKSTATION_KILLS = (6, 16), 3

@@ -14,7 +14,7 @@ from typing import Any
 
 from child import Ended
 
-from prge.cli import INTERRUPTED
+from prge.errors import INTERRUPTED
 
 
 class Verdict(str, Enum):

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from prge.cli import INTERRUPTED, main
+from prge.cli import main
+from prge.errors import INTERRUPTED
 from prge.host.interrupts import ignore_interrupts, one_interrupt
 
 
