@@ -95,7 +95,8 @@ class Policy:
         local = time.localtime(now)
         hours = Hours.parse(self.hours, "hours")
         if hours is not None and not hours.has(local.tm_hour * 60 + local.tm_min):
-            objections.append(f"the owner's policy has hours {self.hours}, it is {local.tm_hour} o'clock")
+            clock = time.strftime("%H:%M", local)
+            objections.append(f"the owner's policy has hours {self.hours}, it is {clock}")
         return objections
 
     def conditions(self) -> list[Condition]:

@@ -22,6 +22,7 @@ def _at(hour: int) -> float:
     [
         ("22-6", [22, 23, 0, 5], [6, 12, 21]),
         ("8-20", [8, 19], [7, 20]),
+        ("22:45-6:15", [23, 5], [22, 6]),
         ("", range(24), []),
         ("5-5", [5], []),
     ],
@@ -31,7 +32,7 @@ def test_hours(hours: str, inside: list[int], outside: list[int]) -> None:
     assert not any(policy.objections(PLAN, _at(hour), 0) for hour in inside)
     for hour in outside:
         (objection,) = policy.objections(PLAN, _at(hour), 0)
-        assert objection == f"the owner's policy has hours {hours}, it is {hour} o'clock"
+        assert objection == f"the owner's policy has hours {hours}, it is {hour:02d}:30"
 
 
 @pytest.mark.parametrize("hours", ["24-3", "a-b", "7", "7-25", "-3", "3-"])
