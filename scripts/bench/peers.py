@@ -45,7 +45,8 @@ OURS = {"prge-int4": "8da4w", "prge-fp32": "fp32"}
 MLX = ("mlx-4bit", "mlx-bf16", "mlx-fp32")
 BLAS, EXECUTORCH = "mlx-fp32-blas", "executorch"
 METHODS = (*OURS, *MLX, BLAS, "peft-bf16", "peft-fp32", EXECUTORCH)
-_FIRST = 3
+# How often the limit of a step a first step may take, and making ExecuTorch's program.
+_FIRST, _EXPORT = 3, 5
 _PACKAGES = ("mlx[cpu]", "mlx-lm")
 
 
@@ -100,17 +101,8 @@ def command_of(
         return [mlx_python(), STEPS, method.removesuffix("-blas"), folder], variables
     own = [sys.executable, STEPS, method, folder]
     if method in OURS:
-        flags = [
-            "--quantize",
-            OURS[method],
-            "--rank",
-            trial.rank,
-            "--adapter",
-            "lora",
-            "--roles",
-            "stack",
-            "back",
-        ]
+        flags = ["--quantize", OURS[method], "--rank", trial.rank, "--adapter", "lora"]
+        flags += ["--roles", "stack", "back"]
         layers = [trial.layers] if isinstance(trial.layers, str) else trial.layers
         export(
             folder / "model", folder / method.removeprefix("prge-"), *flags, "--target-modules", *layers,
@@ -118,7 +110,7 @@ def command_of(
         )  # fmt: skip
         variables["OMP_NUM_THREADS"] = "1"
     elif method == EXECUTORCH:
-        done = _run([*own[:2], "executorch-export", folder])
+        done = _run([*own[:2], "executorch-export", folder], _EXPORT * arguments.limit)
         if done.returncode:
             raise LackingError(f"its program can't be made: {_last(done.stderr)}")
     return own, variables
@@ -166,9 +158,14 @@ def ratios(
     return figures
 
 
-def _run(command: Sequence[object]) -> subprocess.CompletedProcess[str]:
+def _run(command: Sequence[object], most: float | None = None) -> subprocess.CompletedProcess[str]:
+    """A command that has ended; raises LackingError if it takes more than so many seconds."""
     words = [*map(str, command)]
-    return subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    out, errors = subprocess.DEVNULL, subprocess.PIPE
+    try:
+        return subprocess.run(words, stdout=out, stderr=errors, text=True, check=False, timeout=most)
+    except subprocess.TimeoutExpired:
+        raise LackingError(f"its program isn't made within {most:.0f} seconds") from None
 
 
 def _last(text: str) -> str:
