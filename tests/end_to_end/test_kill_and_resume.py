@@ -36,7 +36,8 @@ KILLS = {
 INSTANTS = {
     "back": (0, 1, 2, 3, 4, 5, 7, 8),
     "back_saved": (0, 3, 5, 8, 13),
-    "unloaded": (1, 4, 6, 9, 14, 18, 23),
+    "loading": (1, 3, 4, 5),
+    "given_back": (1, 4, 6, 9, 14, 18, 23),
     "packing": (1, 0, 1, 1),
     "packed": (0, 1, 2, 1, 3),
     "forgetting": (0, 0, 1, 0),
@@ -120,13 +121,15 @@ AT_INSTANTS = (
 from device_runner.engines import packed_files
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.native.build import library
+from device_runner.engines.native.runtime import WeightsFile
 from prge.files import journal
 
 # Owner and name of a function, and which of its calls are meant.
 INSTANTS = {
     "back": (Blocks, "run", lambda self, number, role, *_: role == "back"),
     "back_saved": (Blocks, "run", lambda self, number, role, *_: role in ("back", "back_saved")),
-    "unloaded": (Blocks, "_load", lambda *_: True),
+    "loading": (Blocks, "_load", lambda *_: True),
+    "given_back": (WeightsFile, "give_back", lambda *_: True),
     "packing": (packed_files, "_make", lambda *_: True),
     "packed": (packed_files, "write_file", lambda *_: True),
     "forgetting": (journal, "write_file", lambda *_: True),
