@@ -318,6 +318,9 @@ class _Held:
     def say(self, text: str) -> None:
         """Nobody is told."""
 
+    def on_wait(self, why: str) -> None:
+        """Nobody is told."""
+
     def on_pause(self, seconds: float) -> None:
         """Nobody is told."""
 

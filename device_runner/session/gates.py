@@ -29,6 +29,10 @@ class Held(Protocol):
         """Tell the user, and the log."""
         ...
 
+    def on_wait(self, why: str) -> None:
+        """A pause begins, or waits for something else now."""
+        ...
+
     def on_pause(self, seconds: float) -> None:
         """A pause of that length is over."""
         ...
@@ -63,11 +67,12 @@ class Gates:
 
     def hold(self, watcher: Held) -> bool:
         """Wait until all conditions are met, and return whether the work is to stop."""
-        begin, paused = time.perf_counter(), False
-        while not watcher.stopped and self.closed(watcher.say):
-            paused = True
+        begin, told = time.perf_counter(), ""
+        while not watcher.stopped and (why := self.closed(watcher.say)):
+            if _kind(why) != _kind(told):
+                watcher.on_wait(told := why)
             time.sleep(min(_SLICE_SECONDS, self._seconds))
-        if paused:
+        if told:
             watcher.on_pause(time.perf_counter() - begin)
         return watcher.stopped
 

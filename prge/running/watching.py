@@ -65,7 +65,7 @@ class Watcher:
             if record["event"] == "evaluation":
                 self._judge(record)
         self.newest: Record = self.log.last("evaluation") or {}
-        self._paused = 0.0
+        self._paused, self._waits_for = 0.0, ""
         self._memory: Record | None = None
         self._examples = int(describe()[1].get("training_rows") or 0)
         self.start_clock()
@@ -108,11 +108,17 @@ class Watcher:
         for line in text.splitlines():
             self.log.text(line)
 
+    def on_wait(self, why: str) -> None:
+        """Tell in the summary what a pause waits for."""
+        self._waits_for = why
+        self._summarize("running")
+
     def on_pause(self, seconds: float) -> None:
         """Leave a pause out of the seconds of the run."""
         self.progress.set_aside(seconds, recurring=False)
         self._paused += seconds
         self._begin += seconds
+        self.on_wait("")
         self._last = time.perf_counter()
 
     def catch_up(self, journal: Journal) -> None:
@@ -217,9 +223,10 @@ class Watcher:
         run, train = self.describe()
         settings = {name: None if v is None else str(v) for name, v in asdict(self.settings).items()}
         memory = self._memory or self.log.memory.report()
+        waits_for = (status == "running" and self._waits_for) or None
         write_summary(
             self.settings.out,
-            run={"status": status, "settings": settings, **run},
+            run={"status": status, "waits_for": waits_for, "settings": settings, **run},
             train={
                 "steps": self.steps,
                 "seconds": self._earlier if self._memory else self.seconds,

@@ -139,10 +139,11 @@ class Followed:
         running, process = state_of(self.folder)
         facts = replace(facts, running=running)
         score, newest = facts.score, facts.evaluations[-1] if facts.evaluations else None
-        planned = _count(facts.config.get("steps"))
+        planned, waits = _count(facts.config.get("steps")), facts.run.get("waits_for")
         odd = f"{METRICS}: {self._odd} {word('lines that are no records')}"
         return {
             "status": shortened(facts.status, 40),
+            "waits_for": shortened(str(waits), 200) if running and waits else None,
             # Before that it stops at once, and may have nothing to go on from.
             "can_stop": process is not None and facts.run.get("status") == "running",
             "steps": facts.steps,

@@ -23,9 +23,13 @@ class Told:
         self.stopped = False
         self.texts: list[str] = []
         self.paused = 0.0
+        self.waited: list[str] = []
 
     def say(self, text: str) -> None:
         self.texts.append(text)
+
+    def on_wait(self, why: str) -> None:
+        self.waited.append(why)
 
     def on_pause(self, seconds: float) -> None:
         self.paused += seconds
@@ -105,6 +109,7 @@ def test_too_hot_until_it_is_clearly_cooler(system: Path) -> None:
 
     held(gate, told, cool)
     assert told.texts[0] == "paused, too hot: 40.0 degrees Celsius, the limit is 39"
+    assert told.waited == ["too hot: 40.0 degrees Celsius, the limit is 39"]
     assert "going on after a pause" in told.texts[1] and told.paused > 0.15
 
 

@@ -2,10 +2,10 @@
 import { h, html, render, Component } from "./preact.js";
 export { h, html, render, Component };
 
-const KEY = "prge-key", LANGUAGE = "prge-language";
+const KEY = "prge-key", LANGUAGE = "prge-language", TALK = "prge-talk";
 const table = await (await fetch("/page/texts.json")).json();
-const kept = localStorage.getItem(LANGUAGE);
-let language = Object.hasOwn(table, kept) ? kept : /^de\b/i.test(navigator.language) ? "de" : "en";
+const known = localStorage.getItem(LANGUAGE);
+let language = Object.hasOwn(table, known) ? known : /^de\b/i.test(navigator.language) ? "de" : "en";
 
 export const spoken = () => language;
 /** A text by its name; `{}` in it are the values, in order. */
@@ -47,6 +47,16 @@ const told = (error) => {
   watchers.forEach((watch) => watch(error));
   return error;
 };
+
+/** A conversation stays with its tab when the page is loaded again, unless the browser has no room for it. */
+export function keep_talk(talk) {
+  try {
+    sessionStorage.setItem(TALK, JSON.stringify(talk));
+  } catch {
+    sessionStorage.removeItem(TALK);
+  }
+}
+export const kept_talk = () => JSON.parse(sessionStorage.getItem(TALK) ?? "{}");
 
 export const keep = (key) => sessionStorage.setItem(KEY, key);
 /** The answer to a request; `body` makes it a POST. Raises Refused, or an AbortError. */

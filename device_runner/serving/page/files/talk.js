@@ -1,5 +1,7 @@
 // Talking to models: turns, each with the answers of one or several of them side by side.
-import { Button, Component, Facts, Refused, Text, ask, events, get, html, number, pause, t, told_facts } from "./base.js";
+import {
+  Button, Component, Facts, Refused, Text, ask, events, get, html, keep_talk, kept_talk, number, pause, t, told_facts,
+} from "./base.js";
 
 const SETTINGS = [["temperature", 0.1, "1"], ["top_p", 0.05, "1"], ["top_k", 1, "off"], ["min_p", 0.05, "0.1"],
   ["repetition_penalty", 0.05, "1"], ["max_tokens", 1, "256"], ["seed", 1, "random"]];
@@ -9,16 +11,25 @@ const is_wide = () => matchMedia("(min-width: 64rem)").matches;
 export class Talk extends Component {
   constructor(props) {
     super(props);
-    this.state = { turns: [], chosen: props.models.slice(0, 1), settings: {}, history: [] };
+    const { turns = [], chosen = [], settings = {} } = kept_talk();
+    const still = props.models.filter((model) => chosen.includes(model));
+    this.state = { turns, chosen: still.length ? still : props.models.slice(0, 1), settings, history: [] };
+    this.count = Math.max(0, ...turns.map((turn) => turn.id));
     this.panels = is_wide();
   }
   componentDidMount() {
     this.keys = (event) => event.key === "Escape" && this.stop();
     document.addEventListener("keydown", this.keys);
+    addEventListener("beforeunload", this.stop);
+    addEventListener("pagehide", this.keep);
+    document.addEventListener("visibilitychange", this.keep);
     if (this.props.about.learns) this.look();
   }
   componentWillUnmount() {
     document.removeEventListener("keydown", this.keys);
+    removeEventListener("beforeunload", this.stop);
+    removeEventListener("pagehide", this.keep);
+    document.removeEventListener("visibilitychange", this.keep);
     this.is_gone = true;
     this.stop();
   }
@@ -41,6 +52,12 @@ export class Talk extends Component {
     if (has_grown) scrollTo(0, document.documentElement.scrollHeight);
   }
   stop = () => this.stopping?.abort();
+  keep = () => {
+    const { turns, chosen, settings } = this.state;
+    // What is being written ends with the page.
+    const ended = (each) => (each.state === "writing" ? { ...each, state: "stopped" } : each);
+    keep_talk({ turns: turns.map((turn) => ({ ...turn, answers: turn.answers.map(ended) })), chosen, settings });
+  };
   /** Change one answer of a turn; nothing where it isn't there any more. */
   change(id, model, change) {
     this.setState(({ turns }) => ({ turns: turns.map((turn) => turn.id !== id ? turn
@@ -50,7 +67,7 @@ export class Talk extends Component {
   async ask(text, before) {
     const { chosen, settings } = this.state;
     if (!text.trim() || !chosen.length || this.stopping) return;
-    const id = (this.count = (this.count ?? 0) + 1);
+    const id = (this.count += 1);
     const answers = chosen.map((model) => ({ model, text: "", state: "writing" }));
     this.stopping = new AbortController();
     this.setState({ turns: [...before, { id, text, answers }], is_asking: true });

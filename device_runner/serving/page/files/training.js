@@ -80,7 +80,7 @@ export class Training extends Component {
 }
 
 function Run({ told, stop }) {
-  const { status, score, steps, planned, temperature, can_stop } = told;
+  const { status, score, steps, planned, temperature, can_stop, waits_for } = told;
   const shown = (value, say) => (value === null || value === undefined ? null : say(value));
   const facts = [
     [t("left"), shown(told.left, duration)],
@@ -91,7 +91,8 @@ function Run({ told, stop }) {
     [t(can_stop ? "memory" : "peak_memory"), shown(told.memory, (bytes) => `${number(Math.round(bytes / 1e6))} MB`)],
     [t("temperature_now"), shown(temperature, (celsius) => `${number(celsius)} °C`)],
   ];
-  return html`<div class="bar"><span class=${`mark ${status.replace(" ", "-")}`} role="status">${status_of(told)}</span>
+  return html`<div class="bar"><span class=${`mark ${status.replace(" ", "-")}`} role="status">${
+        waits_for ? t("paused", waits_for) : status_of(told)}</span>
       ${can_stop && html`<${Button} act=${stop}>${t("stop_run")}<//>`}</div>
     ${planned && html`<label class="progress">${t("step_of", number(steps), number(planned))}
       <progress max=${planned} value=${steps}></progress></label>`}

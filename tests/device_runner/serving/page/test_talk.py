@@ -79,6 +79,43 @@ def test_escape_stops_and_a_message_can_be_changed(server: Served, visit: Visit)
 
 
 @pytest.mark.whole
+def test_a_conversation_outlives_loading_the_page_again_but_not_its_tab(server: Served, visit: Visit) -> None:
+    page = visit(server.url)
+    page.get_by_role("checkbox", name="tuned").check()
+    page.get_by_role("checkbox", name="base").uncheck()
+    page.get_by_role("spinbutton", name="Most tokens").fill("400")
+    expect(ask(page, "one")).to_contain_text("You said: one")
+    expect(ask(page, "slow")).to_contain_text("word word")
+    page.reload()
+    expect(page.locator(".turns > li")).to_have_count(2)
+    answers = page.locator(".answer")
+    expect(answers.first).to_contain_text("This is tuned, turn 1, temperature 1.0. You said: one")
+    expect(answers.last).to_contain_text(re.compile("word word.*stopped", re.DOTALL))
+    expect(page.get_by_role("checkbox", name="base")).not_to_be_checked()
+    expect(page.get_by_role("spinbutton", name="Most tokens")).to_have_value("400")
+    expect(ask(page, "three")).to_contain_text("This is tuned, turn 3")
+    answers.first.get_by_role("button", name="Good answer").click()
+    expect(answers.first).to_contain_text("Kept, thank you.")
+    page.get_by_role("button", name="New conversation").click()
+    page.reload()
+    expect(page.locator("main")).to_contain_text("Write something below.")
+    expect(page.locator(".turns > li")).to_have_count(0)
+    other = visit(server.url)
+    expect(other.get_by_role("checkbox", name="base")).to_be_checked()
+
+
+@pytest.mark.whole
+def test_what_is_too_long_to_be_kept_is_lost_with_the_page_and_nothing_else(
+    server: Served, visit: Visit
+) -> None:
+    page = visit(server.url)
+    ask(page, "x" * 400_000)
+    page.evaluate("sessionStorage.setItem('other', 'x'.repeat(4_900_000))")
+    page.reload()
+    expect(ask(page, "Hello!")).to_contain_text("turn 1")
+
+
+@pytest.mark.whole
 def test_models_answer_side_by_side_and_each_knows_its_own(server: Served, visit: Visit) -> None:
     page = visit(server.url)
     page.get_by_role("checkbox", name="tuned").check()

@@ -43,6 +43,21 @@ def test_a_run_is_seen_as_it_goes_on_and_stopped(tmp_path: Path, visit: Visit) -
 
 
 @pytest.mark.whole
+def test_a_pause_and_what_it_waits_for_are_told(tmp_path: Path, visit: Visit) -> None:
+    with going_on(tmp_path / "runs" / "first"), served(runs=tmp_path / "runs") as server:
+        page = visit(f"{server.url}/training")
+        mark = page.locator("article .mark")
+        expect(mark).to_have_text("running")
+        summary = json.loads((tmp_path / "runs/first/run.json").read_text())
+        summary["run"]["waits_for"] = "not charging: it waits for a charger"
+        (tmp_path / "runs/first/run.json").write_text(json.dumps(summary))
+        expect(mark).to_have_text("paused, not charging: it waits for a charger")
+        summary["run"]["waits_for"] = None
+        (tmp_path / "runs/first/run.json").write_text(json.dumps(summary))
+        expect(mark).to_have_text("running")
+
+
+@pytest.mark.whole
 def test_a_second_request_to_stop_is_refused(tmp_path: Path, visit: Visit) -> None:
     with going_on(tmp_path / "first") as process, served(runs=tmp_path) as server:
         os.kill(process.pid, signal.SIGSTOP)
