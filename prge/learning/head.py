@@ -152,7 +152,9 @@ def fit_head(pooled: FloatArray, labels: IntArray, classes: int) -> Head:
     centre, prior = states.mean(0), indicators.mean(0)
     left, spread, right = _factors(states - centre)
     projected = left.T @ (indicators - prior)
-    strengths = 10.0 ** np.arange(2, -6.1, -0.25) * (spread**2).mean()
+    # States that are all the same have no singular values.
+    size = (spread**2).mean() if len(spread) else 0.0
+    strengths = 10.0 ** np.arange(2, -6.1, -0.25) * size
     damping = spread[:, None] ** 2 / (spread[:, None] ** 2 + strengths)
     leverages = left**2 @ damping + 1 / rows
     damped = damping[:, :, None] * projected[:, None]

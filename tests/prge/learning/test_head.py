@@ -32,7 +32,7 @@ def test_stays_finite_with_fewer_rows_than_features() -> None:
     assert (head.scores(states.astype(np.float32)).argmax(-1) == labels).all()
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("rows", [4, 16])
 def test_states_that_are_all_equal_tell_how_many_rows_a_class_has(rows: int) -> None:
     head = fit_head(np.ones((rows, 8), np.float32), np.arange(rows) % 4 // 3, 2)
