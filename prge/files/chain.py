@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, get_args, get_origin, get_type_hints
 
 from prge.contract import LARGEST_SIZE, STEP_ROLES, AdaptedModule, Contract
@@ -392,7 +392,7 @@ class Chain:
                 found.append(range(number, number + 1))
         return found
 
-    @property
+    @cached_property
     def end(self) -> int:
         """Number of the first block that answers no state: the first piece of a decoder's head."""
         kinds = [block.kind for block in self.blocks]
@@ -400,11 +400,11 @@ class Chain:
             return len(kinds)
         return next((n + 1 for n in reversed(range(len(kinds))) if kinds[n] != kinds[-1]), 0)
 
-    @property
-    def first_of_weights(self) -> list[int]:
+    @cached_property
+    def first_of_weights(self) -> tuple[int, ...]:
         """For each block the number of the first one with its weights file: some models share layers."""
         first: dict[str, int] = {}
-        return [first.setdefault(block.weights, number) for number, block in enumerate(self.blocks)]
+        return tuple(first.setdefault(block.weights, number) for number, block in enumerate(self.blocks))
 
     def loaded_bytes(self, size: Callable[[str], int]) -> list[int]:
         """Bytes that each block's weights take while it is loaded, by the size of a file.
@@ -433,7 +433,7 @@ class Chain:
         """Whether it ends with states instead of log-probabilities."""
         return self.readout == "pooled"
 
-    @property
+    @cached_property
     def roles(self) -> tuple[str, ...]:
         """The roles that all blocks have which need it: those of steps from the lowest adapted one on."""
         needing = {role: self.blocks[self.lowest_adapted :] for role in STEP_ROLES}
@@ -467,7 +467,7 @@ class Chain:
         """Whether a block looks at the tokens before."""
         return self.causal_table(number) is not None
 
-    @property
+    @cached_property
     def lowest_adapted(self) -> int:
         """Number of the first block with an adapter."""
         return next((number for number, block in enumerate(self.blocks) if block.modules), len(self.blocks))

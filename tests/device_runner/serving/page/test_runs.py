@@ -206,11 +206,11 @@ def test_samples_are_the_first_answer_and_the_newest(tmp_path: Path) -> None:
 
 
 HOLDING = """
-import signal, sys
+import os, signal, sys
 from pathlib import Path
 from prge.files.run_folder import run_lock
 with run_lock(Path(sys.argv[1])):
-    signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"asked\\n"))
     print("held", flush=True)
     sys.stdin.read()
 """
