@@ -56,7 +56,14 @@ export function keep_talk(talk) {
     sessionStorage.removeItem(TALK);
   }
 }
-export const kept_talk = () => JSON.parse(sessionStorage.getItem(TALK) ?? "{}");
+export function kept_talk() {
+  try {
+    const talk = JSON.parse(sessionStorage.getItem(TALK));
+    return Array.isArray(talk?.turns) ? talk : {};
+  } catch {
+    return {};
+  }
+}
 
 export const keep = (key) => sessionStorage.setItem(KEY, key);
 /** The answer to a request; `body` makes it a POST. Raises Refused, or an AbortError. */
