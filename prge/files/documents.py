@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -99,6 +100,7 @@ def parse_yaml(content: bytes | str) -> Any:
     try:
         loader = _yaml_loader()
         _check_events(text, loader)
+        _check_keys(yaml.compose(text, Loader=loader))
         value = yaml.load(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
         # PyYAML 6.0.4 bounds depth itself, before it tells of a first level.
@@ -210,6 +212,19 @@ def _check_events(text: str, loader: type[Any]) -> None:
                 raise DocumentError(_TOO_DEEP)
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
+
+
+def _check_keys(node: Any) -> None:
+    """Refuse a mapping that has a key twice: PyYAML would take the last one without a word."""
+    import yaml
+
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    keys = Counter((key.tag, key.value) for key, _ in pairs if isinstance(key, yaml.ScalarNode))
+    if twice := [name for (_, name), count in keys.items() if count > 1]:
+        raise DocumentError(f"it has the key {shown(twice[0])} twice")
+    inner = [each for _, each in pairs] if pairs else getattr(node, "value", None)
+    for each in inner if isinstance(inner, list) else []:
+        _check_keys(each)
 
 
 def _check_scalars(value: object) -> None:
