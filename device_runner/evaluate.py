@@ -23,6 +23,7 @@ from prge.learning.head import Head
 from prge.learning.preferences import ObjectiveFlags, Preference, make_objective
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.own_heads import head_of, ordered, refused_labels
+from prge.rows.readers import place_of_row
 from prge.rows.scoring import evaluate, text_metrics
 from prge.rows.sources import read_source
 from prge.rows.task import Generate, Task, load_task
@@ -31,6 +32,7 @@ from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
 from prge.text.loop import Answer, GenerationSettings, Generator, Request
 from prge.text.loop import Overflow as PromptOverflow
 from prge.text.prompts import Prompt
+from prge.verbs.kinds import Paths
 from prge.verbs.settings import parse_settings
 
 # Answers that are written at once.
@@ -43,9 +45,9 @@ class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlag
 
     bundle: Path
     """Folder that `prge export` or `prge tune` wrote."""
-    data: Path
-    """Rows to score: jsonl, json, csv, tsv or parquet; a folder with a file test; or the name of a data
-    set of the hub, of which the split test is read."""
+    data: Paths
+    """Rows to score: jsonl, json, csv, tsv or parquet, several files one after another; a folder with a file
+    test; or the name of a data set of the hub, of which the split test is read."""
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder; default: the adapter that was tuned, or that the bundle came with."""
     predictions: Path | None = None
@@ -88,7 +90,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     options = BuildOptions(
         overflow=settings.overflow, append_eos=settings.append_eos, objective=settings.objective
     )
-    source = read_source(settings.data, "test", settings.columns, objective=settings.objective)
+    source = read_source(settings.data, "test", settings.columns, objective=settings.objective, task=task)
     examples, report = load_examples(
         source, tokenizer, contract, task, settings.selection, options, training=False
     )
@@ -163,7 +165,7 @@ def _write_predictions(
 ) -> None:
     with reported(path), path.open("w", encoding="utf-8") as stream:
         for index, example in enumerate(examples):
-            line: dict[str, Any] = {"row": example.row, "loss": float(scored.losses[index])}
+            line: dict[str, Any] = {**place_of_row(example.row), "loss": float(scored.losses[index])}
             if example.label is not None:
                 choice = int(scored.predictions[index])
                 line["label"], line["prediction"] = example.label, choice

@@ -38,6 +38,7 @@ from prge.rows.sources import read_source
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
 from prge.verbs.bounds import bound_problems
+from prge.verbs.kinds import Paths
 from prge.verbs.settings import parse_settings
 
 
@@ -47,9 +48,9 @@ class ProbeSettings(EngineFlags, OverflowFlags, SelectionFlags, RowsFlags):
 
     bundle: Path
     """Folder that `prge export` wrote."""
-    data: Path
-    """Rows to measure on: jsonl, json, csv, tsv or parquet; a folder with a file train; or the name of a
-    data set of the hub."""
+    data: Paths
+    """Rows to measure on: jsonl, json, csv, tsv or parquet, several files one after another; a folder with a
+    file train; or the name of a data set of the hub."""
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder to measure at; default: the adapter that the bundle came with. An
     encoder's head comes from it too, and is fitted on the rows where it has none."""
@@ -196,7 +197,7 @@ def probe(settings: ProbeSettings) -> Report:
     tokenizer = bundle_tokenizer(bundle)
     task = task_of(bundle, settings.task)
     options = BuildOptions(settings.overflow, settings.append_eos)
-    rows = read_source(settings.data, "train", settings.columns)
+    rows = read_source(settings.data, "train", settings.columns, task=task)
     examples, data = load_examples(rows, tokenizer, bundle.chain.scoring, task, settings.selection, options)
     contract = bundle.chain.contract(TANGENT, settings.batch_size or batch_for(examples), queries=queries)
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter

@@ -114,7 +114,7 @@ def _calls(
     contract = estimated.contract(config, estimator, longest, longest - 1)
     task = load_task(config.task) if config.task else None
     options = BuildOptions(overflow="auto", objective="auto")
-    rows = read_source(config.train, "train", config.columns, objective="auto")
+    rows = read_source(config.train, "train", config.columns, objective="auto", task=task)
     examples, _ = load_examples(rows, tokenizer, contract, task, None, options)
     sampler = Sampler(examples, contract, seed=0)
 

@@ -21,6 +21,7 @@ from prge.learning.optimizers import OptimizerName, ScheduleName
 from prge.rows.task import Task
 from prge.running.training_flags import OptimizerFlags, RateFlags
 from prge.verbs.bounds import bound_problems
+from prge.verbs.kinds import Paths
 from prge.verbs.settings import settings_of
 
 MOST_AGREEMENT_BYTES = 1 << 16
@@ -123,7 +124,7 @@ class Plan(OptimizerFlags, RateFlags):
         return (self.queries, 1 if self.share_directions else self.examples)
 
     def run_settings(
-        self, bundle: Path = Path(), train: Path = Path(), out: Path = Path(), sequences: int = 1
+        self, bundle: Path = Path(), train: Paths = Path(), out: Path = Path(), sequences: int = 1
     ) -> RunSettings:
         """The settings of `prge run` that take the plan's steps.
 

@@ -30,6 +30,7 @@ from prge.learning.examples import Example
 from prge.learning.preferences import Preference
 from prge.learning.sampling import Sampler, row_order
 from prge.learning.training import AdapterLearner, TrainingSettings, train
+from prge.rows.sources import describe_paths
 from prge.verbs.kinds import Bytes
 
 # Losses f32 [K], and scalars f32 [K * scalars of a step] or a change f32 [size].
@@ -134,7 +135,7 @@ def open_local(
     inputs = read_inputs(bundle, settings)
     if isinstance(inputs.objective, Preference):
         raise ConfigError(
-            f"{settings.train} can't be used by a fleet:",
+            f"{describe_paths(settings.train)} can't be used by a fleet:",
             ["its rows are preferences, which are compared with scores that no round carries"],
             remedy="give rows of completions, or train on this device alone with `prge run`",
         )

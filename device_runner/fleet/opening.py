@@ -29,6 +29,7 @@ from prge.rows.sources import Part, read_source
 from prge.rows.task import Task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.running.training_flags import RowsFlags
+from prge.verbs.kinds import Paths
 from prge.verbs.settings import part_of
 
 
@@ -42,11 +43,11 @@ class ServerSettings(Plan, RoundsFlags, EngineFlags, RowsFlags):
     """The fleet's folder: a run folder, with its adapter in final/."""
     name: str | None = None
     """Name of the fleet, which tells it from others with the same plan; default: a random one."""
-    dev: Path | None = None
+    dev: Paths | None = None
     """Development rows that the server may have; the best step on them becomes the result."""
     dev_limit: int | None = None
     """Most development rows."""
-    head_rows: Path | None = None
+    head_rows: Paths | None = None
     """Encoders: labelled rows that the server may have, to fit the classification head on before the start;
     a few of every class are enough."""
     head_limit: int | None = None
@@ -65,9 +66,9 @@ class ServerRows:
     engines: Engines
     pad: int
 
-    def examples(self, settings: ServerSettings, rows: Path, part: Part, limit: int | None) -> list[Example]:
+    def examples(self, settings: ServerSettings, rows: Paths, part: Part, limit: int | None) -> list[Example]:
         """Rows of a file."""
-        source = read_source(rows, part, settings.columns)
+        source = read_source(rows, part, settings.columns, task=self.task)
         tokenizer = bundle_tokenizer(self.bundle)
         examples, _ = load_examples(
             source, tokenizer, self.bundle.chain.scoring, self.task, Selection(limit=limit), training=False

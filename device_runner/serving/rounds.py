@@ -82,12 +82,12 @@ class Kept:
 def read_kept(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> Kept:
     """Examples of the training and development rows of a run; raises PrgeError."""
     task = load_task(settings.task) if settings.task else None
-    train = read_source(settings.train, "train", settings.columns, objective="completion")
+    train = read_source(settings.train, "train", settings.columns, objective="completion", task=task)
     if settings.dev is None:
         parts = split_rows(train.rows)
         train, dev = replace(train, rows=parts.train), replace(train, rows=parts.dev)
     else:
-        dev = read_source(settings.dev, "dev", settings.columns, objective="completion")
+        dev = read_source(settings.dev, "dev", settings.columns, objective="completion", task=task)
 
     def some(source: Source, most: int, training: bool) -> list[Example]:
         rows = source.rows if task is not None else _liked(source)

@@ -99,7 +99,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     )
     seed = settings.shuffle_seed
     chosen = Selection(settings.train_start, settings.train_limit, seed)
-    train = read_source(settings.train, "train", settings.columns, objective=settings.objective)
+    train = read_source(settings.train, "train", settings.columns, objective=settings.objective, task=task)
     train_examples, report = load_examples(train, tokenizer, contract, task, chosen, options)
     objective = make_objective(report.objective, settings)
     options = replace(options, objective=report.objective)
@@ -108,7 +108,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     dev_examples: list[Example] = []
     dev = None
     if settings.dev is not None:
-        dev = read_source(settings.dev, "dev", settings.columns, objective=report.objective)
+        dev = read_source(settings.dev, "dev", settings.columns, objective=report.objective, task=task)
         chosen = Selection(settings.dev_start, settings.dev_limit, seed)
         dev_examples, dev_report = load_examples(
             dev, tokenizer, contract, task, chosen, options, training=False

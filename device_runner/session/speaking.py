@@ -22,6 +22,7 @@ from prge.rows.tokenizer import Tokenizer
 from prge.running.training_flags import RowsFlags, SelectionFlags
 from prge.text.choice import MIN_P, ChoiceSettings
 from prge.text.loop import Draft, GenerationSettings, Generator, Overflow
+from prge.verbs.kinds import Paths
 
 BUNDLE, BASE = "bundle", "base"
 STDIN = "-"
@@ -95,9 +96,9 @@ class GenerateFlags(SpeakingFlags, SelectionFlags, RowsFlags):
     """Take each --prompt for a user's message, in the model's chat template."""
     messages: Path | None = None
     """JSON file with a list of messages to answer, in the model's chat template."""
-    data: Path | None = None
-    """Rows to answer, with the columns of --task or of a known form: jsonl, json, csv, tsv or parquet; a
-    folder with a file test; or the name of a data set of the hub."""
+    data: Paths | None = None
+    """Rows to answer, with the columns of --task or of a known form: jsonl, json, csv, tsv or parquet,
+    several files one after another; a folder with a file test; or the name of a data set of the hub."""
     json: bool = False
     """Print a JSON object for each answer: text, tokens, reason, prompt_tokens, speed."""
 

@@ -12,6 +12,7 @@ from prge.rows.readers import Selection
 from prge.rows.sources import hub_names
 from prge.rows.windows import Overflow
 from prge.verbs.bounds import bound_problems
+from prge.verbs.kinds import Paths
 from prge.verbs.settings import part_of, with_whole_paths
 
 Flags = TypeVar("Flags", bound="TrainingFlags")
@@ -91,12 +92,12 @@ class TrainingFlags(OverflowFlags, RateFlags, RowsFlags):
 
     bundle: Path
     """Folder that `prge export` wrote."""
-    train: Path
-    """Training rows: jsonl, json, csv, tsv or parquet; a folder with files train, valid and test; or the
-    name of a data set of the hub."""
+    train: Paths
+    """Training rows: jsonl, json, csv, tsv or parquet, several files one after another; a folder with files
+    train, valid and test; or the name of a data set of the hub."""
     out: Path
     """Run folder to make."""
-    dev: Path | None = None
+    dev: Paths | None = None
     """Development rows, scored on the way; the best step on them becomes the result. Of a folder the file
     valid, of a data set the split validation."""
 

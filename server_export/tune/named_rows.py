@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from prge.contract import Contract
 from prge.errors import DataError
@@ -13,10 +12,11 @@ from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.forms import find_form
 from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.report import DataReport
-from prge.rows.sources import Part, Source, files_of_part, read_source
+from prge.rows.sources import Part, Source, holding_part, read_source
 from prge.rows.splitting import split_rows
 from prge.rows.task import load_task
 from prge.rows.tokenizer import Tokenizer
+from prge.verbs.kinds import Paths
 from server_export.tune.settings import TuneSettings
 
 # More tokens than any row has: nothing is cut while rows are measured.
@@ -39,10 +39,10 @@ class NamedRows:
         self._broken: dict[Part, list[str]] = {}
         self.notes: list[str] = []
         self._classes: dict[int, Example] = {}
-        named: dict[Part, Path | None] = {"train": settings.data, "dev": settings.dev, "test": settings.test}
+        named: dict[Part, Paths | None] = {"train": settings.data, "dev": settings.dev, "test": settings.test}
         self._sources: dict[Part, Source] = {}
         for part, given in named.items():
-            where = settings.data if given is None and files_of_part(settings.data, part) else given
+            where = holding_part(settings.data, part) if given is None else given
             if where is not None:
                 self._sources[part] = source = self._read(where, part)
                 called = "" if part == "train" else f"{part}: "
@@ -143,10 +143,12 @@ class NamedRows:
                 remedy="give rows of every class, at least two where development rows are split off",
             )
 
-    def _read(self, where: Path, part: Part) -> Source:
+    def _read(self, where: Paths, part: Part) -> Source:
         """The rows that a user names; without a task with the columns of their form alone."""
         broken = self._broken.setdefault(part, [])
-        source = read_source(where, part, self._settings.columns, broken, self._settings.objective)
+        source = read_source(
+            where, part, self._settings.columns, broken, self._settings.objective, self._task
+        )
         if self._task:
             return source
         form = find_form(source.rows, source.name, source.renamed, objective=self._settings.objective)

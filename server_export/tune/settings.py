@@ -14,7 +14,7 @@ from prge.rows.sources import hub_names
 from prge.rows.windows import Overflow
 from prge.running.training_flags import RowsFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
-from prge.verbs.kinds import Bytes
+from prge.verbs.kinds import Bytes, Paths
 from prge.verbs.settings import with_whole_paths
 from server_export.settings import SCHEMES, AdapterKind, Init, PrependBos
 
@@ -31,19 +31,19 @@ class TuneSettings(ObjectiveFlags, RowsFlags):
     ONE_OF: ClassVar = (("model", "bundle"),)
     STORED: ClassVar = CONFIG
 
-    data: Path
-    """Training rows: a file, a folder with files train, valid and test, of which the two others are taken as
-    well, or a data set of the hub."""
+    data: Paths
+    """Training rows: a file, or several one after another; a folder with files train, valid and test, of
+    which the two others are taken as well; or a data set of the hub."""
     out: Path
     """Folder for bundle, run, adapter and report."""
     model: str | None = None
     """Folder or hub id of a transformers causal language model or encoder."""
     bundle: Path | None = None
     """Bundle that `prge export` wrote, instead of a model."""
-    dev: Path | None = None
+    dev: Paths | None = None
     """Development rows, which choose the learning rate and the step. Default: a part of the training rows,
     by a hash of their content."""
-    test: Path | None = None
+    test: Paths | None = None
     """Rows that are scored once before and once after. Default: the development rows."""
     on_bad_row: OnBadRow = "stop"
     """What becomes of rows that can't be read or learnt from: stop before anything is made, or skip them. All

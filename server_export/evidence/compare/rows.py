@@ -8,8 +8,9 @@ from pathlib import Path
 
 from prge.errors import DataError, RunError
 from prge.host.atomic import write_file
-from prge.rows.readers import Row, Selection, select_rows
+from prge.rows.readers import Row, Selection, json_fields, select_rows
 from prge.rows.sources import Part, read_source
+from prge.rows.task import load_task
 from server_export.evidence.compare.settings import CompareSettings
 
 
@@ -28,9 +29,11 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
     chosen: dict[Part, list[Row]] = {}
     taken: dict[tuple[Path, int], Part] = {}
     shared: Counter[str] = Counter()
+    task = load_task(settings.task_path) if settings.task_path else None
     for split, selection in selections.items():
         file = settings.rows_file(split)
-        chosen[split] = select_rows(read_source(file, split, settings.columns).rows, selection)
+        rows = read_source(file, split, settings.columns, task=task).rows
+        chosen[split] = select_rows(rows, selection)
         others = [taken.setdefault((file.resolve(), row.number), split) for row in chosen[split]]
         shared.update(f"{other} and {split}" for other in others if other != split)
     if shared:
@@ -43,7 +46,9 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
     written: dict[str, Path] = {}
     for split, rows in chosen.items():
         path = written[split] = folder / f"{split}.jsonl"
-        content = "".join(json.dumps(dict(row.fields), ensure_ascii=False) + "\n" for row in rows).encode()
+        content = "".join(
+            json.dumps(json_fields(row.fields), ensure_ascii=False) + "\n" for row in rows
+        ).encode()
         if not path.is_file():
             write_file(path, content)
         elif path.read_bytes() != content:

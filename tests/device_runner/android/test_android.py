@@ -87,6 +87,8 @@ def test_which_device(daemon: Daemon) -> None:
     environment = dict(daemon.environment)
     other = daemon.prge("status", "--serial", "nobody", check=2).stderr
     assert f"there is no device nobody; connected: {SERIAL}" in other
+    refused = daemon.prge("status", "--serial", f"{PHONE}:1", check=2).stderr
+    assert f"adb connect: failed to connect to '{PHONE}:1': Connection refused" in refused
     alias = SERIAL.replace(PHONE, PHONE.replace(".0.", "."))  # another spelling of the address
     daemon.adb("connect", alias)
     del daemon.environment["ANDROID_SERIAL"]
@@ -102,7 +104,7 @@ def test_which_device(daemon: Daemon) -> None:
 def test_doctor(daemon: Daemon, phone: Path) -> None:
     checks = json.loads(daemon.prge("doctor", "--json", "--folder", phone).stdout)
     states = {check["name"]: check["state"] for check in checks}
-    assert states["loader"] == states["engine"] == states["storage"] == "ok"
+    assert states["loader"] == states["engine"] == states["storage"] == states["folder"] == "ok"
     # A machine without a battery says so.
     battery = next(check for check in checks if check["name"] == "battery_percent")
     assert battery["state"] == "ok" or "can't be read: no battery" in battery["found"]
