@@ -105,7 +105,16 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     if isinstance(objective, Preference):
         start = read_peft(bundle.adapter, contract.modules, bundle.adapter)
         examples = referred(engine, start, examples, pad)
-    record, scored = evaluate(engine, adapter, examples, task, head, pad, objective=objective)
+    record, scored = evaluate(
+        engine,
+        adapter,
+        examples,
+        task,
+        head,
+        pad,
+        objective=objective,
+        normalisation=settings.loss_normalisation,
+    )
     if not math.isfinite(record["loss"]):
         raise EngineError(
             f"the loss of these rows is {record['loss']}",

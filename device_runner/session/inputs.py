@@ -187,7 +187,12 @@ def optimizer_of(settings: RunSettings, modules: Sequence[AdaptedModule]) -> Opt
         raise ValueError("which optimizer is not settled")
     trained = matrices(modules)
     optimizer = make_optimizer(
-        settings.optimizer, adapter_size(modules), settings.momentum, settings.momentum, settings.beta2
+        settings.optimizer,
+        adapter_size(modules),
+        settings.momentum,
+        settings.momentum,
+        settings.beta2,
+        settings.weight_decay,
     )
     if settings.lora_plus == 1:
         return optimizer
