@@ -20,7 +20,7 @@ from prge.engine import Engine, Float64Array
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
-from prge.files.peft import find_adapter, read_peft
+from prge.files.peft import find_adapter, read_compatible_adapter
 from prge.files.run_folder import write_json
 from prge.files.signatures import TANGENT
 from prge.learning.encoder_heads import fit_heads
@@ -201,7 +201,7 @@ def probe(settings: ProbeSettings) -> Report:
     rows = (settings.batch_size or default_batch(examples)) * most_sequences(examples)
     contract = bundle.chain.contract(TANGENT, rows, queries=queries)
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
-    adapter = read_peft(source, contract.modules, bundle.adapter)
+    adapter = read_compatible_adapter(source, contract.modules, bundle.adapter)
     sampler = Sampler(examples, contract, settings.seed, pad=tokenizer.pad_id)
     print(data.text())
     programs = open_engines(bundle, contract, settings.threads, settings.engine, settings.memory)

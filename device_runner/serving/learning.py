@@ -248,7 +248,7 @@ class Learning:
     def _adapter(self, version: int) -> Adapter:
         if version == 0:
             return self._start
-        return read_peft(self._folder_of(version) / FINAL, self._bundle.chain.modules, self._bundle.adapter)
+        return read_peft(self._folder_of(version) / FINAL, self._bundle.chain.modules)
 
 
 def open_learning(
