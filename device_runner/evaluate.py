@@ -14,7 +14,7 @@ from device_runner.session.settings import EngineFlags
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
-from prge.files.peft import HEAD, find_adapter, read_peft
+from prge.files.peft import HEAD, find_adapter, read_compatible_adapter, read_peft
 from prge.files.run_folder import reported, write_json
 from prge.files.tuned import tuning_at
 from prge.learning.evaluation import Scores, referred
@@ -98,16 +98,25 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     objective = make_objective(report.objective, settings)
     named = settings.adapter or (settings.bundle if tuning_at(settings.bundle) else bundle.adapter)
     trained = find_adapter(named)
-    adapter = read_peft(trained, contract.modules, bundle.adapter)
+    adapter = read_compatible_adapter(trained, contract.modules, bundle.adapter)
     head = _head(bundle, trained, task, examples[0].candidates) if contract.is_encoder else None
     engines = open_engines(bundle, None, settings.threads, settings.engine, settings.memory)
     engine = engines.score
     generator = Generator(engines.speaker(SLOTS), tokenizer) if writes else None
     pad = tokenizer.pad_id
     if isinstance(objective, Preference):
-        start = read_peft(bundle.adapter, contract.modules, bundle.adapter)
+        start = read_peft(bundle.adapter, contract.modules)
         examples = referred(engine, start, examples, pad)
-    record, scored = evaluate(engine, adapter, examples, task, head, pad, objective=objective)
+    record, scored = evaluate(
+        engine,
+        adapter,
+        examples,
+        task,
+        head,
+        pad,
+        objective=objective,
+        normalisation=settings.loss_normalisation,
+    )
     if not math.isfinite(record["loss"]):
         raise EngineError(
             f"the loss of these rows is {record['loss']}",

@@ -177,7 +177,7 @@ class EstimateConfig(ExportConfig, RowsFlags):
     """Random directions of a step; an exact gradient has none."""
 
     batch_size: int = 4
-    """Sequences of one call, before copies."""
+    """Examples of a step, of one sequence each unless --train says otherwise."""
 
     tokens: int = 64
     """Tokens of a call's longest row, all of them learnt."""

@@ -270,7 +270,7 @@ class _Round:
         elif path.is_file():
             state = unpack_state(path.read_bytes(), self.plan, modules, width, classes)
         elif not self.agreement.start:
-            state = first_state(self.plan, read_peft(self.bundle.adapter, modules, self.bundle.adapter))
+            state = first_state(self.plan, read_peft(self.bundle.adapter, modules))
         first = next((steps.first for steps in task.missed_steps()), task.step)
         if state is None or not min(first, task.step) <= state.step <= task.step:
             has = "has no common state" if state is None else f"is at step {state.step}"

@@ -81,7 +81,15 @@ class Local:
         state = self._from(start)
         first, end = state.step, state.step + plan.local_steps
         order = _Turns if plan.noise else _OwnRows
-        sampler = order(self.examples, self.engine.contract, rows_seed, self.settings.calls, self.pad)
+        sampler = order(
+            self.examples,
+            self.engine.contract,
+            rows_seed,
+            self.settings.calls,
+            self.pad,
+            batch_size=plan.examples,
+            normalisation=plan.loss_normalisation,
+        )
         sampler.offset = taken - first
         loop = TrainingSettings(end, plan.seed, checkpoint_every=0)
         rates = rates_of(plan)
@@ -168,8 +176,7 @@ def plan_steps(
     """
     if not plan.by_scalars and plan.clip:
         check_single_sequences(examples)
-    widest = max(len(example.sequences) for example in examples)
-    settings = plan.run_settings(settings.bundle, settings.train, settings.out, widest)
+    settings = plan.run_settings(settings.bundle, settings.train, settings.out)
     return plan_run(bundle, examples, replace(settings, memory=memory))
 
 

@@ -16,7 +16,7 @@ from device_runner.session.settings import EngineFlags
 from prge.errors import ConfigError
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.journal import Record
-from prge.files.peft import find_adapter, read_peft
+from prge.files.peft import find_adapter, read_compatible_adapter, read_peft
 from prge.learning.checkpoint import TrainingState
 from prge.learning.encoder_heads import fit_heads
 from prge.learning.examples import Example
@@ -77,7 +77,7 @@ class ServerRows:
 
     def fitted_head(self, examples: list[Example]) -> Head:
         """An encoder's head by labelled rows, at the bundle's own adapter."""
-        adapter = read_peft(self.bundle.adapter, self.bundle.chain.modules, self.bundle.adapter)
+        adapter = read_peft(self.bundle.adapter, self.bundle.chain.modules)
         head = fit_heads(self.engines.score, adapter, examples, self.pad).head
         if head is None:
             raise ValueError("no head was fitted")
@@ -113,7 +113,7 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
     if not has_begun(settings.out):
         head = _head(settings, bundle, task, rows)
         source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
-        adapter = read_peft(source, bundle.chain.modules, bundle.adapter)
+        adapter = read_compatible_adapter(source, bundle.chain.modules, bundle.adapter)
         own = settings.adapter is None and head is None
         start = "" if own else start_sha256(first_state(plan, adapter, head))
         name = settings.name or secrets.token_hex(8)

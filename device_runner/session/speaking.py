@@ -15,7 +15,7 @@ from device_runner.session.settings import EngineFlags
 from prge.errors import BundleError, ConfigError, printable
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
-from prge.files.peft import find_adapter, read_any, read_peft
+from prge.files.peft import find_adapter, read_compatible_adapter, read_peft
 from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
 from prge.rows.tokenizer import Tokenizer
@@ -154,9 +154,10 @@ def read_adapter(bundle: Bundle, word: str) -> tuple[str, Adapter]:
     if word == BASE:
         return BASE, Adapter.zeros(modules)
     if word == BUNDLE:
-        return BUNDLE, read_peft(bundle.adapter, modules, bundle.adapter)
+        return BUNDLE, read_peft(bundle.adapter, modules)
     name = word.partition("=")[0]
-    return name, read_any(find_adapter(adapter_source(word)), modules, bundle.adapter)
+    folder = find_adapter(adapter_source(word))
+    return name, read_compatible_adapter(folder, modules, bundle.adapter, generates=True)
 
 
 def adapter_source(word: str) -> Path:

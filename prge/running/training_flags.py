@@ -82,6 +82,9 @@ class OptimizerFlags:
     """momentum's coefficient, and adam's beta1."""
     beta2: float | None = None
     """adam's second coefficient; default: 0.98 with exact gradients, else 0.999."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, as AdamW's: before each update the values shrink by this times the learning
+    rate. All trained matrices decay: lora_b, and lora_a where it is trained."""
     lora_plus: float = 1.0
     """Bundles of `--adapter lora`: learning rate of lora_b in units of that of lora_a, such as 16 (LoRA+)."""
 

@@ -12,7 +12,7 @@ from types import TracebackType
 import numpy as np
 
 from prge.errors import DivergenceError, PrgeError
-from prge.files.curves import score_of
+from prge.files.curves import merit_of, score_of
 from prge.files.journal import Journal, Record, decode_array
 from prge.files.run_folder import RunLog, write_summary
 from prge.host.interrupts import ignore_interrupts
@@ -172,7 +172,7 @@ class Watcher:
             return
         if record["step"] == 0:
             self._before = record
-        if self._best is None or record["value"] > self._best["value"]:
+        if self._best is None or merit_of(record) > merit_of(self._best):
             self._best = record
 
     def _shown(self, record: Record) -> dict[str, float | str | None]:

@@ -29,7 +29,8 @@ _WHAT = {
 # Settings of a run that a card tells; all others are somebody's files, or say nothing of the result.
 _SETTINGS = (
     *("steps", "seed", "learning_rate", "schedule", "warmup", "optimizer", "momentum", "beta2"),
-    *("batch_size", "calls", "clip", "patience", "head_learning_rate", "head_folds"),
+    *("weight_decay", "batch_size", "calls", "loss_normalisation", "clip", "patience"),
+    *("head_learning_rate", "head_folds"),
 )
 
 

@@ -349,7 +349,6 @@ class _Tuning:
         """Settings of every run."""
         value, rows = self._record.value, self._rows
         batch, of_a_call = value("batch_size"), value("rows_of_a_call")
-        facts = RowFacts(**self._record.known("facts"))
         heads = self._settings.out / (self._record.known("heads") or "")
         return {
             **self._given("overflow", "max_dropped", *_OBJECTIVE),
@@ -362,7 +361,7 @@ class _Tuning:
             "dev_limit": None if rows.dev is None else _DEV_ROWS,
             "estimator": value("estimator"),
             "head_folds": value("head_folds"),
-            "batch_size": of_a_call * facts.widest,
+            "batch_size": batch,
             "calls": batch // of_a_call,
             "memory": value("weights_memory"),
             # Of few development rows a metric is often the same.

@@ -53,7 +53,7 @@ class BaselineSettings(TrainingFlags):
     search: SearchName = "greedy"
     """sparse-bp: how what learns is searched under the limit."""
     batch_size: int | None = None
-    """Sequences of a step; default: 4, or as many as the widest row has."""
+    """Examples of a step. Default: as many as have 4 sequences together, at least 1."""
     optimizer: BaselineOptimizer | None = None
     """Default: adam, or what the method alone has."""
     beta2: float = ESTIMATORS["exact"].beta2

@@ -141,7 +141,7 @@ def test_a_run_with_a_difficult_name(
     }  # fmt: skip
     assert all((out / name).read_bytes() == (there / name).read_bytes() for name in names)
     bundle = open_bundle(stack_bundle)
-    assert read_peft(find_adapter(out), bundle.chain.modules, bundle.adapter).values.any()
+    assert read_peft(find_adapter(out), bundle.chain.modules).values.any()
     # Nothing that was pulled tells what the rows say; the log does, and comes if it is asked for.
     first = json.loads((DEMO / "train.jsonl").read_text().splitlines()[0])
     text = next(value for value in first.values() if isinstance(value, str) and len(value) > 20)
