@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prge.errors import BundleError
 from prge.files.peft import HASH_MARK, named_base
-from server_export.model.files import CONFIG, find_files
+from server_export.model.files import CONFIG, find_files, is_local
 
 if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
@@ -70,9 +70,9 @@ class BaseModel:
         """
         from server_export.model.loading import load_model
 
-        if self.revision is None and not Path(self.name).is_dir():
+        if self.revision is None and not is_local(self.name):
             content = f" with the content {self.sha256}" if self.sha256 else ""
-            raise BundleError(f"there is no folder {self.name}{content}")
+            raise BundleError(f"there is no folder or file {self.name}{content}")
         loaded = load_model(self.name, pooled=pooled, revision=self.revision, own_head=own_head)
         if self.sha256 is not None and loaded.sha256 != self.sha256:
             raise BundleError(f"the content of {self.name} is another than it was: its SHA-256 differs")
@@ -95,7 +95,7 @@ def base_in_peft(config: Mapping[str, Any]) -> BaseModel | None:
     named = named_base(config)
     if named is None:
         return None
-    if named.sha256 is None and named.commit is None and Path(named.name).is_dir():
+    if named.sha256 is None and named.commit is None and is_local(named.name):
         return BaseModel(named.name, None, find_files(named.name).sha256())
     return BaseModel(named.name, named.commit, named.sha256)
 
