@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import encodings.unicode_escape  # noqa: F401 (jinja2 asks for these once a template does: the child couldn't)
 import json
-import os
 import random
 import textwrap  # noqa: F401
 from collections.abc import Collection, Mapping, Sequence
@@ -347,12 +346,16 @@ class _Renderer:
         if self._tag.is_used:
             return [self._tagged(messages, learnt)]
         through: dict[int, str] = {}
+        starts: dict[int, int] = {}
+        is_exact: dict[int, bool] = {}
         problem: DataError | None = None
         for index in learnt:
             try:
-                through[index] = self._render(messages[: index + 1])
+                text = self._render(messages[: index + 1])
             except DataError as error:  # a template may refuse a chat that ends there
                 problem = problem or error
+                continue
+            through[index], starts[index], is_exact[index] = self._turn(messages, index, text)
         if problem is not None and (not through or max(learnt) not in through):
             raise problem
         made = []
@@ -361,40 +364,50 @@ class _Renderer:
             text = through[rest[-1]]
             turns = [index for index in rest if text.startswith(through[index])]
             rest = [index for index in rest if index not in turns]
-            starts = [self._start(messages, index, through[index]) for index in turns]
             made.append(
                 {
                     "text": text,
                     "turns": turns,
-                    "spans": [
-                        (at, len(through[index])) for index, (at, _) in zip(turns, starts, strict=True)
-                    ],
+                    "spans": [(starts[index], len(through[index])) for index in turns],
                     "is_tagged": False,
-                    "is_exact": all(is_exact for _, is_exact in starts),
+                    "is_exact": all(is_exact[index] for index in turns),
                 }
             )
         return made[::-1]
 
-    def _start(self, messages: Sequence[Message], index: int, through: str) -> tuple[int, bool]:
-        """Where a turn begins in the text up to it, and whether the generation prompt precedes it."""
+    def _turn(self, messages: Sequence[Message], index: int, through: str) -> tuple[str, int, bool]:
+        """The text up to a turn, where the turn begins in it, and whether all of the prompt precedes it.
+
+        Args:
+            messages: of the conversation.
+            index: of the message.
+            through: what the template makes of the messages up to it.
+        """
         before = None  # templates read the first message without asking whether there is one
         if index:
             with contextlib.suppress(DataError):  # a template may want a question first
                 before = self._render(messages[:index], True)
         if before is not None and through.startswith(before):
-            return len(before), True
+            return through, len(before), True
         header = self._header()
         content = content_text(messages[index].get("content")).strip()
         end = through.rfind(content) if content else -1
         if before is not None:
-            common = len(os.path.commonprefix([before, through]))
+            common = _common(before, through)
             if len(before) - common < len(header):
-                return min(common, end) if end >= 0 else common, False
-        at = through.rfind(header, 0, end if end >= 0 else len(through)) if header else -1
-        if at >= 0:
-            return at + len(header), True
-        if end >= 0:
-            return end, False
+                return through, min(common, end) if end >= 0 else common, False
+        # A turn may have only a part of the generation prompt; that is no chance if it is most of it.
+        sizes = range(len(header), len(header) // 2, -1)
+        limit = end if end >= 0 else len(through)
+        size = next((size for size in sizes if through.rfind(header[:size], 0, limit) >= 0), 0)
+        start = through.rfind(header[:size], 0, limit) + size if size else -1
+        if start < 0 and end >= 0:
+            start = len(through[:end].rstrip())
+        if start >= 0 and before is not None:
+            # The template renders a question otherwise once it is answered: the prompt's way is learnt.
+            return before + through[start:], len(before), True
+        if start >= 0:
+            return through, start, size == len(header)
         raise DataError(
             "the chat template can't be used for this conversation",
             [f"where message {index + 1} begins can't be told from its text"],
@@ -408,7 +421,7 @@ class _Renderer:
             without, with_prompt = self._render(asked), self._render(asked, True)
         except DataError:
             return ""
-        return with_prompt[len(os.path.commonprefix([without, with_prompt])) :]
+        return with_prompt[_common(without, with_prompt) :]
 
     def _tagged(self, messages: Sequence[Message], learnt: Sequence[int]) -> dict[str, Any]:
         """The whole conversation, of which the template's `generation` tags enclose what is learnt."""
@@ -432,6 +445,12 @@ def content_text(content: object) -> str:
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
     return content if isinstance(content, str) else ""
+
+
+def _common(first: str, second: str) -> int:
+    """With how many characters alike two texts begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _parts_of(text: str) -> list[dict[str, str]]:

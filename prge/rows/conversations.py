@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from prge.rows.chat import ChatTemplate, Message, Rendering
 
 INEXACT = "completions encoded apart, a token would straddle the end of the prompt"
-TURN_INEXACT = (
-    "assistant turns that don't begin with the generation prompt, what they have of it isn't learnt"
-)
+TURN_INEXACT = "assistant turns that have a part of the generation prompt alone, learnt after that part"
 TURN_REFUSED = "assistant turns that the chat template refuses to end with, not learnt"
 SEVERAL = "chats that the template renders otherwise once they go on, an example for each way"
 TOOLS_UNREAD = "tools that the chat template does not read"

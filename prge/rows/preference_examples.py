@@ -90,8 +90,8 @@ def _spoken(
         texts = rendered(chat, conversation)
         if len(texts) > 1 or len(texts[0].turns) < len(turns):
             raise RowError(
-                "one of its answers has several turns, which the chat template renders in several ways: end it "
-                "after the first one"
+                "one of its answers has several turns, which the chat template renders otherwise once others "
+                "follow: end it after the first one"
             )
         masked.append(encoded(reading, conversation, texts[0]))
     return masked
