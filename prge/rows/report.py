@@ -18,7 +18,8 @@ ENCODER_CUT = "texts cut at the end"
 SPLIT = "longer than the bundle takes, split into several examples"
 TURNS_SPLIT = "chats longer than the bundle takes, split between turns into several examples"
 TURNS_CUT = "chats without their older turns, not learnt"
-CUTS = (PROMPT_CUT, END_CUT, ENCODER_CUT, TURNS_CUT)
+CONTEXT_CUT = "chats whose older turns don't fit before the answers that are learnt"
+CUTS = (PROMPT_CUT, END_CUT, ENCODER_CUT, TURNS_CUT, CONTEXT_CUT)
 # What KTO learns of labels that are all alike.
 ONE_RATING = {
     "true": "all labels are true: KTO raises these answers far above other ones, and nothing says what isn't "
@@ -27,14 +28,15 @@ ONE_RATING = {
 }
 _LONGER = "an export with a larger --sequence-length keeps them whole"
 _SPLIT = "--overflow split keeps them, or " + _LONGER
-MENDS = {PROMPT_CUT: _LONGER, END_CUT: _SPLIT, TURNS_CUT: _SPLIT, ENCODER_CUT: _LONGER}
+MENDS = {PROMPT_CUT: _LONGER, END_CUT: _SPLIT, TURNS_CUT: _SPLIT, ENCODER_CUT: _LONGER, CONTEXT_CUT: _LONGER}
 
 
 @dataclass
 class DataReport:
     """What became of the rows, for a person to read before training.
 
-    `kind` says what they are, `columns` which of theirs were read, `objective` what is learnt of them;
+    `kind` says what they are, `columns` which of theirs were read and which not, in words, `read` which a row
+    of this kind may have, `objective` what is learnt of them;
     `dropped` target tokens didn't fit, `unknown` ones the tokenizer can't spell, `unusable` rows were left
     out.
     """
@@ -52,6 +54,7 @@ class DataReport:
     classes: Counter[str] = field(default_factory=Counter)
     notes: dict[str, list[int]] = field(default_factory=dict)
     unusable: dict[int, str] = field(default_factory=dict)
+    read: tuple[str, ...] = ()
 
     def note(self, event: str, row: int) -> None:
         """Record that something was done to a row; once a row."""
