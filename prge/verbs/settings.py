@@ -14,9 +14,9 @@
 gives `--bundle`, `--learning-rate`, `--config FILE` (a YAML mapping with the keys bundle and learning_rate;
 flags win over it), `--print-config` and `--help`. The string under a field is its help; a field without a
 default is required; a bool field is set by its bare flag and cleared by `--no-<flag>`; a list or tuple field
-takes several values, after one flag or several. A word that no setting takes is an error, and so is a second
-value of a setting that takes one. Settings that verbs share are in a base of their own, which help shows as a
-group. What else a class may have:
+takes several values, after one flag or several. A word that no setting takes is an error. Of a flag that
+takes one value and is given again the last one counts, which is said. Settings that verbs share are in a base
+of their own, which help shows as a group. What else a class may have:
 
 ONE_OF    of the names in each entry one must be given
 STORED    file of the folder that `resume` names: its settings come first, and the folder is `out`
@@ -34,13 +34,16 @@ import itertools
 import json
 import re
 import shlex
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from prge.errors import LONGEST_VALUE, ConfigError, RunError, shortened, shown
 from prge.files.documents import DocumentError, read_yaml
+from prge.host.terminal import best_effort
 from prge.verbs.bounds import bound_problems, flag
 from prge.verbs.habits import nearest, setting_meant
 from prge.verbs.helping import field_help, is_required, show_settings
@@ -83,6 +86,9 @@ def parse_settings(
     if "help" in own:
         show_settings(settings_type, kinds, prog, positional)
         raise SystemExit(0)
+    with best_effort(sys.stderr):
+        for line in _given_again(words, kinds):
+            print(f"{prog}: {line}", file=sys.stderr)
     files = [Path(entry.value) for entry in words if entry.key == "config"]
     given = [entry for path in files for entry in _read_file(path, settings_type, problems)]
     given += [entry for entry in words if entry.key in kinds]
@@ -205,8 +211,7 @@ def _read_words(
             break
         if not _is_flag(word):
             following = itertools.takewhile(lambda word: not _is_flag(word), words)
-            quoted: list[str] = [before.where, " ".join([before.value, word, *following])] if before else []
-            loose.append(_Loose(word, shlex.join(quoted)))
+            loose.append(_Loose(word, _quoted(before, [word, *following], kinds)))
             before = None
             continue
         before = None
@@ -243,7 +248,6 @@ def _read_words(
             given.append(before := _Given(name, key, values[0]))
         else:
             problems.append(f"{name} needs a value: {described(kind)}")
-    problems += _second_values(given, kinds)
     by_flag = {entry.key for entry in given}
     for key in positional:
         if loose and key not in by_flag:
@@ -255,17 +259,27 @@ def _read_words(
     return given
 
 
-def _second_values(given: Sequence[_Given], kinds: Mapping[str, Any]) -> list[str]:
-    """A line for every setting of a command line that takes one value and is given two different ones."""
+def _quoted(before: _Given | None, words: Sequence[str], kinds: Mapping[str, Any]) -> str:
+    """A flag with its value and the words after it as one value; empty where its type has no such values."""
+    if before is None:
+        return ""
+    value = " ".join([before.value, *words])
+    with suppress(*MISFITS):
+        converted(value, kinds[before.key])
+        return shlex.join([before.where, value])
+    return ""
+
+
+def _given_again(given: Sequence[_Given], kinds: Mapping[str, Any]) -> list[str]:
+    """A line for every setting of a command line that takes one value and is given different ones."""
     values: dict[str, list[Any]] = {}
     for entry in given:
-        if entry.key != "config" and entry.value is not _MISNAMED and not is_list(kinds[entry.key]):
+        if entry.key in kinds and entry.value is not _MISNAMED and not is_list(kinds[entry.key]):
             values.setdefault(entry.key, []).append(entry.value)
     return [
-        f"{flag(key)} is given twice, {shown(each[0])} and {shown(other)}: give one of them"
+        f"{flag(key)} is given {len(each)} times, the last one counts: {', '.join(map(shown, each))}"
         for key, each in values.items()
-        for other in each
-        if other != each[0]
+        if any(other != each[0] for other in each)
     ]
 
 

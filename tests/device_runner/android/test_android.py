@@ -198,6 +198,12 @@ def test_killed_three_times_it_ends_in_the_same_bits(
     assert steps(killed) == 600
 
 
+def but(words: list[object], *flags: str) -> list[object]:
+    """Words without some flags and their values."""
+    dropped = {place + more for place, word in enumerate(words) if word in flags for more in (0, 1)}
+    return [word for place, word in enumerate(words) if place not in dropped]
+
+
 def lost(daemon: Daemon, phone: Path) -> str:
     """What is said when the device has gone: once connected again in vain, it is not listed any more."""
     error = daemon.prge("status", "--folder", phone, check=2).stderr
@@ -227,13 +233,21 @@ def test_rows_on_the_device_and_errors_of_the_driver(
     daemon: Daemon, phone: Path, run_words: list[object], tmp_path: Path
 ) -> None:
     missing = daemon.prge(
-        "run", *run_words, "--train", "/nowhere/rows.jsonl", "--data-on-device", "--out", "x", check=2
+        "run",
+        *but(run_words, "--train"),
+        "--train",
+        "/nowhere/rows.jsonl",
+        "--data-on-device",
+        "--out",
+        "x",
+        check=2,
     )
     assert "no readable /nowhere/rows.jsonl" in missing.stderr
     rows = tmp_path / "rows of the phone.jsonl"
     rows.write_bytes((DEMO / "train.jsonl").read_bytes())
     dev = tmp_path / "dev.jsonl"
     dev.write_bytes((DEMO / "dev.jsonl").read_bytes())
+    run_words = but(run_words, "--train", "--dev")
     there = ["--train", rows, "--dev", dev, "--data-on-device", "--wait"]
     data = sorted(path.name for path in (phone / "data").iterdir())
     daemon.prge("run", *run_words, *there, "--out", "private")

@@ -90,7 +90,7 @@ def test_what_is_no_text_is_refused_by_row_and_column(
     with pytest.raises(RowError, match=f"column 'text' is {told}, must be a text"):
         text_of(row.fields, "text")
     if kind not in ("int64", "bool", "double"):
-        with pytest.raises(RowError, match="column 'text' is a .*, must be a text"):
+        with pytest.raises(RowError, match=r"column 'text' is a .*, must be a text"):
             Template.parse("{text}").render(row.fields)
 
 

@@ -75,11 +75,9 @@ def test_several_files_are_one_source_whose_rows_name_their_file(write: Write) -
     assert source.name == f"{first} and {second}"
     assert place_of_row(source.rows[2].number) == {"file": str(second), "row": 1}
     assert place_of_row(3) == {"row": 3}
-    for copy in (
-        pickle.loads(pickle.dumps(source.rows[1].number)),
-        json.loads(json.dumps(source.rows[1].number)),
-    ):
-        assert copy == source.rows[1].number
+    number = source.rows[1].number
+    assert json.loads(json.dumps(number)) == number
+    assert str(pickle.loads(pickle.dumps(number))) == str(number)
     # What identifies them is all of them, in their order.
     digests = {read_source(paths).sha256 for paths in ((first, second), (second, first), (first,), (second,))}
     assert len(digests) == 4 and file_sha256(first) in digests
@@ -127,14 +125,14 @@ AS_JSON = json.dumps(MESSAGES)
     ("fields", "read"),
     [
         ({"messages": AS_JSON}, {"messages": MESSAGES}),
-        ({"conversations": '[{"from": "human", "value": "Hi"}]'}, {"conversations": [{"from": "human", "value": "Hi"}]}),
+        ({"conversations": '[{"from": "gpt"}]'}, {"conversations": [{"from": "gpt"}]}),
         ({"prompt": AS_JSON, "completion": AS_JSON}, {"prompt": MESSAGES, "completion": MESSAGES}),
         (
             {"prompt": AS_JSON, "chosen": AS_JSON, "rejected": AS_JSON},
             {"prompt": MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES},
         ),
         # A completion that is JSON after a prompt that is none is a text.
-        ({"prompt": "Write a chat:", "completion": AS_JSON}, {"prompt": "Write a chat:", "completion": AS_JSON}),
+        ({"prompt": "A chat:", "completion": AS_JSON}, {"prompt": "A chat:", "completion": AS_JSON}),
         ({"prompt": "[1]", "completion": "[2]"}, {"prompt": "[1]", "completion": "[2]"}),
         ({"text": AS_JSON}, {"text": AS_JSON}),
         ({"messages": "[not JSON"}, {"messages": "[not JSON"}),
