@@ -30,6 +30,7 @@ from prge.learning.examples import Example
 from prge.learning.preferences import Preference
 from prge.learning.sampling import Sampler, row_order
 from prge.learning.training import AdapterLearner, TrainingSettings, train
+from prge.rows.report import warn_unread
 from prge.verbs.kinds import Bytes
 
 # Losses f32 [K], and scalars f32 [K * scalars of a step] or a change f32 [size].
@@ -132,6 +133,7 @@ def open_local(
         PrgeError: the rows or the bundle can't be used.
     """
     inputs = read_inputs(bundle, settings)
+    warn_unread(inputs.train_report)
     if isinstance(inputs.objective, Preference):
         raise ConfigError(
             f"{settings.train} can't be used by a fleet:",
