@@ -100,6 +100,11 @@ class Learning:
         self._in_file = self._counted = self._counted_then = 0
         self._tidy()
 
+    @property
+    def date(self) -> str | None:
+        """The day that chat templates take for today in what is learnt."""
+        return self._settings.date
+
     def open(self, workshop: Workshop) -> None:
         """Have what rounds need."""
         self._workshop = workshop
@@ -302,7 +307,7 @@ def open_learning(
     )
     if engines.notes:
         tell(engines.notes)
-    learning.open(Workshop(bundle, engines, tokenizer, kept, start, learning.must_wait))
+    learning.open(Workshop(bundle, engines, tokenizer, kept, start, learning.must_wait, tell))
     return learning, engines
 
 

@@ -428,7 +428,7 @@ class _Renderer:
         written = [index for index, each in enumerate(messages) if each.get("role") == ASSISTANT]
         if list(learnt) != written:
             ends = [0, *(len(self._marked(messages[: index + 1])[1]) for index in written)]
-            if ends[-1] != len(spans) or ends != sorted(ends):
+            if ends[-1] != len(spans) or ends != sorted({*ends}):
                 raise DataError(
                     "the chat template can't be used for this conversation",
                     ["its generation tags don't tell which message they enclose, and not all are learnt"],

@@ -507,7 +507,7 @@ def test_a_run_keeps_the_day_that_it_began_on(
     """Its chat template writes the date: resumed on another day, it trains and scores the same tokens."""
     device.replaces(monkeypatch, evaluate_verb)
     _list_template(
-        settings.bundle, "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}|{% endfor %}"
+        settings.bundle, "{% for m in messages %}{{ m.content }}{{ strftime_now(' %d') }}|{% endfor %}"
     )
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "good film"}]
     rows = "".join(json.dumps({"messages": turns}) + "\n" for _ in range(8))
