@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.engines.opening import open_engines
-from device_runner.session.settings import EngineFlags
+from device_runner.session.settings import EngineFlags, date_of_run
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
-from prge.files.peft import HEAD, find_adapter, read_compatible_adapter, read_peft
+from prge.files.peft import HEAD, find_adapter, read_compatible_adapter, read_peft, run_of
 from prge.files.run_folder import reported, write_json
 from prge.files.tuned import tuning_at
 from prge.learning.evaluation import Scores, referred
@@ -87,8 +87,13 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     task = ordered(bundle, task)
     contract = bundle.chain.scoring
     tokenizer = bundle_tokenizer(bundle)
+    named = settings.adapter or (settings.bundle if tuning_at(settings.bundle) else bundle.adapter)
+    trained = find_adapter(named)
     options = BuildOptions(
-        overflow=settings.overflow, append_eos=settings.append_eos, objective=settings.objective
+        overflow=settings.overflow,
+        append_eos=settings.append_eos,
+        objective=settings.objective,
+        date=settings.date or date_of_run(run_of(trained)),
     )
     source = read_source(settings.data, "test", settings.columns, objective=settings.objective, task=task)
     examples, report = load_examples(
@@ -96,8 +101,6 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     )
     print("\n".join(filter(None, [source.told, report.text()])))
     objective = make_objective(report.objective, settings)
-    named = settings.adapter or (settings.bundle if tuning_at(settings.bundle) else bundle.adapter)
-    trained = find_adapter(named)
     adapter = read_compatible_adapter(trained, contract.modules, bundle.adapter)
     head = _head(bundle, trained, task, examples[0].candidates) if contract.is_encoder else None
     engines = open_engines(bundle, None, settings.threads, settings.engine, settings.memory)

@@ -196,7 +196,7 @@ def probe(settings: ProbeSettings) -> Report:
         )
     tokenizer = bundle_tokenizer(bundle)
     task = task_of(bundle, settings.task)
-    options = BuildOptions(settings.overflow, settings.append_eos)
+    options = BuildOptions(settings.overflow, settings.append_eos, date=settings.date)
     source = read_source(settings.data, "train", settings.columns, task=task)
     examples, data = load_examples(source, tokenizer, bundle.chain.scoring, task, settings.selection, options)
     rows = (settings.batch_size or default_batch(examples)) * most_sequences(examples)

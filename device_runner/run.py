@@ -38,7 +38,7 @@ from device_runner.session.planning import RunPlan, plan_run, sampler_of, settle
 from device_runner.session.reference import with_references
 from device_runner.session.samples import Answerer, Chooser, Samples, Writer
 from device_runner.session.sensors import Sensors
-from device_runner.session.settings import RunSettings
+from device_runner.session.settings import RunSettings, date_of_run
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError, shown
 from prge.files.bundle import open_bundle
@@ -88,6 +88,7 @@ def run(settings: RunSettings) -> Path:
     settings = settled(settings, bundle)
     with run_lock(settings.out):
         _check_folder(settings)
+        settings = replace(settings, date=settings.date or date_of_run(settings.resume)).dated()
         inputs = read_inputs(bundle, settings)
         plan = plan_run(bundle, inputs.train, settings)
         with Journal(settings.out / JOURNAL) as journal:
@@ -381,6 +382,8 @@ def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
             for name in ("bundle", "train", "dev", "task", "adapter")
             if stored[name] != identity[name]
         ]
+        if stored.get("tokens", identity["tokens"]) != identity["tokens"]:
+            problems.append(f"the rows have other tokens; chat templates took today for {settings.date}")
         # As JSON reads it back; earlier versions had one objective.
         if stored.get("objective") != json.loads(json.dumps(identity["objective"])):
             problems.append("the objective is another one")

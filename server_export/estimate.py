@@ -101,6 +101,7 @@ def _calls(
     """How many training rows there are, and the calls of an epoch of them, in batches as a run makes them."""
     from prge.learning.sampling import Sampler, most_sequences
     from prge.rows.example_building import BuildOptions, load_examples
+    from prge.rows.report import warn_unread
     from prge.rows.sources import read_source
     from prge.rows.task import load_task
     from server_export.model.chat_templates import give_template
@@ -113,9 +114,10 @@ def _calls(
     tokenizer = on_device(original, config.prepend_bos, estimated.vocabulary_size)
     contract = estimated.contract(config, estimator, longest, longest - 1)
     task = load_task(config.task) if config.task else None
-    options = BuildOptions(overflow="auto", objective="auto")
+    options = BuildOptions(overflow="auto", objective="auto", date=config.date)
     rows = read_source(config.train, "train", config.columns, objective="auto", task=task)
-    examples, _ = load_examples(rows, tokenizer, contract, task, None, options)
+    examples, report = load_examples(rows, tokenizer, contract, task, None, options)
+    warn_unread(report)
     sequences_of_a_call = config.batch_size * most_sequences(examples)
     config = replace(config, batch_size=sequences_of_a_call)
     sampler = Sampler(examples, estimated.contract(config, estimator, longest, longest - 1), seed=0)

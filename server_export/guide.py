@@ -121,6 +121,7 @@ def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
     from prge.rows.example_building import BuildOptions, load_examples
     from prge.rows.own_heads import head_of, task_of
     from prge.rows.readers import Selection
+    from prge.rows.report import warn_unread
     from prge.rows.sources import read_source
     from prge.rows.tokenizer import bundle_tokenizer
     from server_export.evidence.base import open_base
@@ -133,8 +134,9 @@ def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
     rows = read_source(settings.data, "train", settings.columns, task=task)
     chosen = Selection(limit=settings.limit, shuffle_seed=settings.seed)
     # Of preferences what is liked.
-    options = BuildOptions("auto", objective=None if task else "completion")
-    examples, _ = load_examples(rows, tokenizer, bundle.chain.scoring, task, chosen, options)
+    options = BuildOptions("auto", objective=None if task else "completion", date=settings.date)
+    examples, report = load_examples(rows, tokenizer, bundle.chain.scoring, task, chosen, options)
+    warn_unread(report)
     widest = max(len(example.sequences) for example in examples)
     base = open_base(bundle, settings.model)
     head = head_of(bundle, bundle.adapter, task, examples[0].candidates)

@@ -83,7 +83,7 @@ def make_device(folder: Path, settings: DeviceSettings) -> None:
     if settings.task:
         load_task(settings.task)
     _policy(settings)
-    whole = with_whole_paths(settings, leave=hub_names(settings, ["train"]))
+    whole = with_whole_paths(settings.dated(), leave=hub_names(settings, ["train"]))
     with run_lock(folder):
         write_file(folder / DEVICE, settings_to_yaml(whole).encode())
         if not (folder / OWN).exists():
@@ -295,6 +295,7 @@ class _Round:
             settings,
             task=self.settings.task,
             columns=self.settings.columns,
+            date=self.settings.date,
             train_limit=self.policy.most_rows,
         )
 

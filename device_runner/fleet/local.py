@@ -30,6 +30,7 @@ from prge.learning.examples import Example
 from prge.learning.preferences import Preference
 from prge.learning.sampling import Sampler, row_order
 from prge.learning.training import AdapterLearner, TrainingSettings, train
+from prge.rows.report import warn_unread
 from prge.rows.sources import describe_paths
 from prge.verbs.kinds import Bytes
 
@@ -141,6 +142,7 @@ def open_local(
         PrgeError: the rows or the bundle can't be used.
     """
     inputs = read_inputs(bundle, settings)
+    warn_unread(inputs.train_report)
     if isinstance(inputs.objective, Preference):
         raise ConfigError(
             f"{describe_paths(settings.train)} can't be used by a fleet:",

@@ -21,9 +21,10 @@ from prge.learning.checkpoint import TrainingState
 from prge.learning.encoder_heads import fit_heads
 from prge.learning.examples import Example
 from prge.learning.head import Head
-from prge.rows.example_building import load_examples
+from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.own_heads import head_of, task_of
 from prge.rows.readers import Selection
+from prge.rows.report import warn_unread
 from prge.rows.scoring import evaluate
 from prge.rows.sources import Part, read_source
 from prge.rows.task import Task
@@ -70,9 +71,12 @@ class ServerRows:
         """Rows of a file."""
         source = read_source(rows, part, settings.columns, task=self.task)
         tokenizer = bundle_tokenizer(self.bundle)
-        examples, _ = load_examples(
-            source, tokenizer, self.bundle.chain.scoring, self.task, Selection(limit=limit), training=False
+        options = BuildOptions(date=settings.date)
+        selection, scoring = Selection(limit=limit), self.bundle.chain.scoring
+        examples, report = load_examples(
+            source, tokenizer, scoring, self.task, selection, options, training=False
         )
+        warn_unread(report)
         return examples
 
     def fitted_head(self, examples: list[Example]) -> Head:

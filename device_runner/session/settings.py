@@ -11,6 +11,7 @@ from device_runner.engines.trunk_cache import Precision
 from device_runner.session.conditions import Battery, Charging, Condition, Cool, parse_when
 from prge.engine import EngineName
 from prge.errors import ConfigError
+from prge.files.documents import DocumentError, read_yaml
 from prge.files.run_folder import CONFIG
 from prge.learning.estimators.table import (
     EstimatorFlags,
@@ -19,7 +20,7 @@ from prge.learning.estimators.table import (
 from prge.learning.preferences import ObjectiveFlags
 from prge.running.training_flags import OptimizerFlags, TrainingFlags
 from prge.verbs.bounds import flag
-from prge.verbs.kinds import Bytes
+from prge.verbs.kinds import MISFITS, Bytes, Day, converted
 
 # What earlier versions wrote down, and the one value that all runs have now.
 _RETIRED: Mapping[str, object] = {"directions": "rademacher", "baseline": "clean", "normalize": False}
@@ -182,6 +183,16 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, T
                 "one-sided differences there is --estimator fzoo",
             )
         return {name: value for name, value in stored.items() if name not in _RETIRED}
+
+
+def date_of_run(run: Path | None) -> Day | None:
+    """The day that chat templates took for today in the run of a folder; None where nothing tells it."""
+    try:
+        content = read_yaml(run / CONFIG) if run is not None else None
+        found = content.get("date") if isinstance(content, Mapping) else None
+        return None if found is None else Day(converted(found, Day))
+    except (OSError, DocumentError, *MISFITS):
+        return None
 
 
 def _either(names: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ with their weights into the score of a candidate:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -73,6 +74,19 @@ class Example:
         """The tokens before a completion's first target."""
         (sequence,) = self.sequences
         return sequence.tokens[: sequence.targets[0].position + 1]
+
+
+def tokens_sha256(examples: Sequence[Example]) -> str:
+    """What tells examples apart by their tokens, targets and weights."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(repr((example.candidates, example.label, example.weight, example.liked)).encode())
+        for sequence in example.sequences:
+            targets = [(each.position, each.token, each.candidate) for each in sequence.targets]
+            digest.update(np.array([len(sequence.tokens), len(targets), *sequence.tokens], "<i4").tobytes())
+            digest.update(np.array(targets, "<i4").tobytes())
+            digest.update(np.array([each.weight for each in sequence.targets], "<f8").tobytes())
+    return digest.hexdigest()
 
 
 def labels_of(examples: Sequence[Example]) -> IntArray:

@@ -18,8 +18,7 @@ import random
 import textwrap  # noqa: F401
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date as Date
-from datetime import datetime, time
+from datetime import date, datetime
 from types import MappingProxyType
 from typing import Any
 
@@ -114,7 +113,7 @@ class ChatTemplate:
     Args:
         source: in Jinja.
         special_tokens: those that it may name (`bos_token`, `eos_token`, ...).
-        date: what the template takes for today, at midnight; None: the day on which it renders.
+        date: day that the template takes for today, at midnight, in ISO 8601; None: that on which it renders.
 
     Attributes:
         variables: names that the template reads beyond the messages, `tools` and `enable_thinking` say.
@@ -123,7 +122,7 @@ class ChatTemplate:
         BundleError: the source is no template.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], date: Date | None = None) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], date: str | None = None) -> None:
         if len(source) > MOST_SOURCE:
             raise _refused(f"has {len(source)} characters, at most {MOST_SOURCE} are read")
         self._date = date
@@ -190,7 +189,7 @@ class ChatTemplate:
         ]
 
     def _today(self) -> str:
-        return (self._date or Date.today()).isoformat()
+        return self._date or date.today().isoformat()
 
     def _ask(self, **request: Any) -> dict[str, Any]:
         try:
@@ -243,7 +242,7 @@ class _Renderer:
             self._special_tokens = request["special_tokens"]
             return {"variables": self._compile(request["source"])}
         self._variables = request["variables"]
-        self._today = datetime.combine(Date.fromisoformat(request["date"]), time())
+        self._today = datetime.fromisoformat(request["date"])
         messages = request["messages"]
         if "learnt" in request:
             return {"renderings": self._renderings(messages, request["learnt"])}
@@ -429,7 +428,7 @@ class _Renderer:
         written = [index for index, each in enumerate(messages) if each.get("role") == ASSISTANT]
         if list(learnt) != written:
             ends = [0, *(len(self._marked(messages[: index + 1])[1]) for index in written)]
-            if ends[-1] != len(spans) or ends != sorted(ends):
+            if ends[-1] != len(spans) or ends != sorted({*ends}):
                 raise DataError(
                     "the chat template can't be used for this conversation",
                     ["its generation tags don't tell which message they enclose, and not all are learnt"],

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date as Date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -73,8 +72,8 @@ class BuildOptions:
     """Leave out rows that can't be used, as long as there are others; the report has them."""
     objective: ObjectiveName | None = None
     """What is learnt of the rows; None: not of preferences, which are refused."""
-    date: Date | None = None
-    """What a chat template takes for today; None: today."""
+    date: str | None = None
+    """Day that a chat template takes for today, in ISO 8601; None: today."""
 
 
 def load_examples(
@@ -150,7 +149,10 @@ def build_examples(
     overflow = usual if options.overflow == "auto" else options.overflow
     reading = Reading(tokenizer, contract, overflow, options.append_eos)
     columns = columns_text(read, present, renamed or {})
-    report = DataReport(f"{source} ({kind})", reading.length, columns, objective, read=tuple(read))
+    unread = tuple(column for column in present if column not in read)
+    report = DataReport(
+        f"{source} ({kind})", reading.length, columns, objective, read=tuple(read), unread=unread
+    )
     examples = _built(rows, partial(make, reading), report)
     if report.unusable and not (options.skip_unusable and examples):
         raise DataError(
@@ -276,7 +278,7 @@ def _form_of(
     source: str,
     renamed: Mapping[str, str],
     objective: ObjectiveName,
-    date: Date | None,
+    date: str | None,
 ) -> tuple[Form, ChatTemplate | None]:
     """The form of rows without a task, and the template of those that are messages."""
     what = f"{source} can't be used"
@@ -301,7 +303,7 @@ def _form_of(
     return form, None
 
 
-def _chat_template(source: str, tokenizer: Tokenizer, date: Date | None) -> ChatTemplate:
+def _chat_template(source: str, tokenizer: Tokenizer, date: str | None) -> ChatTemplate:
     """The compiled chat template; only rows of messages need jinja2."""
     try:
         from prge.rows.chat import ChatTemplate

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -12,10 +13,11 @@ from prge.rows.readers import Selection
 from prge.rows.sources import hub_names
 from prge.rows.windows import Overflow
 from prge.verbs.bounds import bound_problems
-from prge.verbs.kinds import Paths
+from prge.verbs.kinds import Day, Paths
 from prge.verbs.settings import part_of, with_whole_paths
 
 Flags = TypeVar("Flags", bound="TrainingFlags")
+Rows = TypeVar("Rows", bound="RowsFlags")
 # Settings that name rows, which need be no path.
 _ROWS = ("train", "dev", "test")
 
@@ -29,6 +31,13 @@ class RowsFlags:
     messages, Alpaca's or ShareGPT's, a pair of answers or a rated one."""
     columns: list[str] = field(default_factory=list)
     """Names for columns of the rows: prompt=question completion=answer."""
+    date: Day | None = None
+    """Day that a chat template takes for today; default: that of the run that is gone on with or scored, else
+    today."""
+
+    def dated(self: Rows) -> Rows:
+        """The same settings with today's date where they have none."""
+        return self if self.date else replace(self, date=Day(date.today().isoformat()))
 
 
 @dataclass(frozen=True, kw_only=True)

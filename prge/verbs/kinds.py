@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import types
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NewType, TypeAlias, Union, get_args, get_origin
 
@@ -14,6 +15,8 @@ from prge.files.documents import parse_yaml
 Bytes = NewType("Bytes", int)
 # One path, or several where several words are given.
 Paths: TypeAlias = Path | tuple[Path, ...]
+# A date as ISO 8601 writes it.
+Day = NewType("Day", str)
 
 # What `converted` raises.
 MISFITS = (AttributeError, TypeError, ValueError, OverflowError)
@@ -34,6 +37,7 @@ _TYPES = {
     float: _Type("a number", "X", (int, float, str)),
     bool: _Type("true or false", "", (bool,)),
     str: _Type("a text", "TEXT", (str,)),
+    Day: _Type("a date, such as 2026-11-27", "DATE", (str,)),
     Path: _Type("a path", "PATH", (str, Path)),
     types.NoneType: _Type("null", "", ()),
 }
@@ -66,6 +70,8 @@ def converted(value: Any, kind: Any) -> Any:
         raise TypeError
     if kind is Path and value == "":  # which would be the folder that one stands in
         raise TypeError
+    if kind is Day:
+        return date.fromisoformat(value).isoformat()
     return _bytes_of(str(value)) if kind is Bytes else kind(value)
 
 

@@ -65,7 +65,7 @@ class NamedRows:
             rows,
             tokenizer,
             _unbounded(contract),
-            BuildOptions("auto", objective=self._settings.objective),
+            BuildOptions("auto", objective=self._settings.objective, date=self._settings.date),
         )
         return [example.sequences[0].tokens for example in examples]
 
@@ -78,7 +78,9 @@ class NamedRows:
         longest = 0
         problems: dict[str, list[str]] = {}
         for part, source in self._sources.items():
-            options = BuildOptions("auto", skip_unusable=True, objective=self._settings.objective)
+            options = BuildOptions(
+                "auto", skip_unusable=True, objective=self._settings.objective, date=self._settings.date
+            )
             examples, report = self._built(part, source.rows, tokenizer, _unbounded(contract), options)
             found = [
                 *self._broken.pop(part, ()),
@@ -117,11 +119,17 @@ class NamedRows:
         """
         settings = self._settings
         options = BuildOptions(
-            settings.overflow, max_dropped=settings.max_dropped, objective=settings.objective
+            settings.overflow,
+            max_dropped=settings.max_dropped,
+            objective=settings.objective,
+            date=settings.date,
         )
         for part, source in self._sources.items():
             _, report = self._built(part, source.rows, tokenizer, contract, options)
+            self.notes.append(f"{source.name}: columns: {report.columns}")
             self.notes += [f"{source.name}: {event}" for event in report.events()]
+            if not self._task:
+                self._sources[part] = replace(source, rows=[_only(row, report.read) for row in source.rows])
         parts: dict[Part, list[Row]] = {part: source.rows for part, source in self._sources.items()}
         if "dev" not in parts:
             columns = self._task.needed_columns() if self._task else None
@@ -144,15 +152,14 @@ class NamedRows:
             )
 
     def _read(self, where: Paths, part: Part) -> Source:
-        """The rows that a user names; without a task with the columns of their form alone."""
+        """The rows that a user names."""
         broken = self._broken.setdefault(part, [])
         source = read_source(
             where, part, self._settings.columns, broken, self._settings.objective, self._task
         )
-        if self._task:
-            return source
-        form = find_form(source.rows, source.name, source.renamed, objective=self._settings.objective)
-        return replace(source, rows=[form.own(row) for row in source.rows])
+        if not self._task:  # rows of no form are refused before anything else is done
+            find_form(source.rows, source.name, source.renamed, objective=self._settings.objective)
+        return source
 
     def _built(
         self,
@@ -173,6 +180,11 @@ class NamedRows:
             source=source.name,
             renamed=source.renamed,
         )
+
+
+def _only(row: Row, columns: Sequence[str]) -> Row:
+    """A row with some columns alone."""
+    return Row(row.number, {name: row.fields[name] for name in columns if name in row.fields})
 
 
 def _unbounded(contract: Contract) -> Contract:

@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,10 @@ class _Tuning:
     """The stages; each finds what it needs in the folder and the record."""
 
     def __init__(self, settings: TuneSettings) -> None:
-        self._settings = settings
         self._record = Record(settings)
-        self._rows = RowFiles(settings.out / "rows", settings.task, settings.objective)
+        date = self._record.found("date", lambda: settings.dated().date)
+        self._settings = settings = replace(settings, date=date)
+        self._rows = RowFiles(settings.out / "rows", settings.task, settings.objective, date)
         self._parts: dict[Part, list[Row]] = {}
         self._notes: list[str] | None = None
         self._folder = settings.bundle or settings.out / "bundle"
@@ -169,7 +170,7 @@ class _Tuning:
             and settings.estimator in having("queries")
             and GUIDE not in read_manifest(self._folder)["files"]
         ):
-            rows = {"data": self._rows.train, "task": settings.task}
+            rows = {"data": self._rows.train, "task": settings.task, "date": settings.date}
             self._verb("guide", {"bundle": self._folder, "model": settings.model, **rows})
         print(f"bundle {open_bundle(self._folder).folder}")
 
@@ -250,6 +251,7 @@ class _Tuning:
         elif not path.is_file():
             partial = path.with_suffix(".partial")
             scored = {"bundle": self._folder, "data": rows, "task": self._settings.task, "adapter": adapter}
+            scored["date"] = self._settings.date
             scored |= {**self._given("overflow", "threads", *_OBJECTIVE), "beta": self._record.value("beta")}
             self._verb("eval", {**scored, "json": partial}, name)
             partial.rename(path)
@@ -358,6 +360,7 @@ class _Tuning:
             "train": rows.train,
             "dev": rows.dev,
             "task": self._settings.task,
+            "date": self._settings.date,
             "dev_limit": None if rows.dev is None else _DEV_ROWS,
             "estimator": value("estimator"),
             "head_folds": value("head_folds"),
