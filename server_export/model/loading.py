@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prge.errors import BundleError, shown
+from prge.errors import BundleError, first_line, shown
 from server_export.model.classifier import (
     Classifier,
     chooses_a_class,
@@ -28,7 +28,6 @@ from server_export.model.files import (
     ModelFiles,
     fetch_weights,
     find_files,
-    first_line,
     read_config,
     stored_numbers,
 )
