@@ -36,6 +36,7 @@ def write_gguf(
     more: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
     template: str | None = None,
+    split: str = "gpt-2",
 ) -> Path:
     """Write a model of transformers with its tokenizer.
 
@@ -48,6 +49,7 @@ def write_gguf(
         more: further keys, without the name of the architecture.
         tensors: further tensors.
         template: of chats.
+        split: name of the rule that splits texts.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
@@ -56,7 +58,7 @@ def write_gguf(
     writer.add_name("Tiny")
     for key, value in {**_keys(config), **(more or {})}.items():
         _add(writer, f"{architecture}.{key}", value)
-    _write_tokenizer(writer, tokenizer, config.vocab_size)
+    _write_tokenizer(writer, tokenizer, config.vocab_size, split)
     if template is not None:
         writer.add_chat_template(template)
     writer.add_file_type(_FILE_TYPES.get(kind, gguf.LlamaFileType.GUESSED))
@@ -193,7 +195,7 @@ def _made_up(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> np.ndar
 _SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, size: int) -> None:
+def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, size: int, split: str) -> None:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = {number: token for token, number in tokenizer.get_vocab().items()}
     special = set(tokenizer.all_special_ids)
@@ -201,7 +203,7 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, size: int) -> None
     tokens = [vocabulary.get(number, f"[PAD{number}]") for number in range(size)]
     kinds = [3 if number in special else 1 if number in vocabulary else 5 for number in range(size)]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])

@@ -89,6 +89,11 @@ class ModelFiles:
             )
         return [self.folder / name for name in shard_names(self.folder / INDEX)]
 
+    @property
+    def source(self) -> dict[str, Any]:
+        """What a manifest says of the file that weights were dequantized from; nothing of other files."""
+        return open_gguf(self.gguf).source() if self.gguf else {}
+
     def sha256(self) -> str:
         """Hash of the configuration and of all weights; of a GGUF file, that of its bytes."""
         if self.gguf:
