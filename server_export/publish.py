@@ -77,7 +77,7 @@ def publish(config: PublishConfig) -> Path:
     try:
         with new_folder(out, overwrite=config.overwrite) as folder:
             facts = _FORMATS[config.format](folder, config, trained, loaded)
-            _write_card(folder, out, config, trained, facts.get("tokenizer"))
+            _write_card(folder, out, config, trained, loaded, facts.get("tokenizer"))
             if facts:
                 from server_export.bundle import write_manifest
 
@@ -248,7 +248,12 @@ def _copy_beside(folder: Path, trained: Trained) -> None:
 
 
 def _write_card(
-    folder: Path, out: Path, config: PublishConfig, trained: Trained, tokenizer: Mapping[str, Any] | None
+    folder: Path,
+    out: Path,
+    config: PublishConfig,
+    trained: Trained,
+    loaded: LoadedModel | None,
+    tokenizer: Mapping[str, Any] | None,
 ) -> None:
     run = read_run(trained.run)
     model = mapping(_in_manifest(trained, "model"))
@@ -269,6 +274,7 @@ def _write_card(
         has_chat_template=(folder / CHAT_TEMPLATE_FILE).is_file(),
         is_part="text_part_of" in model,
         key_mapping=dict(mapping(model.get("key_mapping"))),
+        source=mapping(model.get("source")) or (loaded.source if loaded else trained.base.source),
     )
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")
 

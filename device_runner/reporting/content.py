@@ -207,6 +207,7 @@ def _method(run: RunFacts) -> Iterator[Block]:
             "estimator": ", then ".join(estimators),
             "model": model.get("name_or_path"),
             "model content": model.get("revision") or model.get("sha256"),
+            "weights of the model's file": mapping(model.get("source")).get("description"),
             "frozen weights": quantization.get("scheme") or ("fp32" if run.run else None),
             "trained numbers": _count(run.train.get("trained_values")),
             "rows computed": _count(run.train.get("rows")),

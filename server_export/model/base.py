@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prge.errors import BundleError
 from prge.files.peft import HASH_MARK, named_base
 from server_export.model.files import CONFIG, find_files, is_local
+from server_export.model.gguf_header import SUFFIX
 
 if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
@@ -37,6 +38,12 @@ class BaseModel:
         with suppress(ValueError):  # it can't be an id
             return isinstance(try_to_load_from_cache(self.name, CONFIG), str)
         return False
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What the name alone says of a GGUF file, nothing of another model; see `LoadedModel.source`."""
+        is_file = self.revision is None and self.name.endswith(SUFFIX)
+        return {"format": "gguf", "file": Path(self.name).name} if is_file else {}
 
     @property
     def label(self) -> str:

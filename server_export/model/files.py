@@ -18,7 +18,7 @@ from typing import Any
 
 import safetensors
 
-from prge.errors import BundleError, shown
+from prge.errors import BundleError, first_line, shown
 from prge.files.bundle import file_sha256
 from prge.files.documents import MOST_JSON_BYTES, DocumentError, read_json
 from prge.files.peft import CONFIG as ADAPTER_CONFIG
@@ -88,6 +88,11 @@ class ModelFiles:
                 remedy="save the model again with `save_pretrained`, which writes safetensors",
             )
         return [self.folder / name for name in shard_names(self.folder / INDEX)]
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What a manifest says of the file that weights were dequantized from; nothing of other files."""
+        return open_gguf(self.gguf).source() if self.gguf else {}
 
     def sha256(self) -> str:
         """Hash of the configuration and of all weights; of a GGUF file, that of its bytes."""
@@ -353,9 +358,3 @@ def hub_answers() -> bool:
     except Exception:  # the library's client changed its exceptions with its version
         return False
     return True
-
-
-def first_line(error: Exception) -> str:
-    """What an exception of a library says first."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

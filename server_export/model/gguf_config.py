@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from prge.errors import BundleError, PrgeError, shown
+from prge.errors import BundleError, PrgeError, first_line, shown
 from server_export.model.config_bounds import config_problems
 from server_export.model.gguf_header import EMBEDDING, GgufHeader
 
@@ -84,10 +84,9 @@ def _check(header: GgufHeader, config: Mapping[str, object]) -> None:
 
 
 def _unread(header: GgufHeader, error: Exception) -> BundleError:
-    told = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return BundleError(
         f"{header.path} holds a model of the architecture {shown(header.architecture)} that transformers "
-        f"can't read: {told}",
+        f"can't read: {first_line(error)}",
         remedy=_REMEDY,
     )
 

@@ -47,9 +47,9 @@ class GgufModel:
         hashes = [file_sha256(path) for path in self.paths]
         return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
-    def quantization(self) -> dict[str, Any]:
-        """What the weights were rounded to, for a manifest: see `source_quantization`."""
-        return source_quantization(self.header)
+    def source(self) -> dict[str, Any]:
+        """The file's name and what its weights were rounded to: see `quantization_of`."""
+        return {"format": "gguf", "file": self.paths[0].name, **quantization_of(self.header)}
 
 
 def gguf_paths(name: str) -> tuple[Path, ...]:
@@ -156,7 +156,7 @@ def _joined(headers: Sequence[GgufHeader]) -> GgufHeader:
     return replace(first, tensors=tensors)
 
 
-def source_quantization(header: GgufHeader) -> dict[str, Any]:
+def quantization_of(header: GgufHeader) -> dict[str, Any]:
     """What a file's weights were rounded to: `description`, `file_type`, and tensors of each of the `types`.
 
     The description is such as "Q4_1 with Q8_0 embedding": types of matrices, that of most numbers first.
@@ -178,4 +178,4 @@ def source_quantization(header: GgufHeader) -> dict[str, Any]:
     except ValueError:
         known = None
     types: Mapping[str, int] = Counter(kind_name(tensor) for tensor in header.tensors.values())
-    return {"format": "gguf", "description": told, "file_type": known, "types": dict(sorted(types.items()))}
+    return {"description": told, "file_type": known, "types": dict(sorted(types.items()))}

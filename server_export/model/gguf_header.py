@@ -211,8 +211,10 @@ class _Reader:
             self._refuse(f"it counts {count:,} {what}, at most {most:,} are read")
         return count
 
-    def _text(self, what: str, longest: int) -> str:
+    def _text(self, what: str, longest: int, *, may_be_empty: bool = False) -> str:
         length = int(self._number("Q", f"the length of {what}"))
+        if not length and not may_be_empty:
+            self._refuse(f"{what} is empty")
         if length > longest:
             self._refuse(f"{what} has {length:,} bytes, at most {longest:,} are read")
         try:
@@ -228,7 +230,7 @@ class _Reader:
                 self._refuse(f"{name} is {value}")
             return GgufValue(kind, value)
         if kind == _STRING:
-            return GgufValue(kind, self._text(name, _LONGEST_TEXT))
+            return GgufValue(kind, self._text(name, _LONGEST_TEXT, may_be_empty=True))
         if kind != _ARRAY:
             self._refuse(f"{name} has the type {kind}, which GGUF doesn't know")
         element = int(self._number("I", f"the type of {name}"))
@@ -240,7 +242,7 @@ class _Reader:
             # Each has a length at least.
             self._fits(count * 8, name)
             for _ in range(count):
-                self._text(f"a text of {name}", _LONGEST_TOKEN)
+                self._text(f"a text of {name}", _LONGEST_TOKEN, may_be_empty=True)
             return GgufValue(kind, count, element)
         letter = _SCALARS[element]
         content = self._take(count * struct.calcsize(f"<{letter}"), name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
-from prge.errors import BundleError, shown
+from prge.errors import BundleError, first_line, shown
 from server_export.model.gguf_header import TOKENS, GgufHeader
 
 _MODEL, _SPLIT, _PREFIX = (f"tokenizer.ggml.{name}" for name in ("model", "pre", "add_space_prefix"))
@@ -37,12 +39,13 @@ def tokenizer_of(header: GgufHeader) -> Any:
         architecture, told, settings = get_gguf_tokenizer(str(header.path))
         backend, _ = convert_gguf_tokenizer(architecture, told)
         _put_right(header, backend, split)
+        backend = _of_file(backend, told)
         return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
     except (
         Exception
     ) as error:  # of transformers, of tokenizers, and of what a hostile vocabulary brings about
         raise BundleError(
-            f"{header.path} has a tokenizer that can't be read: {str(error).splitlines()[0:1] or error}",
+            f"{header.path} has a tokenizer that can't be read: {first_line(error)}",
             remedy=_REMEDY,
         ) from None
 
@@ -98,3 +101,18 @@ def _put_right(header: GgufHeader, backend: Any, split: str | None) -> None:
         backend.decoder = decoders.Sequence(
             [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
         )
+
+
+def _of_file(backend: Any, told: Mapping[str, Any]) -> Any:
+    """The tokenizer with the file's tokens and no others, and with its token for what is unknown.
+
+    The classes that transformers takes for templates add tokens of their own, which a model has no rows for.
+    """
+    from tokenizers import Tokenizer
+
+    content, tokens = json.loads(backend.to_str()), told["tokens"]
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["id"] < len(tokens)]
+    unknown = told.get("unk_token_id")
+    if content["model"]["type"] == "BPE" and unknown is not None:
+        content["model"]["unk_token"] = tokens[unknown]
+    return Tokenizer.from_str(json.dumps(content))

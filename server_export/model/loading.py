@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prge.errors import BundleError, shown
+from prge.errors import BundleError, first_line, shown
 from server_export.model.classifier import (
     Classifier,
     chooses_a_class,
@@ -28,7 +28,6 @@ from server_export.model.files import (
     ModelFiles,
     fetch_weights,
     find_files,
-    first_line,
     read_config,
     stored_numbers,
 )
@@ -54,6 +53,7 @@ class LoadedModel:
     `revision` is the commit of a hub id, `sha256` the content of a folder; the outline of one has none.
     `part_of` is the type of a checkpoint that holds more, such as images, of which this is the text part;
     `key_mapping` is what transformers is to be told of its names then, once the weights are there.
+    `source` tells of the GGUF file that weights are dequantized from, nothing of other models.
     `classifier` is the last layer of an encoder's own classification head, whose other layers `model` has.
     """
 
@@ -65,6 +65,7 @@ class LoadedModel:
     part_of: str | None = None
     key_mapping: Mapping[str, str] = field(default_factory=dict)
     classifier: Classifier | None = None
+    source: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> Any:
@@ -119,6 +120,7 @@ def load_model(
     if classifier is not None:
         classifier = without_last(model, classifier)
     loaded = prepare_model(model, name_or_path, opened.is_decoder, files.revision, opened.part_of, classifier)
+    loaded = replace(loaded, source=files.source)
     return loaded if files.revision else replace(loaded, sha256=files.sha256())
 
 
@@ -134,7 +136,10 @@ def outline_model(
     opened, outline, classifier = _opened(files, pooled, own_head)
     for name in _other_parts(outline):
         outline.set_submodule(name, nn.Identity())
-    return prepare_model(outline, name_or_path, opened.is_decoder, files.revision, opened.part_of, classifier)
+    loaded = prepare_model(
+        outline, name_or_path, opened.is_decoder, files.revision, opened.part_of, classifier
+    )
+    return replace(loaded, source=files.source)
 
 
 def read_use_cache(name_or_path: str, revision: str | None = None) -> bool:

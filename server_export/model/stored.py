@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from prge.errors import BundleError
-from server_export.model.files import ModelFiles, first_line
+from prge.errors import BundleError, first_line
+from server_export.model.files import ModelFiles
 from server_export.model.gguf_files import GgufModel, open_gguf
 from server_export.model.gguf_weights import GgufTensors
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prge.errors import BundleError, ConfigError
+from prge.errors import BundleError, ConfigError, first_line
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer
 from prge.rows.tokenizer import load_tokenizer as read_tokenizer
-from server_export.model.files import first_line, hub_answers, local_folder
+from server_export.model.files import hub_answers, local_folder
 from server_export.settings import PrependBos
 
 SAMPLES = (

@@ -41,7 +41,8 @@ class CardFacts:
     `head_layer` is the layer of the base model's own classification head that is trained, or whose input is;
     `has_own_classes` says that it is for the classes of that head.
     `run` is the run's `run.json`, empty where there is none; `step` is that which the adapter is of, where
-    that is known; `num_bos` is how many tokens begin a prompt.
+    that is known; `num_bos` is how many tokens begin a prompt. `source` tells of the GGUF file that the base
+    model's weights were dequantized from.
     """
 
     name: str
@@ -60,6 +61,7 @@ class CardFacts:
     has_chat_template: bool = False
     is_part: bool = False
     key_mapping: Mapping[str, str] = field(default_factory=dict)
+    source: Mapping[str, Any] = field(default_factory=dict)
 
 
 def model_card(facts: CardFacts) -> str:
@@ -74,7 +76,8 @@ def model_card(facts: CardFacts) -> str:
             "tags": dict.fromkeys(ESTIMATORS[each].tag for _, each in _estimators(facts.run)),
             "what": _WHAT[facts.format].format(base=_base(facts.base)),
             "trainer": _trainer(facts.run),
-            "training": list(_training(facts.run, facts.step)),
+            "training": [*_training(facts.run, facts.step), *_dequantized(facts)],
+            "file": _text(facts.source.get("file", "")),
             "chat_template": CHAT_TEMPLATE_FILE,
             "facts": told,
         }
@@ -125,6 +128,18 @@ def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
         yield f"On development rows: {name.replace('_', ' ')} {start:.4g} before, {end:.4g} at best."
 
 
+def _dequantized(facts: CardFacts) -> Iterator[str]:
+    """That the base model is what a GGUF file stands for."""
+    if facts.source:
+        weights = "The weights here are" if facts.format == "merged" else "The base model is"
+        kinds = f", in {_text(facts.source['description'])}," if "description" in facts.source else ""
+        yield (
+            f"{weights} what the GGUF file {_text(facts.source.get('file'))} stands for: its weights{kinds} "
+            "were dequantized, and the adapter was trained with them. With the weights that the file was "
+            "made of answers can differ."
+        )
+
+
 def _estimators(run: Mapping[str, Any]) -> list[tuple[int, EstimatorName]]:
     """The estimators that steps were taken with, each with its first step; those that a card can tell of."""
     stretches = mapping(run.get("run")).get("estimators")
@@ -159,6 +174,9 @@ def _facts(facts: CardFacts) -> Iterator[tuple[str, str]]:
             yield "base model commit", facts.base.revision
     elif facts.base.sha256:
         yield "base model sha256", facts.base.sha256
+    if facts.source:
+        yield "base model file", _text(facts.source.get("file"))
+        yield "base model weights", _text(["GGUF", *filter(None, [facts.source.get("description")])])
     for key, name in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "target modules")):
         if facts.adapter.get(key) is not None:
             yield name, _text(facts.adapter[key])
