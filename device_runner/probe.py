@@ -201,14 +201,14 @@ def probe(settings: ProbeSettings) -> Report:
     examples, data = load_examples(source, tokenizer, bundle.chain.scoring, task, settings.selection, options)
     rows = (settings.batch_size or default_batch(examples)) * most_sequences(examples)
     contract = bundle.chain.contract(TANGENT, rows, queries=queries)
-    source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
-    adapter = read_compatible_adapter(source, contract.modules, bundle.adapter)
+    start = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
+    adapter = read_compatible_adapter(start, contract.modules, bundle.adapter)
     sampler = Sampler(examples, contract, settings.seed, pad=tokenizer.pad_id)
     print(data.text())
     programs = open_engines(bundle, contract, settings.threads, settings.engine, settings.memory)
     head = None
     if contract.is_encoder:
-        head = head_of(bundle, source, task, examples[0].candidates)
+        head = head_of(bundle, start, task, examples[0].candidates)
         head = head or fit_heads(programs.score, adapter, examples, tokenizer.pad_id).head
     return Report(
         bundle.quantization,

@@ -63,7 +63,7 @@ from prge.learning.sampling import Sampler
 from prge.learning.training import AdapterLearner, train
 from prge.rows.own_heads import refused_labels
 from prge.rows.scoring import displacement, evaluate
-from prge.running.watching import Watcher, graceful_stop
+from prge.running.watching import Watcher, describe_changes, graceful_stop
 from prge.text.loop import Generator
 from prge.verbs.settings import parse_settings, settings_to_yaml
 
@@ -329,6 +329,8 @@ def _closing(settings: RunSettings, inputs: RunInputs, samples: Samples | None) 
                 f"  after   {shown(after['text'])}",
                 *([f"  right   {shown(after['right'])}"] if "right" in after else []),
             ]
+        texts = [[each["text"] for each in answers[time]] for time in ("before", "after")]
+        lines += filter(None, [describe_changes(*texts)])
     lines.append(f"adapter: {settings.out / FINAL}")
     writes = {PREFILL, DECODE} <= set(inputs.bundle.chain.roles)
     steps = next_steps(settings.out, asdict(settings), finished=True, writes=writes)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from prge.contract import Contract
 from prge.errors import DataError
 from prge.learning.examples import Example
+from prge.learning.preferences import make_objective
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.forms import find_form
 from prge.rows.readers import Row, Selection, select_rows
@@ -74,6 +75,7 @@ class NamedRows:
 
         Raises:
             DataError: there are such rows, and the settings don't say to skip them; all are named.
+            ConfigError: settings belong to another objective than that of the rows.
         """
         longest = 0
         problems: dict[str, list[str]] = {}
@@ -95,6 +97,7 @@ class NamedRows:
                 kept = [row for row in source.rows if row.number not in report.unusable]
                 self._sources[part] = replace(source, rows=kept)
             if part == "train":
+                make_objective(report.objective, self._settings)
                 longest = max(report.lengths)
                 self._classes = {each.row: each for each in examples} if contract.is_encoder else {}
         if problems and self._settings.on_bad_row == "stop":

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prge.errors import DataError
+from prge.errors import ConfigError, DataError
 from prge.rows.feedback import Answered, append_feedback
 from prge.rows.tokenizer import Tokenizer
 from prge.verbs.kinds import Paths
@@ -182,3 +182,14 @@ def test_an_encoder_needs_rows_of_every_class(tmp_path: Path) -> None:
     rows.check(TOKENIZER, encoder)
     with pytest.raises(DataError, match="no training row is of the class"):
         rows.split(TOKENIZER, encoder)
+
+
+def test_settings_of_another_objective_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", *map(pair, range(12)))
+    for given, told in (({"beta": 0.3}, "--beta belongs to"),):
+        with pytest.raises(ConfigError, match=told):
+            NamedRows(tune(data, **given)).check(TOKENIZER, CONTRACT)
+    pairs = [{"prompt": f"p{n}", "chosen": " yes", "rejected": " no"} for n in range(12)]
+    data = write(tmp_path / "pairs.jsonl", *pairs)
+    with pytest.raises(ConfigError, match="token is for completions, texts and chats; the objective is dpo"):
+        NamedRows(tune(data, loss_normalisation="token")).check(TOKENIZER, CONTRACT)
