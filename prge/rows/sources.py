@@ -103,7 +103,7 @@ def read_source(
         rows = [Row(row.number, _renamed(row.fields, renamed)) for row in source.rows]
         source = replace(source, rows=rows, renamed=renamed)
     if task is None:
-        source = replace(source, rows=[Row(row.number, _with_lists(row.fields)) for row in source.rows])
+        source = _with_lists(source, broken)
     return source if renamed else _learnable(source, broken, objective)
 
 
@@ -191,7 +191,28 @@ def _check_names(renamed: Mapping[str, str], task: Task | None, source: Source) 
         )
 
 
-def _with_lists(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_lists(source: Source, broken: list[str] | None) -> Source:
+    """The same rows with the lists that some columns hold as JSON; raises DataError as `read_rows`."""
+    problems: list[str] = [] if broken is None else broken
+    rows = []
+    for row in source.rows:
+        fields = _lists_read(row.fields)
+        texts = [name for name in _LISTS if isinstance(fields.get(name), str)]
+        if texts and not {*_ALIKE[0]} <= fields.keys():
+            problems.append(
+                f"row {row.number}: its {texts[0]} is {shown(fields[texts[0]])}, which is no list and "
+                "not the JSON of one: write it with json.dumps, or the rows as jsonl"
+            )
+        else:
+            rows.append(Row(row.number, fields))
+    if (problems and broken is None) or not rows:
+        raise DataError(
+            f"{source.name} has rows that can't be read", problems, remedy="correct or remove these rows"
+        )
+    return replace(source, rows=rows)
+
+
+def _lists_read(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """A row with the lists that some of its columns hold as JSON.
 
     Some columns are always lists. Others may be texts or messages: they are messages where all that belong

@@ -135,7 +135,6 @@ AS_JSON = json.dumps(MESSAGES)
         ({"prompt": "A chat:", "completion": AS_JSON}, {"prompt": "A chat:", "completion": AS_JSON}),
         ({"prompt": "[1]", "completion": "[2]"}, {"prompt": "[1]", "completion": "[2]"}),
         ({"text": AS_JSON}, {"text": AS_JSON}),
-        ({"messages": "[not JSON"}, {"messages": "[not JSON"}),
     ],
 )  # fmt: skip
 def test_messages_as_json_texts(tmp_path: Path, fields: dict[str, str], read: dict[str, object]) -> None:
@@ -146,6 +145,17 @@ def test_messages_as_json_texts(tmp_path: Path, fields: dict[str, str], read: di
         writer.writerow(fields)
     assert read_source(path).rows == [Row(1, read)]
     assert read_source(path, task=load_task("sst2")).rows == [Row(1, fields)]
+
+
+def test_messages_that_are_no_json_are_told(write: Write) -> None:
+    path = write(
+        "a.csv", 'messages\n"[{\'role\': \'user\', \'content\': \'Hi\'}]"\n"[{""role"": ""user""}]"\n'
+    )
+    with pytest.raises(DataError, match=r"row 1: its messages is .* not the JSON of one: write it with json"):
+        read_source(path)
+    broken: list[str] = []
+    assert read_source(path, broken=broken).rows == [Row(2, {"messages": [{"role": "user"}]})]
+    assert len(broken) == 1
 
 
 @pytest.mark.parametrize(
