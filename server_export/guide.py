@@ -34,7 +34,7 @@ class GuideSettings(RowsFlags):
     bundle: Path
     """Folder that `prge export` wrote; it is another bundle afterwards, which no earlier run goes on with."""
     model: str
-    """Folder or hub id of the model that it was exported from."""
+    """Folder, GGUF file or hub id of the model that it was exported from."""
     data: Paths
     """Rows with their labels, of the kind that a device will train on."""
     axes: int = 16

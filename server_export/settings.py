@@ -34,8 +34,8 @@ class ExportConfig:
     """Turn a transformers model into a bundle that a device can train."""
 
     model: str
-    """Folder or hub id of a transformers causal language model or encoder; random:NAME: a public architecture
-    with random weights, to measure."""
+    """Folder or hub id of a transformers causal language model or encoder, or a GGUF file; random:NAME: a
+    public architecture with random weights, to measure."""
 
     out: Path
     """Folder to write the bundle to."""

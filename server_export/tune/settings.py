@@ -37,7 +37,7 @@ class TuneSettings(ObjectiveFlags, RowsFlags):
     out: Path
     """Folder for bundle, run, adapter and report."""
     model: str | None = None
-    """Folder or hub id of a transformers causal language model or encoder."""
+    """Folder or hub id of a transformers causal language model or encoder, or a GGUF file."""
     bundle: Path | None = None
     """Bundle that `prge export` wrote, instead of a model."""
     dev: Paths | None = None

@@ -36,8 +36,8 @@ class CompareSettings(RowsFlags):
     """File to write the figures of every method to as JSON."""
 
     model: str | None = None
-    """Folder or hub id of a transformers model; demo: the tiny one that comes along; random:NAME: an
-    architecture with random weights."""
+    """Folder or hub id of a transformers model, or a GGUF file; demo: the tiny one that comes along;
+    random:NAME: an architecture with random weights."""
     data: str | None = None
     """Folder of the rows; demo: those that come along."""
     train: str | None = None

@@ -50,7 +50,7 @@ class LeakSettings(RowsFlags):
     preset: str | None = None
     """Settings to begin with: demo, the tiny model that comes along; flags win over them."""
     model: str | None = None
-    """Folder or hub id of the model; demo: the one that comes along."""
+    """Folder, GGUF file or hub id of the model; demo: the one that comes along."""
     bundle: Path | None = None
     """Bundle of this model, whose lora_a and adapter are attacked. Without one they are drawn as
     `prge export` draws them, anew for every seed."""
