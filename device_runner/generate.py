@@ -24,8 +24,8 @@ from prge.errors import DataError, shown
 from prge.files.documents import DocumentError, read_json
 from prge.host.terminal import write_text
 from prge.rows.forms import TEMPLATE_KWARGS, columns_text, find_form, template_variables
-from prge.rows.readers import Row, select_rows
-from prge.rows.sources import read_source
+from prge.rows.readers import Row, place_of_row, select_rows
+from prge.rows.sources import describe_paths, read_source
 from prge.rows.task import RowError, load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import Answer, Generator, Request, Ticket
@@ -66,6 +66,7 @@ def generate(settings: GenerateSettings) -> None:
         note("the model has a chat template: --chat puts the prompt into it")
     # All prompts before the engine is there: a chat template runs in a forked child.
     asked = _asked(settings, Prompts(tokenizer, settings.date))
+    source = "the prompts" if settings.data is None else describe_paths(settings.data)
     adapters = read_adapters(settings, bundle)
     count = len(asked) * len(adapters)
     generator = open_generator(bundle, tokenizer, settings, min(count, MOST_AT_ONCE))
@@ -80,7 +81,7 @@ def generate(settings: GenerateSettings) -> None:
         answers = [_streamed(generator, requests[0])]
     else:
         writer = _Writer(names, settings.json, len(adapters) > 1)
-        answers = _written(generator, requests, writer, str(settings.data or "the prompts"))
+        answers = _written(generator, requests, writer, source)
     note("; ".join(_facts(answers, time.perf_counter() - start)))
 
 
@@ -132,7 +133,7 @@ def _rows_asked(
     """Prompts of the rows of a file; raises DataError with all rows that have none."""
     assert settings.data is not None
     task = load_task(settings.task) if settings.task else None
-    source = read_source(settings.data, "test", settings.columns)
+    source = read_source(settings.data, "test", settings.columns, task=task)
     chosen = select_rows(source.rows, settings.selection)
     asked: list[_Asked] = []
     read: Counter[str] = Counter()
@@ -163,7 +164,7 @@ def _rows_asked(
         except DataError as error:
             problems.append(f"row {row.number}: {'; '.join(error.problems)}")
     if problems:
-        raise DataError(f"{settings.data} has rows that can't be answered", problems)
+        raise DataError(f"{source.name} has rows that can't be answered", problems)
     for how, count in read.items():
         note(f"{source.name}: {count} rows {how}")
     return asked
@@ -242,7 +243,7 @@ class _Writer:
     def write(self, number: int, answer: Answer) -> None:
         row, adapter = self.names[number]
         if self.json:
-            print(json.dumps({"row": row, "adapter": adapter, **_record(answer)}), flush=True)
+            print(json.dumps({**place_of_row(row), "adapter": adapter, **_record(answer)}), flush=True)
             return
         heading = f"{row}, {adapter}" if self.several else str(row)
         write_text(sys.stdout, f"--- {heading}\n{answer.text}\n")

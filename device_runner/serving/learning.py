@@ -253,7 +253,7 @@ class Learning:
     def _adapter(self, version: int) -> Adapter:
         if version == 0:
             return self._start
-        return read_peft(self._folder_of(version) / FINAL, self._bundle.chain.modules, self._bundle.adapter)
+        return read_peft(self._folder_of(version) / FINAL, self._bundle.chain.modules)
 
 
 def open_learning(
@@ -292,7 +292,7 @@ def open_learning(
     has_kept = flags.kept is not None or run is not None
     kept = read_kept(settings, tokenizer, bundle) if has_kept else Kept()
     plan = plan_run(bundle, kept.replayed, replace(settings, epochs=None))
-    settings = replace(settings, batch_size=plan.contract.batch_size)
+    settings = replace(settings, batch_size=plan.batch_size)
     learning = Learning(flags, settings, bundle, start, serve, tell)
     engines = open_engines(
         bundle,
@@ -329,6 +329,8 @@ def _settings(flags: LearnFlags, engine: EngineFlags, bundle: Bundle, run: Path 
         objective="completion",
         # A first loss of replayed rows says nothing of that of corrections, and adapters are judged anyway.
         divergence_ratio=_ANY_LOSS,
+        # An answer waits for one call.
+        batch_size=settings.batch_size and max(settings.batch_size // settings.calls, 1),
         calls=1,
         train_start=0,
         train_limit=None,

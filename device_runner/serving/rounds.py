@@ -27,7 +27,7 @@ from device_runner.session.inputs import (
     new_state,
     origin_of,
 )
-from device_runner.session.planning import plan_run
+from device_runner.session.planning import plan_run, sampler_of
 from device_runner.session.settings import RunSettings
 from prge.engine import Answering
 from prge.files.adapter import Adapter
@@ -41,7 +41,7 @@ from prge.learning.estimators.protocol import Measurement
 from prge.learning.evaluation import score
 from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
-from prge.learning.sampling import Sampler, row_order
+from prge.learning.sampling import row_order
 from prge.learning.training import AdapterLearner, train
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.feedback import Fields
@@ -83,12 +83,12 @@ class Kept:
 def read_kept(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> Kept:
     """Examples of the training and development rows of a run; raises PrgeError."""
     task = load_task(settings.task) if settings.task else None
-    train = read_source(settings.train, "train", settings.columns, objective="completion")
+    train = read_source(settings.train, "train", settings.columns, objective="completion", task=task)
     if settings.dev is None:
         parts = split_rows(train.rows)
         train, dev = replace(train, rows=parts.train), replace(train, rows=parts.dev)
     else:
-        dev = read_source(settings.dev, "dev", settings.columns, objective="completion")
+        dev = read_source(settings.dev, "dev", settings.columns, objective="completion", task=task)
 
     def some(source: Source, most: int, training: bool) -> list[Example]:
         rows = source.rows if task is not None else _liked(source)
@@ -241,7 +241,7 @@ class Workshop:
             load_latest(round.folder / CHECKPOINTS, state, newest=journal.steps)
             every, gradients = settings.checkpoint_every, settings.keep_gradients
             template, pad, engine = self._bundle.adapter, self._tokenizer.pad_id, self._engines.step
-            sampler = Sampler(examples, engine.contract, settings.seed, settings.calls, pad)
+            sampler = sampler_of(plan, examples, engine.contract, pad)
 
             def keep(at: TrainingState) -> None:
                 kept = round.folder, at, template, journal, every, gradients

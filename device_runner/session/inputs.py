@@ -16,7 +16,7 @@ from prge.errors import ConfigError
 from prge.files.adapter import Adapter, adapter_size
 from prge.files.bundle import Bundle
 from prge.files.journal import Journal, Record, encode_array
-from prge.files.peft import find_adapter, read_peft
+from prge.files.peft import find_adapter, read_compatible_adapter
 from prge.learning.checkpoint import TrainingState
 from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.guide import Guide, guide_of
@@ -105,7 +105,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     )
     seed = settings.shuffle_seed
     chosen = Selection(settings.train_start, settings.train_limit, seed)
-    train = read_source(settings.train, "train", settings.columns, objective=settings.objective)
+    train = read_source(settings.train, "train", settings.columns, objective=settings.objective, task=task)
     train_examples, train_report = load_examples(train, tokenizer, contract, task, chosen, options)
     objective = make_objective(train_report.objective, settings)
     options = replace(options, objective=train_report.objective)
@@ -114,7 +114,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     dev_examples: list[Example] = []
     dev = None
     if settings.dev is not None:
-        dev = read_source(settings.dev, "dev", settings.columns, objective=train_report.objective)
+        dev = read_source(settings.dev, "dev", settings.columns, objective=train_report.objective, task=task)
         chosen = Selection(settings.dev_start, settings.dev_limit, seed)
         dev_examples, dev_report = load_examples(
             dev, tokenizer, contract, task, chosen, options, training=False
@@ -122,7 +122,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         texts.insert(-1, dev_report.text())
         data["dev"] = dev_report.facts()
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
-    adapter = read_peft(source, contract.modules, bundle.adapter)
+    adapter = read_compatible_adapter(source, contract.modules, bundle.adapter)
     start_head = None
     if contract.is_encoder:
         start_head = head_of(bundle, source, task, train_examples[0].candidates)
@@ -201,7 +201,12 @@ def optimizer_of(settings: RunSettings, modules: Sequence[AdaptedModule]) -> Opt
         raise ValueError("which optimizer is not settled")
     trained = matrices(modules)
     optimizer = make_optimizer(
-        settings.optimizer, adapter_size(modules), settings.momentum, settings.momentum, settings.beta2
+        settings.optimizer,
+        adapter_size(modules),
+        settings.momentum,
+        settings.momentum,
+        settings.beta2,
+        settings.weight_decay,
     )
     if settings.lora_plus == 1:
         return optimizer

@@ -105,9 +105,10 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, T
     change_estimator: bool = False
     """Beside --resume: go on with another estimator, its settings and learning rate, as they are given."""
     batch_size: int | None = None
-    """Sequences of one call, before copies; default: 4, or as many as a row needs."""
+    """Examples of an optimizer step: texts, completions, chats, pairs, or rows of a task. Default: as many as
+    have 4 sequences together, which is 2 pairs; at least 1."""
     calls: int = 1
-    """Batches accumulated into one step."""
+    """Calls that the examples of a step are divided among; their gradients are added up."""
     head_learning_rate: float = 0.0
     """Encoders: train the fitted head by its exact gradient at this peak rate, without folds; 0 keeps it."""
 
@@ -142,9 +143,10 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, T
         problems += when_problems(self.when)
         if self.sample_prompts and self.sample_rows:
             problems.append("--sample-prompts and --sample-rows: give one of them")
-        if self.clip_examples and self.batch_size != 1:
-            given = "not given" if self.batch_size is None else self.batch_size
-            problems.append(f"--clip-examples needs --batch-size 1, it is {given}; --calls adds examples up")
+        if self.clip_examples and self.loss_normalisation == "token":
+            problems.append(
+                "--clip-examples and --loss-normalisation token: an example would count by what others hold"
+            )
         if self.clip_examples and self.head_learning_rate:
             problems.append("--clip-examples and --head-learning-rate: the head's gradient isn't clipped")
         if problems:

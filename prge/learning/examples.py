@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prge.contract import Contract
 from prge.engine import Array, IntArray
+
+LossNormalisation = Literal["example", "token"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,21 @@ def labels_of(examples: Sequence[Example]) -> IntArray:
 def weights_of(examples: Sequence[Example]) -> NDArray[np.float64]:
     """How much each example counts, f64 [examples]."""
     return np.array([example.weight for example in examples], np.float64)
+
+
+def target_count(examples: Sequence[Example]) -> int:
+    """Target tokens of some examples."""
+    return sum(len(sequence.targets) for example in examples for sequence in example.sequences)
+
+
+def weighted_by_tokens(examples: Sequence[Example]) -> list[Example]:
+    """Completions with weights by which their mean loss becomes the mean loss of all their target tokens.
+
+    The loss of a completion is a mean over its own tokens; its weight is multiplied by its share of all
+    target tokens, times the number of examples.
+    """
+    mean = target_count(examples) / len(examples)
+    return [replace(each, weight=each.weight * target_count([each]) / mean) for each in examples]
 
 
 def token_count(examples: Sequence[Example]) -> int:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from prge.contract import Contract
 from prge.errors import DataError
 from prge.learning.examples import Example
+from prge.learning.preferences import make_objective
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.forms import find_form
 from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.report import DataReport
-from prge.rows.sources import Part, Source, files_of_part, read_source
+from prge.rows.sources import Part, Source, holding_part, read_source
 from prge.rows.splitting import split_rows
 from prge.rows.task import load_task
 from prge.rows.tokenizer import Tokenizer
+from prge.verbs.kinds import Paths
 from server_export.tune.settings import TuneSettings
 
 # More tokens than any row has: nothing is cut while rows are measured.
@@ -39,10 +40,10 @@ class NamedRows:
         self._broken: dict[Part, list[str]] = {}
         self.notes: list[str] = []
         self._classes: dict[int, Example] = {}
-        named: dict[Part, Path | None] = {"train": settings.data, "dev": settings.dev, "test": settings.test}
+        named: dict[Part, Paths | None] = {"train": settings.data, "dev": settings.dev, "test": settings.test}
         self._sources: dict[Part, Source] = {}
         for part, given in named.items():
-            where = settings.data if given is None and files_of_part(settings.data, part) else given
+            where = holding_part(settings.data, part) if given is None else given
             if where is not None:
                 self._sources[part] = source = self._read(where, part)
                 called = "" if part == "train" else f"{part}: "
@@ -74,6 +75,7 @@ class NamedRows:
 
         Raises:
             DataError: there are such rows, and the settings don't say to skip them; all are named.
+            ConfigError: settings belong to another objective than that of the rows.
         """
         longest = 0
         problems: dict[str, list[str]] = {}
@@ -95,6 +97,7 @@ class NamedRows:
                 kept = [row for row in source.rows if row.number not in report.unusable]
                 self._sources[part] = replace(source, rows=kept)
             if part == "train":
+                make_objective(report.objective, self._settings)
                 longest = max(report.lengths)
                 self._classes = {each.row: each for each in examples} if contract.is_encoder else {}
         if problems and self._settings.on_bad_row == "stop":
@@ -151,10 +154,12 @@ class NamedRows:
                 remedy="give rows of every class, at least two where development rows are split off",
             )
 
-    def _read(self, where: Path, part: Part) -> Source:
+    def _read(self, where: Paths, part: Part) -> Source:
         """The rows that a user names."""
         broken = self._broken.setdefault(part, [])
-        source = read_source(where, part, self._settings.columns, broken, self._settings.objective)
+        source = read_source(
+            where, part, self._settings.columns, broken, self._settings.objective, self._task
+        )
         if not self._task:  # rows of no form are refused before anything else is done
             find_form(source.rows, source.name, source.renamed, objective=self._settings.objective)
         return source

@@ -14,7 +14,7 @@ from prge.host.atomic import new_folder, write_file
 from prge.learning.preferences import ObjectiveName
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.forms import find_form, present_columns
-from prge.rows.readers import Row, read_rows
+from prge.rows.readers import Row, json_fields, read_rows
 from prge.rows.sources import Part
 from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import Tokenizer
@@ -69,14 +69,12 @@ class RowFiles:
         return task is not None and not task.is_completion
 
     def write(self, parts: Mapping[Part, Sequence[Row]]) -> None:
-        """Write all parts, each row on the line that it has in the user's file: errors and notes name it."""
+        """Write the rows of all parts, a line each."""
         with new_folder(self.folder, overwrite=True) as folder:
             for part, rows in parts.items():
-                lines = [""] * max((row.number for row in rows), default=0)
-                for row in rows:
-                    lines[row.number - 1] = json.dumps(dict(row.fields), ensure_ascii=False)
+                lines = [json.dumps(json_fields(row.fields), ensure_ascii=False) + "\n" for row in rows]
                 if rows:
-                    (folder / f"{part}.jsonl").write_text("\n".join([*lines, ""]), encoding="utf-8")
+                    (folder / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
         self.folder.chmod(0o700)
 
     @property

@@ -351,10 +351,9 @@ class _Tuning:
         """Settings of every run."""
         value, rows = self._record.value, self._rows
         batch, of_a_call = value("batch_size"), value("rows_of_a_call")
-        facts = RowFacts(**self._record.known("facts"))
         heads = self._settings.out / (self._record.known("heads") or "")
         return {
-            **self._given("overflow", "max_dropped", *_OBJECTIVE),
+            **self._given("overflow", "max_dropped", "weight_decay", *_OBJECTIVE),
             "beta": value("beta"),
             "heads_of": heads if heads.is_file() else None,
             "bundle": self._folder,
@@ -365,7 +364,7 @@ class _Tuning:
             "dev_limit": None if rows.dev is None else _DEV_ROWS,
             "estimator": value("estimator"),
             "head_folds": value("head_folds"),
-            "batch_size": of_a_call * facts.widest,
+            "batch_size": batch,
             "calls": batch // of_a_call,
             "memory": value("weights_memory"),
             # Of few development rows a metric is often the same.
@@ -405,6 +404,7 @@ class _Tuning:
             "seconds": self._record.seconds,
             "final_step": runs[-1]["train"].get("final_step"),
             "bundle": str(self._folder),
+            "quantization": open_bundle(self._folder).quantization,
             "run_on_phone": self._place.run_name(out / "run") if isinstance(self._place, Phone) else None,
             "samples": runs[-1]["train"].get("samples"),
             "next": shlex.join(["prge", *self._next()]),

@@ -9,7 +9,7 @@ from pathlib import Path
 from prge.errors import DataError, RunError
 from prge.host.atomic import write_file
 from prge.rows.forms import column_names, find_form, present_columns
-from prge.rows.readers import Row, Selection, select_rows
+from prge.rows.readers import Row, Selection, json_fields, select_rows
 from prge.rows.sources import Part, Source, read_source
 from prge.rows.task import Task, load_task
 from server_export.evidence.compare.settings import CompareSettings
@@ -27,13 +27,13 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
         "dev": Selection(settings.dev_start, settings.dev_limit),
         "test": Selection(settings.test_start, settings.test_limit),
     }
-    task = load_task(settings.task_path) if settings.task_path else None
     chosen: dict[Part, list[Row]] = {}
     taken: dict[tuple[Path, int], Part] = {}
     shared: Counter[str] = Counter()
+    task = load_task(settings.task_path) if settings.task_path else None
     for split, selection in selections.items():
         file = settings.rows_file(split)
-        source = read_source(file, split, settings.columns)
+        source = read_source(file, split, settings.columns, task=task)
         chosen[split] = select_rows(source.rows, selection)
         _tell_unread(source, task)
         others = [taken.setdefault((file.resolve(), row.number), split) for row in chosen[split]]
@@ -48,7 +48,9 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
     written: dict[str, Path] = {}
     for split, rows in chosen.items():
         path = written[split] = folder / f"{split}.jsonl"
-        content = "".join(json.dumps(dict(row.fields), ensure_ascii=False) + "\n" for row in rows).encode()
+        content = "".join(
+            json.dumps(json_fields(row.fields), ensure_ascii=False) + "\n" for row in rows
+        ).encode()
         if not path.is_file():
             write_file(path, content)
         elif path.read_bytes() != content:

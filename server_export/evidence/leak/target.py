@@ -101,7 +101,7 @@ def open_target(settings: LeakSettings) -> Target:
         some = (AdaptedModule("", 1, 1, 1),)
         contract = Contract("stack", "logprobs", 1, 1, _LENGTH, _LENGTH, 0, vocabulary, some)
     task = load_task(settings.task) if settings.task else None
-    rows = read_source(settings.rows_path, "test", settings.columns)
+    rows = read_source(settings.rows_path, "test", settings.columns, task=task)
     examples, report = load_examples(
         rows, tokenizer, contract, task, options=BuildOptions("truncate", date=settings.date)
     )
