@@ -25,7 +25,15 @@ from prge.errors import PrgeError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.host.terminal import write_text
-from prge.rows.feedback import Answered, Fields, adapter_digest, append_feedback, check_feedback, spaced
+from prge.rows.feedback import (
+    Answered,
+    Fields,
+    adapter_digest,
+    append_feedback,
+    asked_messages,
+    check_feedback,
+    spaced,
+)
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import Generator, Request, Ticket
 from prge.text.prompts import Prompt, Prompts
@@ -185,7 +193,8 @@ class Chat:
             row = self._answered.judged(rating, correction)
             if messages := row.get("messages"):
                 text = row["answer"] if correction is None else correction
-                self._prompts.check_answered([*messages, {"role": "assistant", "content": text}])
+                answered = [*messages, {"role": "assistant", "content": text}]
+                self._prompts.check_answered(answered, self._settings.variables)
             append_feedback(self._feedback, [row])
         except (ValueError, PrgeError) as error:
             note(f"not kept: {error}")
@@ -242,7 +251,7 @@ class Chat:
         """Remember an answer, so that something may be said of it."""
         if self._feedback is None or not text.strip():
             return
-        asked: Fields = {"messages": self._messages(line)}
+        asked: Fields = asked_messages(self._messages(line), self._settings.variables)
         if self._prompts.chat is None:
             asked = {"prompt": self._joined(line)}
         name, settings = self._name, self._settings.generation()
@@ -257,7 +266,7 @@ class Chat:
         room = context - min(self._settings.max_tokens, context // 2)
         forgotten = 0
         while True:
-            prompt = self._prompts.of_messages(self._messages(line))
+            prompt = self._prompts.of_messages(self._messages(line), self._settings.variables)
             if len(prompt.tokens) <= room or self._settings.overflow == "error" or not self._turns:
                 break
             self._turns.pop(0)

@@ -90,12 +90,13 @@ def _asked(settings: GenerateSettings, prompts: Prompts) -> list[_Asked]:
     if settings.messages is not None:
         messages, variables = _read_messages(settings.messages)
         messages = [*_unless_there(system, messages), *messages]
-        return [_Asked(1, prompts.of_messages(messages, variables))]
+        return [_Asked(1, prompts.of_messages(messages, {**settings.variables, **variables}))]
     if settings.data is not None:
         return _rows_asked(settings, prompts, system)
     texts = [sys.stdin.read().removesuffix("\n") if text == STDIN else text for text in settings.prompt]
     if settings.chat:
-        made = [prompts.of_messages([*system, {"role": "user", "content": text}]) for text in texts]
+        turns = [[*system, {"role": "user", "content": text}] for text in texts]
+        made = [prompts.of_messages(messages, settings.variables) for messages in turns]
     else:
         made = [prompts.of_text(text) for text in texts]
     return [_Asked(number, prompt) for number, prompt in enumerate(made, 1)]
@@ -153,7 +154,8 @@ def _rows_asked(
                 if "messages" in plain.fields:
                     messages = _asked_of(plain)
                     messages = [*_unless_there(system, messages), *messages]
-                    prompt = prompts.of_messages(messages, plain.fields.get(TEMPLATE_KWARGS))
+                    variables = {**settings.variables, **plain.fields.get(TEMPLATE_KWARGS, {})}
+                    prompt = prompts.of_messages(messages, variables)
                 else:
                     prompt = prompts.of_text(_text_of(plain))
             asked.append(_Asked(row.number, prompt))

@@ -27,6 +27,7 @@ from device_runner.session.speaking import (
     note,
     open_speaking,
     read_adapter,
+    read_template_kwargs,
 )
 from prge.errors import ConfigError
 from prge.files.adapter import Adapter
@@ -90,7 +91,8 @@ def serve(settings: ServeSettings) -> None:
             check_feedback(file)
         bundle = open_speaking(settings.bundle)
         adapters = _adapters(settings, bundle)
-        models = Models(adapters, _tokenizer(settings, bundle))
+        variables = read_template_kwargs(settings.chat_template_kwargs)
+        models = Models(adapters, _tokenizer(settings, bundle), variables)
         listener = held.enter_context(listening(settings.host, settings.port))
         is_reached_by_others = not is_local(listener.getsockname()[0])
         settings.check_key(key, is_reached_by_others)

@@ -71,6 +71,9 @@ class ServingFlags(RoundFlags, EngineFlags):
     chat_template: Path | None = None
     """Jinja file that makes a prompt of messages. Default: the model's own; without one only
     /v1/completions answers."""
+    chat_template_kwargs: str | None = None
+    """JSON of what the chat template is given where a request has no chat_template_kwargs of its own, such
+    as '{"enable_thinking": false}'."""
     queue: int = 64
     """Most answers that are made or wait at once; further requests get status 429."""
     slots: int = 8

@@ -9,6 +9,7 @@ from typing import Any
 
 from prge.errors import ConfigError
 from prge.files.journal import Journal, Record
+from prge.verbs.kinds import Day
 
 FEEDBACK, HISTORY, ROUNDS = "feedback.jsonl", "adapters.jsonl", "rounds"
 _FACTS = ("learnt", "held_back", "kept", "steps", "seconds", "why")
@@ -55,11 +56,12 @@ class Version:
         return f"adapter {self.number} of {len(self.rows)} rows: {self.status}{losses}{why}"
 
 
-def date_of(folder: Path) -> str | None:
+def date_of(folder: Path) -> Day | None:
     """The day that chat templates take for today in a folder of what is learnt; None where it has none."""
     path = folder / HISTORY
     begun = Journal(path, writable=False).first("start") if path.is_file() else None
-    return None if begun is None else begun.get("date")
+    found = None if begun is None else begun.get("date")
+    return None if found is None else Day(found)
 
 
 class History:

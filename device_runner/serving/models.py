@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from device_runner.serving.protocol import Asked, RequestError
 from prge.errors import BundleError, DataError
 from prge.files.adapter import Adapter
 from prge.rows.chat import Message
-from prge.rows.feedback import Answered, Fields, adapter_digest
+from prge.rows.feedback import TEMPLATE_KWARGS, Answered, Fields, adapter_digest, asked_messages
 from prge.rows.tokenizer import Tokenizer
 from prge.text.loop import GenerationSettings, Request
 from prge.text.prompts import Prompt, Prompts
@@ -34,13 +34,20 @@ class Models:
     Args:
         adapters: by name.
         tokenizer: of this object alone.
+        variables: that the chat template is given where a request doesn't name them.
 
     Raises:
         BundleError: the tokenizer's chat template is damaged.
         DataError: it has one, and jinja2 isn't installed.
     """
 
-    def __init__(self, adapters: Mapping[str, Adapter], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        adapters: Mapping[str, Adapter],
+        tokenizer: Tokenizer,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._variables = variables or {}
         self._adapters = dict(adapters)
         self._digests: WeakKeyDictionary[Adapter, str] = WeakKeyDictionary()
         self._tokenizer = tokenizer
@@ -75,7 +82,7 @@ class Models:
 
     def answered(self, id: str, asked: Asked, request: Request, number: int, text: str) -> Answered:
         """An answer to the request of a number, as feedback needs it."""
-        made: Fields = {"messages": [*asked.messages]}
+        made: Fields = asked_messages(asked.messages, {**self._variables, **asked.variables})
         if not asked.is_chat:
             made = {"prompt": asked.prompts[number // asked.count]}
         digest = self._digests.get(request.adapter) or adapter_digest(request.adapter)
@@ -91,12 +98,13 @@ class Models:
         """
         if messages := answered.asked.get("messages"):
             text = answered.answer if correction is None else correction
-            work = partial(self._check_learnable, [*messages, {"role": "assistant", "content": text}])
+            whole = [*messages, {"role": "assistant", "content": text}]
+            work = partial(self._check_learnable, whole, answered.asked.get(TEMPLATE_KWARGS, {}))
             await asyncio.get_running_loop().run_in_executor(self._templates, work)
 
-    def _check_learnable(self, messages: list[Message]) -> None:
+    def _check_learnable(self, messages: list[Message], variables: Mapping[str, Any]) -> None:
         with self._refusing():
-            self._prompts.check_answered(messages)
+            self._prompts.check_answered(messages, variables)
 
     async def apart(self, work: Callable[[], _T]) -> _T:
         """What `work` gives, done by the thread that reads."""
@@ -133,7 +141,8 @@ class Models:
 
     def _rendered(self, asked: Asked) -> tuple[Prompts, str]:
         with self._refusing():
-            return self._prompts, self._prompts.rendered(asked.messages)
+            variables = {**self._variables, **asked.variables}
+            return self._prompts, self._prompts.rendered(asked.messages, variables)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from prge.errors import ConfigError, shown
 from prge.files.documents import DocumentError, parse_json
 from prge.rows.chat import Message
+from prge.rows.forms import TEMPLATE_KWARGS, template_kwargs
+from prge.rows.task import RowError
 from prge.text.choice import ChoiceSettings
 
 Json = dict[str, Any]
@@ -83,6 +85,8 @@ class Asked:
     stream: bool
     usage: bool
     """Whether a stream ends with the numbers of tokens."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template is given beside the messages."""
 
     @property
     def is_chat(self) -> bool:
@@ -92,12 +96,16 @@ class Asked:
 
 def read_chat(body: bytes) -> Asked:
     """A request to /v1/chat/completions; raises RequestError."""
-    content = _content(body, ("messages", "max_completion_tokens"))
+    content = _content(body, ("messages", "max_completion_tokens", TEMPLATE_KWARGS))
     messages = content.get("messages")
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", messages, "a list of at least one message")
     read = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(messages))
-    return _asked(content, None, messages=read)
+    try:
+        variables = template_kwargs(content.get(TEMPLATE_KWARGS, {}))
+    except RowError as error:
+        raise RequestError(400, str(error), param=TEMPLATE_KWARGS) from None
+    return replace(_asked(content, None, messages=read), variables=variables)
 
 
 def read_completion(body: bytes) -> Asked:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from device_runner.engines.speaking import open_speaker
 from device_runner.engines.trunk_cache import Precision
@@ -18,6 +18,8 @@ from prge.files.bundle import Bundle, open_bundle
 from prge.files.peft import find_adapter, read_compatible_adapter, read_peft
 from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
+from prge.rows.forms import template_kwargs
+from prge.rows.task import RowError
 from prge.rows.tokenizer import Tokenizer
 from prge.running.training_flags import RowsFlags, SelectionFlags
 from prge.text.choice import MIN_P, ChoiceSettings
@@ -72,9 +74,17 @@ class SpeakingFlags(EngineFlags):
     token."""
     system: str | None = None
     """Chat: the system message, unless the conversation has one."""
+    chat_template_kwargs: str | None = None
+    """Chat: JSON of what the chat template is given, such as '{"enable_thinking": false}'."""
 
     def __post_init__(self) -> None:
         self.generation()
+        read_template_kwargs(self.chat_template_kwargs)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the chat template is given."""
+        return read_template_kwargs(self.chat_template_kwargs)
 
     def generation(self) -> GenerationSettings:
         """How an answer is made; raises ConfigError for what can't be."""
@@ -82,6 +92,14 @@ class SpeakingFlags(EngineFlags):
             self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.seed
         )
         return GenerationSettings(self.max_tokens, self.stop, choice, self.overflow, self.draft)
+
+
+def read_template_kwargs(given: str | None) -> dict[str, Any]:
+    """What a chat template is given, by a flag's JSON; raises ConfigError."""
+    try:
+        return template_kwargs(given)
+    except RowError as error:
+        raise ConfigError("--chat-template-kwargs can't be used:", [str(error)]) from None
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from prge.files.documents import DocumentError, parse_json
 from prge.host.atomic import storage_error, write_file
 from prge.host.regular_files import open_regular, read_regular
 
+# What the chat template was given beside messages; rows to learn from have it too.
+TEMPLATE_KWARGS = "chat_template_kwargs"
 GOOD, BAD = RATINGS = ("good", "bad")
 _OWNERS = 0o600
 Fields = Mapping[str, Any]
@@ -73,6 +75,12 @@ def adapter_digest(adapter: Adapter) -> str:
     for name, matrix in sorted((adapter.lora_a or {}).items()):
         digest.update(name.encode() + matrix.tobytes())
     return digest.hexdigest()[:16]
+
+
+def asked_messages(messages: Sequence[Fields], variables: Fields) -> Fields:
+    """What was asked by messages, with what the chat template was given beside them."""
+    given = {TEMPLATE_KWARGS: dict(variables)} if variables else {}
+    return {"messages": [*messages], **given}
 
 
 def spaced(correction: str, answer: str) -> str:

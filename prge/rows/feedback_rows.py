@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prge.learning.preferences import PREFERENCES, ObjectiveName
-from prge.rows.feedback import BAD, GOOD, Fields, spaced
+from prge.rows.feedback import BAD, GOOD, TEMPLATE_KWARGS, Fields, spaced
 from prge.rows.readers import Row
 
 
@@ -59,19 +59,27 @@ def _completion(row: Fields) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt, "completion": answer}
     before = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in prompt]
-    return {"messages": [*before, *answer]}
+    return {"messages": [*before, *answer], **_given(row)}
 
 
 def _pair(row: Fields) -> dict[str, Any]:
     sides = {"chosen": row["correction"], "rejected": row["answer"]}
-    return {"prompt": _asked(row), **{name: _said(row, text) for name, text in sides.items()}}
+    return {"prompt": _asked(row), **{name: _said(row, text) for name, text in sides.items()}, **_given(row)}
 
 
 def _labelled(row: Fields) -> Iterator[dict[str, Any]]:
     if "correction" in row:
-        yield {"prompt": _asked(row), "completion": _said(row, row["correction"]), "label": True}
-    label = row.get("rating") == GOOD
-    yield {"prompt": _asked(row), "completion": _said(row, row["answer"]), "label": label}
+        yield {**_rated(row, row["correction"]), "label": True}
+    yield {**_rated(row, row["answer"]), "label": row.get("rating") == GOOD}
+
+
+def _rated(row: Fields, text: str) -> dict[str, Any]:
+    return {"prompt": _asked(row), "completion": _said(row, text), **_given(row)}
+
+
+def _given(row: Fields) -> dict[str, Any]:
+    """What the chat template of a conversation was given beside the messages."""
+    return {TEMPLATE_KWARGS: row[TEMPLATE_KWARGS]} if row.get(TEMPLATE_KWARGS) else {}
 
 
 def _asked(row: Fields) -> Any:

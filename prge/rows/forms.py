@@ -23,6 +23,7 @@ from typing import Any, Literal
 from prge.errors import DataError, printable, shortened, shown
 from prge.files.documents import DocumentError, parse_json
 from prge.learning.preferences import ObjectiveName, Preferring
+from prge.rows.feedback import TEMPLATE_KWARGS
 from prge.rows.preferences import as_messages, pair_fields, rating_fields
 from prge.rows.readers import Row
 from prge.rows.task import RowError
@@ -36,8 +37,7 @@ SPEAKERS = {
     "tool": "tool",
 }
 Fields = Mapping[str, Any]
-WEIGHT, SYSTEM, TOOLS, TEMPLATE_KWARGS = "weight", "system", "tools", "chat_template_kwargs"
-HISTORY = "history"
+WEIGHT, SYSTEM, TOOLS, HISTORY = "weight", "system", "tools", "history"
 # Columns that have a meaning of their own, whatever a template calls by these names.
 _OF_CHATS = frozenset({WEIGHT, SYSTEM, TOOLS, TEMPLATE_KWARGS, HISTORY})
 # Arguments that a row's columns are, or that say how it is rendered.
@@ -189,6 +189,16 @@ def with_system(system: Any, messages: Any) -> Any:
     return messages
 
 
+def template_kwargs(given: Any) -> dict[str, Any]:
+    """Arguments of a chat template by a mapping, JSON of one, or nothing; raises RowError."""
+    kwargs = _decoded(TEMPLATE_KWARGS, given or {}, "a mapping")
+    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+        raise RowError(f"{TEMPLATE_KWARGS} must be a mapping of names to values, not {shown(kwargs)}")
+    if taken := _GIVEN & kwargs.keys():
+        raise RowError(f"{TEMPLATE_KWARGS} must not name {', '.join(sorted(taken))}, which every chat gives")
+    return {name: value for name, value in kwargs.items() if value is not None}
+
+
 def template_variables(fields: Fields, names: Collection[str] = ()) -> dict[str, Any]:
     """What a row's chat template is given beside the messages.
 
@@ -200,12 +210,7 @@ def template_variables(fields: Fields, names: Collection[str] = ()) -> dict[str,
         RowError: tools are no list, or chat_template_kwargs are no mapping of names that are free.
     """
     found = {name: fields[name] for name in names if fields.get(name) is not None}
-    kwargs = _decoded(TEMPLATE_KWARGS, fields.get(TEMPLATE_KWARGS) or {}, "a mapping")
-    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
-        raise RowError(f"{TEMPLATE_KWARGS} must be a mapping of names to values, not {shown(kwargs)}")
-    if taken := _GIVEN & kwargs.keys():
-        raise RowError(f"{TEMPLATE_KWARGS} must not name {', '.join(sorted(taken))}: the row itself gives it")
-    found |= {name: value for name, value in kwargs.items() if value is not None}
+    found |= template_kwargs(fields.get(TEMPLATE_KWARGS))
     tools = _decoded(TOOLS, fields.get(TOOLS) or found.get(TOOLS) or [])
     if not isinstance(tools, list):
         raise RowError(f"{TOOLS} must be a list, or JSON of one, not {shown(tools)}")
@@ -222,8 +227,11 @@ def _of_instruction(fields: Fields, chat: bool) -> Fields:
     earlier = list(_history(fields))
     if not chat:
         system = text_of(fields, SYSTEM) if fields.get(SYSTEM) else ""
-        turns = [(("Instruction", question), ("Response", reply)) for question, reply in earlier]
-        headings = [heading for turn in turns for heading in turn]
+        headings = [
+            heading
+            for question, reply in earlier
+            for heading in (("Instruction", question), ("Response", reply))
+        ]
         headings += [("Instruction", instruction), ("Input", given)]
         parts = [f"### {heading}:\n{text}\n\n" for heading, text in headings if text.strip()]
         parts = [f"{system}\n\n", *parts] if system else parts

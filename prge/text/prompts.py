@@ -99,10 +99,10 @@ class Prompts:
         _ = self._after_turn  # from here on the template isn't asked
         return self.chat.render(messages, add_generation_prompt=True, variables=variables or {})
 
-    def check_answered(self, messages: Sequence[Message]) -> None:
+    def check_answered(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> None:
         """Raise DataError where a conversation can't be learnt from, whose last message is an answer."""
         if self.chat is not None:
-            self.chat.renderings(messages, [len(messages) - 1])
+            self.chat.renderings(messages, [len(messages) - 1], variables or {})
 
     def of_rendered(self, text: str, *, most: int | None = None) -> Prompt:
         """What the template made of a conversation, as tokens; `most` as of texts."""

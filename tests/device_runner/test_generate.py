@@ -174,6 +174,39 @@ def test_forms_of_rows_are_told_and_become_prompts(speaking: Speaking, generate:
     assert line["text"] == speaking.answers("the film").text
 
 
+def test_a_chat_template_is_given_tools_variables_and_a_date(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source = (
+        "{{ strftime_now('%Y-%m-%d') }} {{ style }} {{ tools | tojson }}"
+        "{% for m in messages %}|{{ m.role }}:{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}|assistant:{% endif %}"
+    )
+    speaking = Speaking(tmp_path / "given", source)
+    speaking.replaces(monkeypatch, verb)
+    asked, tools = {"role": "user", "content": "Hi"}, [{"name": "weather"}]
+    prompt = f"2026-11-27 brief {json.dumps(tools)}|user:Hi|assistant:"
+    files = {
+        "messages": {"messages": [asked], "tools": tools, "chat_template_kwargs": {"style": "brief"}},
+        "data": {"prompt": [asked], "tools": tools, "style": "brief", "system": "Be kind.", "id": 3},
+    }
+    for flag, content in files.items():
+        (tmp_path / f"{flag}.jsonl").write_text(json.dumps(content) + "\n")
+        words = [f"--bundle={speaking.folder}", f"--{flag}={tmp_path / flag}.jsonl", "--date=2026-11-27"]
+        told = Told(capsys, [*words, "--json", "--max-tokens=16"])
+        wanted = prompt.replace("|user", "|system:Be kind.|user") if flag == "data" else prompt
+        literal = Speaking(tmp_path / f"literal-{flag}", f"{{% raw %}}{wanted}{{% endraw %}}")
+        assert told.lines[0]["text"] == literal.answers([asked]).text
+        assert told.lines[0]["prompt_tokens"] == len(literal.tokenizer.encode(wanted))
+    assert "(prompt and completion), columns: prompt, tools, style, system; not read: id" in told.err
+    words = [f"--bundle={speaking.folder}", "--chat", "--prompt", "Hi", "--date=2026-11-27", "--json"]
+    given = json.dumps({"style": "brief", "tools": tools})
+    told = Told(capsys, [*words, f"--chat-template-kwargs={given}", "--max-tokens=16"])
+    assert told.lines[0]["prompt_tokens"] == len(literal.tokenizer.encode(prompt))
+    told = Told(capsys, [*words, "--chat-template-kwargs=[1]"])
+    assert told.code == 2 and "chat_template_kwargs must be a mapping of names to values" in told.err
+
+
 def test_rows_without_a_prompt_are_all_named(generate: Any, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"text": "a"}\n{"label": 1}\n{"messages": [{"role": "assistant", "content": "a"}]}\n')

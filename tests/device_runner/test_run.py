@@ -489,8 +489,8 @@ def _today(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
 
     class Today(date):
         @classmethod
-        def today(cls) -> date:
-            return date.fromisoformat(day)
+        def today(cls) -> Today:
+            return cls.fromisoformat(day)
 
     monkeypatch.setattr(training_flags, "date", Today)
     monkeypatch.setattr("prge.rows.chat.date", Today)

@@ -202,8 +202,8 @@ def test_a_folder_keeps_the_day_that_it_began_on(place: Place, monkeypatch: pyte
 
     class Later(date):
         @classmethod
-        def today(cls) -> date:
-            return date.fromisoformat("2027-01-02")
+        def today(cls) -> Later:
+            return cls.fromisoformat("2027-01-02")
 
     monkeypatch.setattr("prge.running.training_flags.date", Later)
     learning = place.open()

@@ -31,6 +31,20 @@ def test_defaults_are_openais_but_for_rare_tokens() -> None:
     assert read_completion(json.dumps(COMPLETION).encode()).most == 16
 
 
+def test_a_chat_may_say_what_its_template_is_given() -> None:
+    given = {"enable_thinking": False}
+    assert read_chat(json.dumps({**CHAT, "chat_template_kwargs": given}).encode()).variables == given
+    for wrong in (3, ["a"], {"messages": []}):
+        error = refused({**CHAT, "chat_template_kwargs": wrong})
+        assert error.status == 400 and error.body["error"]["param"] == "chat_template_kwargs"
+    assert "unknown field" in str(refused({**COMPLETION, "chat_template_kwargs": given}, read_completion))
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    assert (
+        "tools is" in str(refused({**CHAT, "tools": tools}))
+        and refused({**CHAT, "tools": tools}).status == 400
+    )
+
+
 def test_everything_that_a_request_may_say() -> None:
     asked = read_chat(
         json.dumps(
