@@ -27,7 +27,7 @@ from prge.rows.scoring import evaluate, text_metrics
 from prge.rows.sources import read_source
 from prge.rows.task import Generate, Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
+from prge.running.training_flags import ExampleFlags, OverflowFlags, SelectionFlags
 from prge.text.loop import Answer, GenerationSettings, Generator, Request
 from prge.text.loop import Overflow as PromptOverflow
 from prge.text.prompts import Prompt
@@ -38,7 +38,7 @@ SLOTS = 8
 
 
 @dataclass(frozen=True)
-class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlags, RowsFlags):
+class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlags, ExampleFlags):
     """Score an adapter on rows of a file; prints the loss and the metric of the task."""
 
     bundle: Path
@@ -86,7 +86,10 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     contract = bundle.chain.scoring
     tokenizer = bundle_tokenizer(bundle)
     options = BuildOptions(
-        overflow=settings.overflow, append_eos=settings.append_eos, objective=settings.objective
+        overflow=settings.overflow,
+        append_eos=settings.append_eos,
+        control_tokens=settings.control_tokens,
+        objective=settings.objective,
     )
     source = read_source(settings.data, "test", settings.columns, objective=settings.objective)
     examples, report = load_examples(

@@ -36,13 +36,13 @@ from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.own_heads import head_of, task_of
 from prge.rows.sources import read_source
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
+from prge.running.training_flags import ExampleFlags, OverflowFlags, SelectionFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import parse_settings
 
 
 @dataclass(frozen=True)
-class ProbeSettings(EngineFlags, OverflowFlags, SelectionFlags, RowsFlags):
+class ProbeSettings(EngineFlags, OverflowFlags, SelectionFlags, ExampleFlags):
     """Measure on real rows how much signal each estimator and epsilon has, and recommend one."""
 
     bundle: Path
@@ -195,7 +195,7 @@ def probe(settings: ProbeSettings) -> Report:
         )
     tokenizer = bundle_tokenizer(bundle)
     task = task_of(bundle, settings.task)
-    options = BuildOptions(settings.overflow, settings.append_eos)
+    options = BuildOptions(settings.overflow, settings.append_eos, settings.control_tokens)
     rows = read_source(settings.data, "train", settings.columns)
     examples, data = load_examples(rows, tokenizer, bundle.chain.scoring, task, settings.selection, options)
     contract = bundle.chain.contract(TANGENT, settings.batch_size or batch_for(examples), queries=queries)

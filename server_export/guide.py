@@ -18,7 +18,7 @@ from prge.errors import ConfigError, DataError
 from prge.files.adapter import adapter_size
 from prge.files.bundle import Bundle, open_bundle
 from prge.learning.estimators.guide import Guide, add_guide
-from prge.running.training_flags import RowsFlags
+from prge.running.training_flags import ExampleFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.settings import parse_settings
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GuideSettings(RowsFlags):
+class GuideSettings(ExampleFlags):
     """Give a bundle axes for the directions of its forward-only runs, from gradients of rows."""
 
     bundle: Path
@@ -132,7 +132,12 @@ def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
     rows = read_source(settings.data, "train", settings.columns)
     chosen = Selection(limit=settings.limit, shuffle_seed=settings.seed)
     # Of preferences what is liked.
-    options = BuildOptions("auto", objective=None if task else "completion")
+    options = BuildOptions(
+        "auto",
+        settings.append_eos,
+        settings.control_tokens,
+        objective=None if task else "completion",
+    )
     examples, _ = load_examples(rows, tokenizer, bundle.chain.scoring, task, chosen, options)
     widest = max(len(example.sequences) for example in examples)
     base = open_base(bundle, settings.model)

@@ -21,19 +21,19 @@ from prge.learning.checkpoint import TrainingState
 from prge.learning.encoder_heads import fit_heads
 from prge.learning.examples import Example
 from prge.learning.head import Head
-from prge.rows.example_building import load_examples
+from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.own_heads import head_of, task_of
 from prge.rows.readers import Selection
 from prge.rows.scoring import evaluate
 from prge.rows.sources import Part, read_source
 from prge.rows.task import Task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.running.training_flags import RowsFlags
+from prge.running.training_flags import ExampleFlags
 from prge.verbs.settings import part_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings(Plan, RoundsFlags, EngineFlags, RowsFlags):
+class ServerSettings(Plan, RoundsFlags, EngineFlags, ExampleFlags):
     """What a fleet's server is begun with."""
 
     bundle: Path
@@ -69,9 +69,9 @@ class ServerRows:
         """Rows of a file."""
         source = read_source(rows, part, settings.columns)
         tokenizer = bundle_tokenizer(self.bundle)
-        examples, _ = load_examples(
-            source, tokenizer, self.bundle.chain.scoring, self.task, Selection(limit=limit), training=False
-        )
+        options = BuildOptions(append_eos=settings.append_eos, control_tokens=settings.control_tokens)
+        contract, chosen = self.bundle.chain.scoring, Selection(limit=limit)
+        examples, _ = load_examples(source, tokenizer, contract, self.task, chosen, options, training=False)
         return examples
 
     def fitted_head(self, examples: list[Example]) -> Head:

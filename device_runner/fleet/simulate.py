@@ -107,13 +107,15 @@ class Simulation:
             plan.run_settings(settings.bundle, settings.train, settings.out),
             task=settings.task,
             columns=settings.columns,
+            control_tokens=settings.control_tokens,
+            append_eos=settings.append_eos,
             train_start=settings.train_start,
             train_limit=settings.train_limit,
         )
         engine = (settings.engine, settings.threads, settings.memory)
         self.local, self.engines = open_local(plan, bundle, steps, *engine)
         self.dealt = parts(self.local.examples, settings.devices, settings.partition, settings.seed)
-        names = ("devices", "partition", "train_start", "train_limit")
+        names = ("devices", "partition", "train_start", "train_limit", "control_tokens", "append_eos")
         self.identity = {**{name: getattr(settings, name) for name in names}, "train": self.local.data}
         task = task_of(bundle, settings.task)
         self.rows = ServerRows(bundle, task, self.engines, self.local.pad)

@@ -350,7 +350,9 @@ def _examples(
     training: bool,
 ) -> list[Example]:
     what: ObjectiveName = "completion" if task is None else "auto"
-    options = BuildOptions(settings.overflow, settings.append_eos, skip_unusable=True, objective=what)
+    options = BuildOptions(
+        settings.overflow, settings.append_eos, settings.control_tokens, skip_unusable=True, objective=what
+    )
     return build_examples(rows, tokenizer, bundle.chain.scoring, task, options, training=training)[0]
 
 

@@ -95,7 +95,11 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     tokenizer = bundle_tokenizer(bundle)
     task = task_of(bundle, settings.task)
     options = BuildOptions(
-        settings.overflow, settings.append_eos, settings.max_dropped, objective=settings.objective
+        settings.overflow,
+        settings.append_eos,
+        settings.control_tokens,
+        settings.max_dropped,
+        objective=settings.objective,
     )
     seed = settings.shuffle_seed
     chosen = Selection(settings.train_start, settings.train_limit, seed)
@@ -132,7 +136,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         origin,
         "\n".join(texts),
         data,
-        read_prompts(settings.sample_prompts, Prompts(tokenizer)) if settings.sample_prompts else [],
+        _sample_prompts(settings, tokenizer),
         _sample_rows(settings.sample_rows, dev_examples),
         objective,
     )
@@ -159,6 +163,11 @@ def origin_of(
         "adapter": encode_array(adapter.values) if adapter.values.any() else None,
         "objective": describe_objective(objective),
     }
+
+
+def _sample_prompts(settings: RunSettings, tokenizer: Tokenizer) -> list[SamplePrompt]:
+    prompts = Prompts(tokenizer, settings.control_tokens)
+    return read_prompts(settings.sample_prompts, prompts) if settings.sample_prompts else []
 
 
 def _sample_rows(count: int, dev: list[Example]) -> list[Example]:

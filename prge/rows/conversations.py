@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prge.errors import BundleError, DataError
+from prge.rows.control_tokens import MessageTexts, in_messages
 from prge.rows.readers import Row
-from prge.rows.report import TURNS_CUT, TURNS_SPLIT
+from prge.rows.report import CONTROL_IN_MESSAGES, CONTROL_OF_MESSAGES, TURNS_CUT, TURNS_SPLIT
 from prge.rows.task import RowError
 from prge.rows.windows import Made, Masked, Reading, fits, learnt
 
@@ -22,7 +23,6 @@ INEXACT = "completions encoded apart, a token would straddle the end of the prom
 TURN_INEXACT = "assistant turns learnt with their header, the generation prompt differs from it"
 # Behind every text.
 _FAR = np.iinfo(np.int64).max
-CONTROL = "messages with control tokens written in them, read as such"
 
 
 def chat_examples(reading: Reading, chat: ChatTemplate, row: Row) -> Made:
@@ -64,14 +64,18 @@ def conversation(
     Nor is a message with the weight 0, as in OpenAI's rows.
     """
     tokenizer, events = reading.tokenizer, []
+    texts = MessageTexts(tokenizer, reading.control_tokens, messages)
     try:
-        text, spans, is_exact = chat.assistant_spans(messages)
+        text, spans, is_exact = chat.assistant_spans(texts.protect(messages))
     except BundleError as error:
         raise BundleError(f"{error.what} (row {row})", remedy=error.remedy) from None
     if not is_exact:
         events.append(TURN_INEXACT)
-    if any(token in message["content"] for message in messages for token in tokenizer.control_tokens):
-        events.append(CONTROL)
+    if texts.written:
+        is_read = in_messages(reading.control_tokens)
+        events.append(CONTROL_OF_MESSAGES if is_read else CONTROL_IN_MESSAGES)
+    rendered = texts.restore(text)
+    spans = [(rendered.position(start), rendered.position(end)) for start, end in spans]
     # The template writes the special tokens itself, `begin` among them.
     answers = (message for message in messages if message["role"] == "assistant")
     learnt_turns = [
@@ -81,7 +85,7 @@ def conversation(
     ]
     first, last = np.array([*learnt_turns, (_FAR, _FAR)], np.int64).T
     tokens, mask = array("i"), bytearray()
-    for part in tokenizer.parts(text, control=True):
+    for part in tokenizer.parts(rendered.text, control=rendered.control):
         start, end = part[:, 1], part[:, 2]
         turn = np.searchsorted(first, start, side="right")
         inside = (turn > 0) & (end <= last[turn - 1]) & (end > start)

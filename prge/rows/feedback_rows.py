@@ -17,6 +17,7 @@ from typing import Any
 
 from prge.learning.preferences import PREFERENCES, ObjectiveName
 from prge.rows.feedback import BAD, GOOD, Fields, spaced
+from prge.rows.forms import CONTROL_TOKENS
 from prge.rows.readers import Row
 
 
@@ -57,21 +58,37 @@ def asked_text(row: Fields) -> str:
 def _completion(row: Fields) -> dict[str, Any]:
     prompt, answer = _asked(row), _said(row, row.get("correction", row["answer"]))
     if isinstance(prompt, str):
-        return {"prompt": prompt, "completion": answer}
+        return {"prompt": prompt, "completion": answer, **_read_as(row)}
     before = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in prompt]
     return {"messages": [*before, *answer]}
 
 
 def _pair(row: Fields) -> dict[str, Any]:
     sides = {"chosen": row["correction"], "rejected": row["answer"]}
-    return {"prompt": _asked(row), **{name: _said(row, text) for name, text in sides.items()}}
+    return {
+        "prompt": _asked(row),
+        **{name: _said(row, text) for name, text in sides.items()},
+        **_read_as(row),
+    }
 
 
 def _labelled(row: Fields) -> Iterator[dict[str, Any]]:
     if "correction" in row:
-        yield {"prompt": _asked(row), "completion": _said(row, row["correction"]), "label": True}
+        yield {
+            "prompt": _asked(row),
+            "completion": _said(row, row["correction"]),
+            "label": True,
+            **_read_as(row),
+        }
     label = row.get("rating") == GOOD
-    yield {"prompt": _asked(row), "completion": _said(row, row["answer"]), "label": label}
+    yield {"prompt": _asked(row), "completion": _said(row, row["answer"]), "label": label, **_read_as(row)}
+
+
+def _read_as(row: Fields) -> Fields:
+    """How control tokens in a row's texts are read: as they were when its prompt was answered."""
+    if "messages" in row:
+        return {}
+    return {CONTROL_TOKENS: row.get(CONTROL_TOKENS, "prompt")}
 
 
 def _asked(row: Fields) -> Any:

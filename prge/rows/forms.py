@@ -150,13 +150,15 @@ def text_of(fields: Fields, column: str) -> str:
 
 TEXT = Form("text", ("text",), ("text",), _as_it_is)
 WEIGHT = "weight"
+CONTROL_TOKENS = "control_tokens"
+_OF_ROW = (WEIGHT, CONTROL_TOKENS)
 _PAIR, _RATING = ("chosen", "rejected"), ("prompt", "completion", "label")
 FORMS = (
-    Form("pairs", _PAIR, _PAIR, _of_pair, ("prompt", WEIGHT), prefers="pairs"),
-    Form("messages", ("messages",), ("messages",), _as_it_is, (WEIGHT,), "needs"),
+    Form("pairs", _PAIR, _PAIR, _of_pair, ("prompt", *_OF_ROW), prefers="pairs"),
+    Form("messages", ("messages",), ("messages",), _as_it_is, _OF_ROW, "needs"),
     Form("ShareGPT", ("conversations",), ("conversations",), _of_turns, chat="needs"),
-    Form("ratings", _RATING, _RATING, _of_rating, (WEIGHT,), prefers="ratings"),
-    Form("prompt and completion", ("prompt", "completion"), ("prompt",), _as_it_is, (WEIGHT,)),
+    Form("ratings", _RATING, _RATING, _of_rating, _OF_ROW, prefers="ratings"),
+    Form("prompt and completion", ("prompt", "completion"), ("prompt",), _as_it_is, _OF_ROW),
     Form("Alpaca", ("instruction", "output"), ("instruction",), _of_instruction, ("input",), "takes"),
     TEXT,
 )

@@ -11,6 +11,7 @@ from prge.learning.preferences import ObjectiveName
 from prge.rows.tokenizer import Tokenizer
 
 SHOWN_ROWS = 5
+SHOWN_TOKENS = 8
 
 PROMPT_CUT = "prompts cut at the beginning"
 END_CUT = "ends cut off, not learnt"
@@ -18,6 +19,13 @@ ENCODER_CUT = "texts cut at the end"
 SPLIT = "longer than the bundle takes, split into several examples"
 TURNS_SPLIT = "chats longer than the bundle takes, split between turns into several examples"
 TURNS_CUT = "chats without their older turns, not learnt"
+NO_ROOM_FOR_END = "texts that fill the bundle, learnt without an end-of-sequence token"
+CONTROL_READ = "control tokens written in texts, read as control tokens"
+CONTROL_IN_PROMPTS = "control tokens written in texts, read as control tokens in prompts alone"
+CONTROL_AS_TEXT = "control tokens written in texts, read as the characters that they are"
+CONTROL_IN_MESSAGES = "control tokens written in messages, read as the characters that they are"
+CONTROL_OF_MESSAGES = "control tokens written in messages, read as control tokens"
+CONTROL = (CONTROL_READ, CONTROL_IN_PROMPTS, CONTROL_AS_TEXT, CONTROL_IN_MESSAGES, CONTROL_OF_MESSAGES)
 CUTS = (PROMPT_CUT, END_CUT, ENCODER_CUT, TURNS_CUT)
 # What KTO learns of labels that are all alike.
 ONE_RATING = {
@@ -27,7 +35,13 @@ ONE_RATING = {
 }
 _LONGER = "an export with a larger --sequence-length keeps them whole"
 _SPLIT = "--overflow split keeps them, or " + _LONGER
-MENDS = {PROMPT_CUT: _LONGER, END_CUT: _SPLIT, TURNS_CUT: _SPLIT, ENCODER_CUT: _LONGER}
+_AS_TEXT = "--control-tokens text reads them as characters"
+MENDS = {
+    **{PROMPT_CUT: _LONGER, NO_ROOM_FOR_END: _LONGER, END_CUT: _SPLIT, TURNS_CUT: _SPLIT, ENCODER_CUT: _LONGER},
+    **dict.fromkeys((CONTROL_READ, CONTROL_IN_PROMPTS, CONTROL_OF_MESSAGES), _AS_TEXT),
+    CONTROL_AS_TEXT: "--control-tokens special reads them as control tokens",
+    CONTROL_IN_MESSAGES: "--control-tokens all reads them as control tokens",
+}
 
 
 @dataclass
@@ -36,7 +50,7 @@ class DataReport:
 
     `kind` says what they are, `columns` which of theirs were read, `objective` what is learnt of them;
     `dropped` target tokens didn't fit, `unknown` ones the tokenizer can't spell, `unusable` rows were left
-    out.
+    out; `written` are control tokens that are written in rows, by how they were read.
     """
 
     kind: str
@@ -52,6 +66,7 @@ class DataReport:
     classes: Counter[str] = field(default_factory=Counter)
     notes: dict[str, list[int]] = field(default_factory=dict)
     unusable: dict[int, str] = field(default_factory=dict)
+    written: dict[str, Counter[str]] = field(default_factory=dict)
 
     def note(self, event: str, row: int) -> None:
         """Record that something was done to a row; once a row."""
@@ -75,6 +90,7 @@ class DataReport:
             "dropped_target_tokens": self.dropped,
             "unknown_target_tokens": self.unknown,
             "notes": {event: len(rows) for event, rows in self.notes.items()},
+            "control_tokens": {event: count.total() for event, count in self.written.items()},
         }
 
     def text(self) -> str:
@@ -109,8 +125,17 @@ class DataReport:
                 ", ..." if len(rows) > SHOWN_ROWS else ""
             )
             mend = f"; {MENDS[event]}" if event in MENDS else ""
-            lines.append(f"{event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown}){mend}")
+            counted = self._counted(event)
+            lines.append(
+                f"{event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown}){counted}{mend}"
+            )
         return lines
+
+    def _counted(self, event: str) -> str:
+        """How often which control tokens are written in the rows of an event."""
+        written = self.written.get(event, Counter()).most_common()
+        more = ", ..." if len(written) > SHOWN_TOKENS else ""
+        return "".join(f", {name} {count} times" for name, count in written[:SHOWN_TOKENS]) + more
 
 
 def unknown_note(unknown: int, targets: int) -> str:

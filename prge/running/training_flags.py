@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 
 from prge.learning.optimizers import OptimizerName, ScheduleName, usual_warmup
 from prge.learning.training import TrainingSettings
+from prge.rows.control_tokens import ControlTokens
 from prge.rows.readers import Selection
 from prge.rows.sources import hub_names
 from prge.rows.windows import Overflow
@@ -28,6 +29,18 @@ class RowsFlags:
     messages, Alpaca's or ShareGPT's, a pair of answers or a rated one."""
     columns: list[str] = field(default_factory=list)
     """Names for columns of the rows: prompt=question completion=answer."""
+    control_tokens: ControlTokens = "special"
+    """Where control tokens that are written in rows, such as <|im_end|>, are control tokens and not the
+    characters that they are: special, in texts, prompts and completions, not in messages; prompt, in prompts
+    alone; all, in messages too; text, nowhere. How many there are is reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleFlags(RowsFlags):
+    """What rows are, and what is learnt of them."""
+
+    append_eos: bool = True
+    """End texts and completions with the model's end-of-sequence token, unless they end with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +67,6 @@ class OverflowFlags:
     overflow: Overflow = "auto"
     """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts
     and chats, truncate all else. What is cut is reported."""
-    append_eos: bool = True
-    """End completions with the tokenizer's end-of-sequence token, where it has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +97,7 @@ class OptimizerFlags:
 
 
 @dataclass(frozen=True)
-class TrainingFlags(OverflowFlags, RateFlags, RowsFlags):
+class TrainingFlags(OverflowFlags, RateFlags, ExampleFlags):
     """What is trained, on what, and how long."""
 
     bundle: Path

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from prge.errors import DataError
+from prge.rows.control_tokens import ControlTokens, MessageTexts, RenderedText, in_messages, in_prompts
+from prge.rows.report import CONTROL_AS_TEXT, CONTROL_IN_MESSAGES, CONTROL_OF_MESSAGES, CONTROL_READ
 from prge.rows.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -32,12 +35,21 @@ class Prompt:
 class Prompts:
     """Makes prompts for the model of a tokenizer.
 
+    `control_tokens` says where control tokens that are written in texts and messages are control tokens, as
+    of rows, so that a model is asked as it was trained. `written` counts them by how they were read.
+
     A chat template runs in a child process that is forked at its first use: use it before an engine computes,
     by asking for `chat`.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, control_tokens: ControlTokens = "special") -> None:
         self._tokenizer = tokenizer
+        self._control_tokens: ControlTokens = control_tokens
+        self.written: dict[str, Counter[str]] = {}
+
+    def _count(self, event: str, written: Counter[str]) -> None:
+        if written:
+            self.written.setdefault(event, Counter()).update(written)
 
     @cached_property
     def chat(self) -> ChatTemplate | None:
@@ -63,18 +75,20 @@ class Prompts:
 
         What has more than `most` tokens is read a little further than that.
         """
-        tokens = self._tokenizer.ids(text, before=self._tokenizer.begin, most=most)
+        control = in_prompts(self._control_tokens)
+        self._count(CONTROL_READ if control else CONTROL_AS_TEXT, self._tokenizer.count_control(text))
+        tokens = self._tokenizer.ids(text, control=control, before=self._tokenizer.begin, most=most)
         return Prompt(tuple(tokens.tolist()))
 
     def of_messages(self, messages: Sequence[Message]) -> Prompt:
-        """A conversation up to where the assistant answers; control tokens in messages are read as such.
+        """A conversation up to where the assistant answers.
 
         Raises:
             DataError, BundleError: as `rendered`.
         """
         return self.of_rendered(self.rendered(messages))
 
-    def rendered(self, messages: Sequence[Message]) -> str:
+    def rendered(self, messages: Sequence[Message]) -> RenderedText:
         """The text of a conversation in the chat template.
 
         Raises:
@@ -88,12 +102,15 @@ class Prompts:
                 remedy="export with --chat-template plain, use a chat model, or give a text as the prompt",
             )
         _ = self._after_turn  # from here on the template isn't asked
-        return self.chat.render(messages, add_generation_prompt=True)
+        texts = MessageTexts(self._tokenizer, self._control_tokens, messages)
+        is_read = in_messages(self._control_tokens)
+        self._count(CONTROL_OF_MESSAGES if is_read else CONTROL_IN_MESSAGES, texts.written)
+        return texts.restore(self.chat.render(texts.protect(messages), add_generation_prompt=True))
 
-    def of_rendered(self, text: str, *, most: int | None = None) -> Prompt:
+    def of_rendered(self, rendered: RenderedText, *, most: int | None = None) -> Prompt:
         """What the template made of a conversation, as tokens; `most` as of texts."""
         # The template writes the special tokens itself.
-        tokens = self._tokenizer.ids(text, control=True, most=most)
+        tokens = self._tokenizer.ids(rendered.text, control=rendered.control, most=most)
         ends, stop = self._end_of_turn
         return Prompt(tuple(tokens.tolist()), continues=False, ends=ends, stop=stop)
 

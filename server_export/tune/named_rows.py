@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from prge.contract import Contract
 from prge.errors import DataError
@@ -17,6 +18,7 @@ from prge.rows.sources import Part, Source, files_of_part, read_source
 from prge.rows.splitting import split_rows
 from prge.rows.task import load_task
 from prge.rows.tokenizer import Tokenizer
+from prge.rows.windows import Overflow
 from server_export.tune.settings import TuneSettings
 
 # More tokens than any row has: nothing is cut while rows are measured.
@@ -65,7 +67,7 @@ class NamedRows:
             rows,
             tokenizer,
             _unbounded(contract),
-            BuildOptions("auto", objective=self._settings.objective),
+            self._options("auto"),
         )
         return [example.sequences[0].tokens for example in examples]
 
@@ -78,7 +80,7 @@ class NamedRows:
         longest = 0
         problems: dict[str, list[str]] = {}
         for part, source in self._sources.items():
-            options = BuildOptions("auto", skip_unusable=True, objective=self._settings.objective)
+            options = self._options("auto", skip_unusable=True)
             examples, report = self._built(part, source.rows, tokenizer, _unbounded(contract), options)
             found = [
                 *self._broken.pop(part, ()),
@@ -116,9 +118,7 @@ class NamedRows:
             has no training row.
         """
         settings = self._settings
-        options = BuildOptions(
-            settings.overflow, max_dropped=settings.max_dropped, objective=settings.objective
-        )
+        options = self._options(settings.overflow, max_dropped=settings.max_dropped)
         for part, source in self._sources.items():
             _, report = self._built(part, source.rows, tokenizer, contract, options)
             self.notes += [f"{source.name}: {event}" for event in report.events()]
@@ -151,6 +151,12 @@ class NamedRows:
             return source
         form = find_form(source.rows, source.name, source.renamed, objective=self._settings.objective)
         return replace(source, rows=[form.own(row) for row in source.rows])
+
+    def _options(self, overflow: Overflow, **more: Any) -> BuildOptions:
+        given = self._settings
+        return BuildOptions(
+            overflow, given.append_eos, given.control_tokens, objective=given.objective, **more
+        )
 
     def _built(
         self,

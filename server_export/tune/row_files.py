@@ -12,6 +12,7 @@ from typing import Any
 from prge.contract import Contract
 from prge.host.atomic import new_folder, write_file
 from prge.learning.preferences import ObjectiveName
+from prge.rows.control_tokens import ControlTokens
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.forms import find_form
 from prge.rows.readers import Row, read_rows
@@ -26,11 +27,17 @@ SAMPLES, _WORDS = 3, 8
 
 @dataclass(frozen=True)
 class RowFiles:
-    """The folder of the rows. `task` is the name or file that the user gave, `objective` what is learnt."""
+    """The folder of the rows.
+
+    `task` is the name or file that the user gave, `objective` what is learnt; `append_eos` and
+    `control_tokens` as in BuildOptions.
+    """
 
     folder: Path
     task: str | None
     objective: ObjectiveName = "auto"
+    append_eos: bool = True
+    control_tokens: ControlTokens = "special"
 
     @property
     def train(self) -> Path:
@@ -86,7 +93,7 @@ class RowFiles:
             tokenizer,
             contract,
             self._task(),
-            BuildOptions(overflow, objective=self.objective),
+            BuildOptions(overflow, self.append_eos, self.control_tokens, objective=self.objective),
             source=str(self.train),
         )
         lengths = [len(sequence.tokens) for example in examples for sequence in example.sequences]

@@ -37,7 +37,9 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings) -> BaselineInputs:
     """
     task = task_of(bundle, settings.task)
     tokenizer = bundle_tokenizer(bundle)
-    options = BuildOptions(settings.overflow, settings.append_eos, settings.max_dropped)
+    options = BuildOptions(
+        settings.overflow, settings.append_eos, settings.control_tokens, settings.max_dropped
+    )
     contract, seed, texts = bundle.chain.scoring, settings.shuffle_seed, []
 
     def read(where: Path | None, part: Part, chosen: Selection) -> list[Example]:

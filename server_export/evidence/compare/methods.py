@@ -189,5 +189,7 @@ def _shared(settings: CompareSettings, bundle: Path) -> dict[str, Any]:
         "bundle": bundle,
         "task": settings.task_path,
         "overflow": settings.overflow,
+        "append_eos": settings.append_eos,
+        "control_tokens": settings.control_tokens,
         "threads": settings.threads,
     }
