@@ -154,10 +154,11 @@ def _write_llm(folder: Path, config: PublishConfig, trained: Trained, loaded: Lo
     if config.sequence_length is None and trained.bundle is not None:
         length = max(length, trained.bundle.chain.bounds.tokens)
     tokenizer = _tokenizer(trained)
-    begins = bool((_in_manifest(trained, "tokenizer") or {}).get("prepend_bos"))
+    block = _in_manifest(trained, "tokenizer") or {}
+    begins, stops = bool(block.get("prepend_bos")), block.get("stop_token_ids", [])
     loaded = _tuned(loaded, trained, scheme)
     written = write_runner_tokenizer(tokenizer, folder, begins)
-    built = build_llm(folder, loaded, LlmSpec(length, scheme, *ends_of(loaded.model, tokenizer)))
+    built = build_llm(folder, loaded, LlmSpec(length, scheme, *ends_of(loaded.model, tokenizer, stops)))
     return {**built.to_json(), **_origin(trained, scheme), "tokenizer": written}
 
 

@@ -37,7 +37,13 @@ _LONGER = "an export with a larger --sequence-length keeps them whole"
 _SPLIT = "--overflow split keeps them, or " + _LONGER
 _AS_TEXT = "--control-tokens text reads them as characters"
 MENDS = {
-    **{PROMPT_CUT: _LONGER, NO_ROOM_FOR_END: _LONGER, END_CUT: _SPLIT, TURNS_CUT: _SPLIT, ENCODER_CUT: _LONGER},
+    **{
+        PROMPT_CUT: _LONGER,
+        NO_ROOM_FOR_END: _LONGER,
+        END_CUT: _SPLIT,
+        TURNS_CUT: _SPLIT,
+        ENCODER_CUT: _LONGER,
+    },
     **dict.fromkeys((CONTROL_READ, CONTROL_IN_PROMPTS, CONTROL_OF_MESSAGES), _AS_TEXT),
     CONTROL_AS_TEXT: "--control-tokens special reads them as control tokens",
     CONTROL_IN_MESSAGES: "--control-tokens all reads them as control tokens",

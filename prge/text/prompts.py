@@ -111,13 +111,14 @@ class Prompts:
         """What the template made of a conversation, as tokens; `most` as of texts."""
         # The template writes the special tokens itself.
         tokens = self._tokenizer.ids(rendered.text, control=rendered.control, most=most)
-        ends, stop = self._end_of_turn
+        ends, stop = self.end_of_turn
         return Prompt(tuple(tokens.tolist()), continues=False, ends=ends, stop=stop)
 
     @cached_property
     def _after_turn(self) -> str:
         """What the template writes after an assistant's message."""
-        assert self.chat is not None
+        if self.chat is None:
+            return ""
         turns = [{"role": "user", "content": _WORD}, {"role": "assistant", "content": _WORD}]
         try:
             return self.chat.render(turns).rpartition(_WORD)[2]
@@ -125,8 +126,8 @@ class Prompts:
             return ""
 
     @cached_property
-    def _end_of_turn(self) -> tuple[frozenset[int], tuple[str, ...]]:
-        """The first control token of what follows an assistant's message, else its words.
+    def end_of_turn(self) -> tuple[frozenset[int], tuple[str, ...]]:
+        """The first control token of what the template writes after an assistant's message, else the words.
 
         A model that was trained on messages ends its answers with it, whatever its end-of-sequence token is.
         """

@@ -59,8 +59,8 @@ class NamedRows:
             return ""
         return find_form(train.rows, train.name, train.renamed, objective=self._settings.objective).chat
 
-    def some(self, count: int, tokenizer: Tokenizer, contract: Contract) -> list[tuple[int, ...]]:
-        """Tokens of a random choice of training rows as a run of the contract takes them."""
+    def some(self, count: int, tokenizer: Tokenizer, contract: Contract) -> list[Example]:
+        """Examples of a random choice of training rows as a run of the contract takes them."""
         rows = select_rows(self._sources["train"].rows, Selection(limit=count, shuffle_seed=0))
         examples, _ = self._built(
             "train",
@@ -69,7 +69,7 @@ class NamedRows:
             _unbounded(contract),
             self._options("auto"),
         )
-        return [example.sequences[0].tokens for example in examples]
+        return examples
 
     def check(self, tokenizer: Tokenizer, contract: Contract) -> int:
         """Leave out rows that can't be used; returns the tokens of the longest training row.
