@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         check_feedback(settings.feedback)
     bundle = open_speaking(settings.bundle)
     tokenizer = bundle_tokenizer(bundle)
-    prompts = Prompts(tokenizer, "text")
+    prompts = Prompts(tokenizer, control_tokens="text")
     is_chat = prompts.chat is not None  # forks its child before the engine is there
     adapters = read_adapters(settings, bundle)
     generator = open_generator(bundle, tokenizer, settings, SLOTS)

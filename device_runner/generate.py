@@ -65,7 +65,7 @@ def generate(settings: GenerateSettings) -> None:
     if settings.prompt and not settings.chat and tokenizer.chat_template is not None:
         note("the model has a chat template: --chat puts the prompt into it")
     # All prompts before the engine is there: a chat template runs in a forked child.
-    prompts = Prompts(tokenizer, settings.control_tokens)
+    prompts = Prompts(tokenizer, control_tokens=settings.control_tokens)
     asked = _asked(settings, prompts)
     for event, written in prompts.written.items():
         note(f"{event}: {', '.join(f'{name} {count} times' for name, count in written.items())}")

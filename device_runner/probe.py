@@ -195,7 +195,7 @@ def probe(settings: ProbeSettings) -> Report:
         )
     tokenizer = bundle_tokenizer(bundle)
     task = task_of(bundle, settings.task)
-    options = BuildOptions(settings.overflow, settings.append_eos, settings.control_tokens)
+    options = BuildOptions(settings.overflow, settings.append_eos, control_tokens=settings.control_tokens)
     rows = read_source(settings.data, "train", settings.columns)
     examples, data = load_examples(rows, tokenizer, bundle.chain.scoring, task, settings.selection, options)
     contract = bundle.chain.contract(TANGENT, settings.batch_size or batch_for(examples), queries=queries)

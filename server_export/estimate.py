@@ -113,7 +113,7 @@ def _calls(
     tokenizer = on_device(original, config.prepend_bos, estimated.vocabulary_size)
     contract = estimated.contract(config, estimator, longest, longest - 1)
     task = load_task(config.task) if config.task else None
-    options = BuildOptions("auto", config.append_eos, config.control_tokens, objective="auto")
+    options = BuildOptions("auto", config.append_eos, objective="auto", control_tokens=config.control_tokens)
     rows = read_source(config.train, "train", config.columns, objective="auto")
     examples, _ = load_examples(rows, tokenizer, contract, task, None, options)
     sampler = Sampler(examples, contract, seed=0)

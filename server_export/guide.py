@@ -135,8 +135,8 @@ def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
     options = BuildOptions(
         "auto",
         settings.append_eos,
-        settings.control_tokens,
         objective=None if task else "completion",
+        control_tokens=settings.control_tokens,
     )
     examples, _ = load_examples(rows, tokenizer, bundle.chain.scoring, task, chosen, options)
     widest = max(len(example.sequences) for example in examples)

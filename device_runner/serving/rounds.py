@@ -351,7 +351,11 @@ def _examples(
 ) -> list[Example]:
     what: ObjectiveName = "completion" if task is None else "auto"
     options = BuildOptions(
-        settings.overflow, settings.append_eos, settings.control_tokens, skip_unusable=True, objective=what
+        settings.overflow,
+        settings.append_eos,
+        skip_unusable=True,
+        objective=what,
+        control_tokens=settings.control_tokens,
     )
     return build_examples(rows, tokenizer, bundle.chain.scoring, task, options, training=training)[0]
 

@@ -97,9 +97,9 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     options = BuildOptions(
         settings.overflow,
         settings.append_eos,
-        settings.control_tokens,
         settings.max_dropped,
         objective=settings.objective,
+        control_tokens=settings.control_tokens,
     )
     seed = settings.shuffle_seed
     chosen = Selection(settings.train_start, settings.train_limit, seed)
@@ -166,7 +166,7 @@ def origin_of(
 
 
 def _sample_prompts(settings: RunSettings, tokenizer: Tokenizer) -> list[SamplePrompt]:
-    prompts = Prompts(tokenizer, settings.control_tokens)
+    prompts = Prompts(tokenizer, control_tokens=settings.control_tokens)
     return read_prompts(settings.sample_prompts, prompts) if settings.sample_prompts else []
 
 

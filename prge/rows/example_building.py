@@ -84,15 +84,15 @@ class BuildOptions:
     append_eos: bool = True
     """Learn an end-of-sequence token after texts, completions and answers, where the model has one and they
     don't end with it."""
-    control_tokens: ControlTokens = "special"
-    """Where control tokens that are written in rows are control tokens: `special`, in texts, prompts and
-    completions; `prompt`, in prompts alone; `all`, in messages too; `text`, nowhere."""
     max_dropped: float | None = None
     """Largest share of target tokens that may be left out; None: any."""
     skip_unusable: bool = False
     """Leave out rows that can't be used, as long as there are others; the report has them."""
     objective: ObjectiveName | None = None
     """What is learnt of the rows; None: not of preferences, which are refused."""
+    control_tokens: ControlTokens = "special"
+    """Where control tokens that are written in rows are control tokens: `special`, in texts, prompts and
+    completions; `prompt`, in prompts alone; `all`, in messages too; `text`, nowhere."""
 
 
 def load_examples(

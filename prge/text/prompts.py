@@ -42,7 +42,7 @@ class Prompts:
     by asking for `chat`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, control_tokens: ControlTokens = "special") -> None:
+    def __init__(self, tokenizer: Tokenizer, *, control_tokens: ControlTokens = "special") -> None:
         self._tokenizer = tokenizer
         self._control_tokens: ControlTokens = control_tokens
         self.written: dict[str, Counter[str]] = {}

@@ -40,7 +40,8 @@ class CardFacts:
     `head_layer` is the layer of the base model's own classification head that is trained, or whose input is;
     `has_own_classes` says that it is for the classes of that head.
     `run` is the run's `run.json`, empty where there is none; `step` is that which the adapter is of, where
-    that is known; `num_bos` is how many tokens begin a prompt.
+    that is known; `num_bos` is how many tokens begin a prompt; `begin` is the token that texts began with in
+    training and that the tokenizer doesn't put there.
     """
 
     name: str
@@ -56,6 +57,7 @@ class CardFacts:
     bundle_sha256: str | None
     step: int | None = None
     num_bos: int = 0
+    begin: str = ""
     has_chat_template: bool = False
     is_part: bool = False
     key_mapping: Mapping[str, str] = field(default_factory=dict)

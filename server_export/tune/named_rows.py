@@ -155,7 +155,11 @@ class NamedRows:
     def _options(self, overflow: Overflow, **more: Any) -> BuildOptions:
         given = self._settings
         return BuildOptions(
-            overflow, given.append_eos, given.control_tokens, objective=given.objective, **more
+            overflow,
+            given.append_eos,
+            objective=given.objective,
+            control_tokens=given.control_tokens,
+            **more,
         )
 
     def _built(

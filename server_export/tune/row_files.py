@@ -93,7 +93,9 @@ class RowFiles:
             tokenizer,
             contract,
             self._task(),
-            BuildOptions(overflow, self.append_eos, self.control_tokens, objective=self.objective),
+            BuildOptions(
+                overflow, self.append_eos, objective=self.objective, control_tokens=self.control_tokens
+            ),
             source=str(self.train),
         )
         lengths = [len(sequence.tokens) for example in examples for sequence in example.sequences]

@@ -38,7 +38,10 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings) -> BaselineInputs:
     task = task_of(bundle, settings.task)
     tokenizer = bundle_tokenizer(bundle)
     options = BuildOptions(
-        settings.overflow, settings.append_eos, settings.control_tokens, settings.max_dropped
+        settings.overflow,
+        settings.append_eos,
+        settings.max_dropped,
+        control_tokens=settings.control_tokens,
     )
     contract, seed, texts = bundle.chain.scoring, settings.shuffle_seed, []
 

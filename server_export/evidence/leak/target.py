@@ -101,7 +101,7 @@ def open_target(settings: LeakSettings) -> Target:
         contract = Contract("stack", "logprobs", 1, 1, _LENGTH, _LENGTH, 0, vocabulary, some)
     task = load_task(settings.task) if settings.task else None
     rows = read_source(settings.rows_path, "test", settings.columns)
-    options = BuildOptions("truncate", settings.append_eos, settings.control_tokens)
+    options = BuildOptions("truncate", settings.append_eos, control_tokens=settings.control_tokens)
     examples, _ = load_examples(rows, tokenizer, contract, task, options=options)
     return Target(settings, bundle, tokenizer, examples)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +28,9 @@ from prge.rows.readers import Row
 from prge.rows.report import DataReport
 from prge.rows.tokenizer import Tokenizer
 from prge.text.prompts import Prompts
+from server_export.model.tokenization import on_device
 from tests.bundles import make_contract
 from tests.prge.rows.chat_templates import CHATML
-from tests.prge.rows.real_tokenizers import smollm2, smollm2_on_device
 from tests.prge.rows.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
 
 CONTRACT = make_contract(batch_size=4, sequence_length=4000, positions=3999, vocabulary_size=100_000)
@@ -286,6 +287,14 @@ def test_feedback_is_read_as_it_was_answered_and_what_people_say_is_text() -> No
 # A published tokenizer
 
 
+@pytest.fixture(scope="module")
+def published(smollm2: Path) -> Any:
+    """SmolLM2's tokenizer, as transformers reads it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("fields", "targets"),
@@ -297,10 +306,10 @@ def test_feedback_is_read_as_it_was_answered_and_what_people_say_is_text() -> No
     ],
 )
 def test_rows_have_the_tokens_of_transformers_with_smollm2(
-    fields: dict[str, str], targets: int | None
+    published: Any, fields: dict[str, str], targets: int | None
 ) -> None:
-    theirs = smollm2()
-    ours = smollm2_on_device()
+    theirs = published
+    ours = on_device(theirs, "auto", len(theirs))
     [example], _ = built(ours, fields)
     if "text" in fields:
         wanted = ids_of(theirs, fields["text"])

@@ -72,7 +72,8 @@ def test_of_a_long_row_what_is_before_its_targets_is_read() -> None:
 
 def test_of_candidates_the_right_one_is_judged() -> None:
     sequences = tuple(
-        TokenSequence((5, 6, token), (Target(1, token, 1.0, candidate),)) for candidate, token in enumerate((7, 8))
+        TokenSequence((5, 6, token), (Target(1, token, 1.0, candidate),))
+        for candidate, token in enumerate((7, 8))
     )
     assert ScoredRow.of(Example(1, sequences, 2, 1)) == ScoredRow((5, 6, 8), ((1, 8),))
     one = TokenSequence((5, 6), (Target(1, 7, 1.0, 0), Target(1, 8, 1.0, 1)))
