@@ -34,6 +34,7 @@ from prge.rows.feedback import (
     check_feedback,
     spaced,
 )
+from prge.rows.forms import CONTROL_TOKENS
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import Generator, Request, Ticket
 from prge.text.prompts import Prompt, Prompts
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         check_feedback(settings.feedback)
     bundle = open_speaking(settings.bundle)
     tokenizer = bundle_tokenizer(bundle)
-    prompts = Prompts(tokenizer)
+    prompts = Prompts(tokenizer, control_tokens="text")
     is_chat = prompts.chat is not None  # forks its child before the engine is there
     adapters = read_adapters(settings, bundle)
     generator = open_generator(bundle, tokenizer, settings, SLOTS)
@@ -253,7 +254,7 @@ class Chat:
             return
         asked: Fields = asked_messages(self._messages(line), self._settings.variables)
         if self._prompts.chat is None:
-            asked = {"prompt": self._joined(line)}
+            asked = {"prompt": self._joined(line), CONTROL_TOKENS: "text"}
         name, settings = self._name, self._settings.generation()
         digest = adapter_digest(self._adapters[name])
         self._answered = Answered(f"chat-{uuid.uuid4().hex}", name, digest, asked, text, settings.facts())

@@ -28,7 +28,7 @@ from prge.rows.scoring import evaluate, text_metrics
 from prge.rows.sources import read_source
 from prge.rows.task import Generate, Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
+from prge.running.training_flags import ExampleFlags, OverflowFlags, SelectionFlags
 from prge.text.loop import Answer, GenerationSettings, Generator, Request
 from prge.text.loop import Overflow as PromptOverflow
 from prge.text.prompts import Prompt
@@ -40,7 +40,7 @@ SLOTS = 8
 
 
 @dataclass(frozen=True)
-class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlags, RowsFlags):
+class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlags, ExampleFlags):
     """Score an adapter on rows of a file; prints the loss and the metric of the task."""
 
     bundle: Path
@@ -92,6 +92,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     options = BuildOptions(
         overflow=settings.overflow,
         append_eos=settings.append_eos,
+        control_tokens=settings.control_tokens,
         objective=settings.objective,
         date=settings.date or date_of_run(run_of(trained)),
     )

@@ -65,8 +65,11 @@ def generate(settings: GenerateSettings) -> None:
     if settings.prompt and not settings.chat and tokenizer.chat_template is not None:
         note("the model has a chat template: --chat puts the prompt into it")
     # All prompts before the engine is there: a chat template runs in a forked child.
-    asked = _asked(settings, Prompts(tokenizer, settings.date))
+    prompts = Prompts(tokenizer, settings.date, control_tokens=settings.control_tokens)
+    asked = _asked(settings, prompts)
     source = "the prompts" if settings.data is None else describe_paths(settings.data)
+    for event, written in prompts.written.items():
+        note(f"{event}: {', '.join(f'{name} {count} times' for name, count in written.items())}")
     adapters = read_adapters(settings, bundle)
     count = len(asked) * len(adapters)
     generator = open_generator(bundle, tokenizer, settings, min(count, MOST_AT_ONCE))

@@ -36,14 +36,14 @@ from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.own_heads import head_of, task_of
 from prge.rows.sources import read_source
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
+from prge.running.training_flags import ExampleFlags, OverflowFlags, SelectionFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Paths
 from prge.verbs.settings import parse_settings
 
 
 @dataclass(frozen=True)
-class ProbeSettings(EngineFlags, OverflowFlags, SelectionFlags, RowsFlags):
+class ProbeSettings(EngineFlags, OverflowFlags, SelectionFlags, ExampleFlags):
     """Measure on real rows how much signal each estimator and epsilon has, and recommend one."""
 
     bundle: Path
@@ -196,7 +196,12 @@ def probe(settings: ProbeSettings) -> Report:
         )
     tokenizer = bundle_tokenizer(bundle)
     task = task_of(bundle, settings.task)
-    options = BuildOptions(settings.overflow, settings.append_eos, date=settings.date)
+    options = BuildOptions(
+        settings.overflow,
+        settings.append_eos,
+        control_tokens=settings.control_tokens,
+        date=settings.date,
+    )
     source = read_source(settings.data, "train", settings.columns, task=task)
     examples, data = load_examples(source, tokenizer, bundle.chain.scoring, task, settings.selection, options)
     rows = (settings.batch_size or default_batch(examples)) * most_sequences(examples)

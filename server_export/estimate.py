@@ -114,7 +114,13 @@ def _calls(
     tokenizer = on_device(original, config.prepend_bos, estimated.vocabulary_size)
     contract = estimated.contract(config, estimator, longest, longest - 1)
     task = load_task(config.task) if config.task else None
-    options = BuildOptions(overflow="auto", objective="auto", date=config.date)
+    options = BuildOptions(
+        "auto",
+        config.append_eos,
+        objective="auto",
+        control_tokens=config.control_tokens,
+        date=config.date,
+    )
     rows = read_source(config.train, "train", config.columns, objective="auto", task=task)
     examples, report = load_examples(rows, tokenizer, contract, task, None, options)
     warn_unread(report)

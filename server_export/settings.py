@@ -9,7 +9,7 @@ from typing import Literal
 from prge.errors import ConfigError
 from prge.files.signatures import ROLES
 from prge.learning.estimators.table import EstimatorName
-from prge.running.training_flags import RowsFlags
+from prge.running.training_flags import ExampleFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Bytes, Paths
 
@@ -163,7 +163,7 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
-class EstimateConfig(ExportConfig, RowsFlags):
+class EstimateConfig(ExportConfig, ExampleFlags):
     """Tell what an export and its runs would cost; takes the flags of `prge export`."""
 
     out: Path = Path("bundle")

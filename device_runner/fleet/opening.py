@@ -29,13 +29,13 @@ from prge.rows.scoring import evaluate
 from prge.rows.sources import Part, read_source
 from prge.rows.task import Task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.running.training_flags import RowsFlags
+from prge.running.training_flags import ExampleFlags
 from prge.verbs.kinds import Paths
 from prge.verbs.settings import part_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings(Plan, RoundsFlags, EngineFlags, RowsFlags):
+class ServerSettings(Plan, RoundsFlags, EngineFlags, ExampleFlags):
     """What a fleet's server is begun with."""
 
     bundle: Path
@@ -71,7 +71,9 @@ class ServerRows:
         """Rows of a file."""
         source = read_source(rows, part, settings.columns, task=self.task)
         tokenizer = bundle_tokenizer(self.bundle)
-        options = BuildOptions(date=settings.date)
+        options = BuildOptions(
+            append_eos=settings.append_eos, control_tokens=settings.control_tokens, date=settings.date
+        )
         selection, scoring = Selection(limit=limit), self.bundle.chain.scoring
         examples, report = load_examples(
             source, tokenizer, scoring, self.task, selection, options, training=False

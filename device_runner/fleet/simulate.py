@@ -117,13 +117,15 @@ class Simulation:
             task=settings.task,
             columns=settings.columns,
             date=settings.date,
+            control_tokens=settings.control_tokens,
+            append_eos=settings.append_eos,
             train_start=settings.train_start,
             train_limit=settings.train_limit,
         )
         engine = (settings.engine, settings.threads, settings.memory)
         self.local, self.engines = open_local(plan, bundle, steps, *engine)
         self.dealt = parts(self.local.examples, settings.devices, settings.partition, settings.seed)
-        names = ("devices", "partition", "train_start", "train_limit", "date")
+        names = ("devices", "partition", "train_start", "train_limit", "control_tokens", "append_eos", "date")
         self.identity = {
             **{name: getattr(settings, name) for name in names},
             "train": self.local.data,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from prge.files.bundle import Bundle
 from prge.host.memory import available_memory
 from prge.learning.costs import Outline, run_memory, weights_of_bundle
 from prge.learning.estimators.table import ESTIMATORS, fitting
+from prge.learning.examples import Example
 from prge.rows.readers import Row
 from prge.rows.sources import Part
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
@@ -24,7 +25,7 @@ from server_export.tune.named_rows import NamedRows
 from server_export.tune.record import Record
 from server_export.tune.row_files import RowFiles
 from server_export.tune.settings import TuneSettings
-from server_export.tune.tokenizing import ROWS, Sequences, Tokenizing
+from server_export.tune.tokenizing import ROWS, Tokenizing
 
 
 class Choosing:
@@ -68,11 +69,13 @@ class Choosing:
         tokenizer = tokenizing.on_device(chat_template, None)
         longest = rows.check(tokenizer, contract)
 
-        def some(tokenizer: Tokenizer) -> Sequences:
+        def some(tokenizer: Tokenizer) -> Sequence[Example]:
             return rows.some(ROWS, tokenizer, contract)
 
         self.decide("prepend_bos", settings.prepend_bos, lambda: tokenizing.decide_bos(chat_template, some))
         if begins := self._record.value("prepend_bos"):
+            why = next(each.why for each in self._record.decisions if each.name == "prepend_bos")
+            rows.notes.append(f"prepend_bos is {begins}: {why}")
             tokenizer = tokenizing.on_device(chat_template, begins)
             longest = rows.check(tokenizer, contract)
         self.decide(

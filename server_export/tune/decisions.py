@@ -129,9 +129,9 @@ def chat_template(has_template: bool) -> Decision | None:
     return Decision("chat_template", "plain", "the rows are messages, and the tokenizer has no chat template")
 
 
-def prepend_bos(without: float, begun: float) -> Decision:
-    """Whether texts begin with the begin-of-sequence token, by the frozen model's losses of training rows."""
-    losses = f"the frozen model's loss of training rows is {begun:.4g} with the token, {without:.4g} without"
+def prepend_bos(name: str, without: float, begun: float) -> Decision:
+    """Whether texts begin with the begin-of-sequence token, by the frozen model's losses of target tokens."""
+    losses = f"the frozen model's loss of target tokens is {begun:.4g} after {name}, {without:.4g} without"
     return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "never", losses)
 
 

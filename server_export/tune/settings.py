@@ -12,7 +12,7 @@ from prge.learning.estimators.table import EstimatorName
 from prge.learning.preferences import ObjectiveFlags
 from prge.rows.sources import hub_names
 from prge.rows.windows import Overflow
-from prge.running.training_flags import OptimizerFlags, RowsFlags, TrainingFlags
+from prge.running.training_flags import ExampleFlags, OptimizerFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Bytes, Paths
 from prge.verbs.settings import with_whole_paths
@@ -22,7 +22,7 @@ OnBadRow = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True)
-class TuneSettings(ObjectiveFlags, RowsFlags):
+class TuneSettings(ObjectiveFlags, ExampleFlags):
     """Tune a model on rows: export, choose, find the learning rate, train, score, publish.
 
     Whatever is left out is decided from measured facts.

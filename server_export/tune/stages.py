@@ -50,6 +50,8 @@ from server_export.tune.settings import TuneSettings
 # Development rows that a run's evaluations read.
 _DEV_ROWS = 200
 _PILOT, _PILOT_STEPS = "search/pilot", 10
+# How rows become examples.
+_EXAMPLES = ("append_eos", "control_tokens")
 _OBJECTIVE = tuple(item.name for item in fields(ObjectiveFlags))
 # Of the adapter and the report, about.
 _SECONDS_AFTER = 8.0
@@ -95,7 +97,14 @@ class _Tuning:
         self._record = Record(settings)
         date = self._record.found("date", lambda: settings.dated().date)
         self._settings = settings = replace(settings, date=date)
-        self._rows = RowFiles(settings.out / "rows", settings.task, settings.objective, date)
+        self._rows = RowFiles(
+            settings.out / "rows",
+            settings.task,
+            settings.objective,
+            settings.append_eos,
+            settings.control_tokens,
+            date,
+        )
         self._parts: dict[Part, list[Row]] = {}
         self._notes: list[str] | None = None
         self._folder = settings.bundle or settings.out / "bundle"
@@ -170,7 +179,8 @@ class _Tuning:
             and settings.estimator in having("queries")
             and GUIDE not in read_manifest(self._folder)["files"]
         ):
-            rows = {"data": self._rows.train, "task": settings.task, "date": settings.date}
+            rows = {"data": self._rows.train, "task": settings.task}
+            rows |= self._given("date", *_EXAMPLES)
             self._verb("guide", {"bundle": self._folder, "model": settings.model, **rows})
         print(f"bundle {open_bundle(self._folder).folder}")
 
@@ -251,8 +261,10 @@ class _Tuning:
         elif not path.is_file():
             partial = path.with_suffix(".partial")
             scored = {"bundle": self._folder, "data": rows, "task": self._settings.task, "adapter": adapter}
-            scored["date"] = self._settings.date
-            scored |= {**self._given("overflow", "threads", *_OBJECTIVE), "beta": self._record.value("beta")}
+            scored |= {
+                **self._given("date", "overflow", "threads", *_EXAMPLES, *_OBJECTIVE),
+                "beta": self._record.value("beta"),
+            }
             self._verb("eval", {**scored, "json": partial}, name)
             partial.rename(path)
         self._record.found("scoring_seconds", lambda: time.perf_counter() - begin)
@@ -353,7 +365,7 @@ class _Tuning:
         batch, of_a_call = value("batch_size"), value("rows_of_a_call")
         heads = self._settings.out / (self._record.known("heads") or "")
         return {
-            **self._given("overflow", "max_dropped", "weight_decay", *_OBJECTIVE),
+            **self._given("overflow", "max_dropped", "weight_decay", *_EXAMPLES, *_OBJECTIVE),
             "beta": value("beta"),
             "heads_of": heads if heads.is_file() else None,
             "bundle": self._folder,

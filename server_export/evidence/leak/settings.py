@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from prge.errors import ConfigError
-from prge.running.training_flags import RowsFlags
+from prge.running.training_flags import ExampleFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Paths
 from server_export.settings import ExportConfig
@@ -42,7 +42,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class LeakSettings(RowsFlags):
+class LeakSettings(ExampleFlags):
     """Try to read rows from what a device of a fleet would send of them. Failing is no proof of safety."""
 
     PRESETS: ClassVar = Path(__file__).with_name("presets")

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from prge.text.prompts import Prompts
 from server_export.model.base import BaseModel
+from server_export.model.tokenization import on_device
 from server_export.publishing.model_card import CardFacts, model_card, read_run
+from tests.tiny_models import VOCABULARY, make_tokenizer
 
 COMMIT = "0123456789" * 4
 HUB = BaseModel("some/model", COMMIT)
@@ -26,7 +30,9 @@ SETTINGS = {
 }
 
 
-def card(estimator: str | None = None, base: BaseModel = HUB, **run: Any) -> str:
+def card(
+    estimator: str | None = None, base: BaseModel = HUB, format: str = "peft", begin: str = "", **run: Any
+) -> str:
     facts = {
         "run": {"status": "completed", "settings": {**SETTINGS, "estimator": estimator}, **run},
         "train": {
@@ -43,7 +49,8 @@ def card(estimator: str | None = None, base: BaseModel = HUB, **run: Any) -> str
             head_layer="",
             has_own_classes=False,
             name="adapter",
-            format="peft",
+            format=format,
+            begin=begin,
             base=base,
             is_encoder=False,
             pooling=None,
@@ -54,6 +61,21 @@ def card(estimator: str | None = None, base: BaseModel = HUB, **run: Any) -> str
             step=5,
         )
     )
+
+
+@pytest.mark.parametrize("format", ["peft", "merged", "gguf", "llm"])
+def test_the_token_that_texts_begin_with_is_told_with_a_prompt(format: str) -> None:
+    text = card(format=format, begin="<s>")
+    assert ("Texts began with the token `<s>` in training" in text) == (format != "llm")
+    assert "Texts began" not in card(format=format)
+    if format == "gguf":
+        assert '-p "<s>Once upon a time"' in text
+    elif format != "llm":
+        [line] = [line for line in text.splitlines() if line.startswith("tokens = ")]
+        tokenizer = make_tokenizer()
+        tokens = eval(line.removeprefix("tokens = "), {"torch": torch, "tokenizer": tokenizer})
+        device = on_device(tokenizer, "always", VOCABULARY)
+        assert tokens.tolist() == [[*Prompts(device).of_text("Once upon a time").tokens]]
 
 
 @pytest.mark.parametrize(

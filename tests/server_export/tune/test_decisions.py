@@ -240,7 +240,7 @@ def test_rows_of_messages_get_a_template_where_there_is_none() -> None:
     ("without", "begun", "found"), [(1.37, 1.323, "always"), (3.264, 3.335, "never"), (2.0, 1.99, "never")]
 )
 def test_texts_begin_as_the_frozen_model_knows_them(without: float, begun: float, found: str) -> None:
-    decision = decisions.prepend_bos(without, begun)
+    decision = decisions.prepend_bos("<s>", without, begun)
     assert decision.value == found
     assert f"{without:.4g}" in decision.why and f"{begun:.4g}" in decision.why
 
