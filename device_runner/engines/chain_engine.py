@@ -4,8 +4,8 @@
     slope of logprobs -> head -> slope of states -> blocks, the last one first -> gradient
 
 A call runs in parts, each of rows of one padded length (planning.py), and all parts pass a block before the
-next block is loaded. What no adapter changes is computed once for all copies. A row that is longer than a call
-of a block is a part of its own, which passes each block in pieces.
+next block is loaded. What no adapter changes is computed once for all copies. A row that is longer than the
+bundle's pieces is a part of its own, which passes each block in pieces.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Part:
         rows: their numbers in the call, [copies, batch] or [batch].
         values: the state by name, in the shape that blocks take.
         beside: what every block is given beside it.
-        adapter: the call's inputs of adapted modules for this part, by their names in the call.
+        adapter: the call's inputs of adapted modules for this part, by their names in the call; one copy may
+            stand for all copies and rows.
         kept: of a way back, the states that entered the blocks, and of a row in pieces what it needs besides.
         shared: values that several blocks read.
     """
@@ -68,8 +69,7 @@ class Part:
     def of_one_copy(self, values: Arrays) -> Part:
         """The same rows without the axis of copies, with values that lack it."""
         beside = {name: array[0] if name == "padding" else array for name, array in self.beside.items()}
-        adapter = {name: array[0] for name, array in self.adapter.items()}
-        return Part(self.rows, values, beside, self.shared.of_one_copy(), adapter, self.kept)
+        return Part(self.rows, values, beside, self.shared.of_one_copy(), self.adapter, self.kept)
 
 
 class ChainEngine(CheckedEngine):
@@ -168,9 +168,7 @@ class ChainEngine(CheckedEngine):
         rows = np.arange(self._contract.batch_size)
         below = self._below(call, rows[None])
         stacked = {name: array[None] for name, array in call.adapter.items()}
-        parts = [
-            self._part(call, rows[None, batch], below, stacked) for batch, _ in self._groups(call, rows)
-        ]
+        parts = [self._part(call, rows[None, batch], below, stacked) for batch, _ in self._groups(call, rows)]
         above = range(self._first, self._end)
         self._make_room_to_keep(parts, above)
         if self._saved is not None:
@@ -210,7 +208,11 @@ class ChainEngine(CheckedEngine):
     def _back_through_block(
         self, number: int, parts: Sequence[Part], gradients: dict[str, FloatArray]
     ) -> bool:
-        """The slopes of all parts before a block, whose gradients are added up; whether they are finite."""
+        """The slopes of all parts before a block; whether they are finite.
+
+        Gradients of single rows are added up part by part and row by row. So a sum's bits depend on nothing
+        but the rows: shorter ones come first, those of one padded length in the order of the call.
+        """
         is_finite = True
         for turn, part in enumerate(parts):
             kept = part.kept.pop()
@@ -226,9 +228,11 @@ class ChainEngine(CheckedEngine):
                 self._kept.leave(array)
             part.values = {"slope": found["slope"]}
             for ours, its in self._matrices(number):
-                name, gradient = ours.name, found[its.gradient]
-                gradients[name] = gradients[name] + gradient if name in gradients else gradient.copy()
-                self._blocks.release(gradient)
+                of_rows = found[its.gradient]
+                total = gradients.setdefault(ours.name, np.zeros(of_rows.shape[1:], np.float32))
+                for of_row in of_rows:
+                    total += of_row
+                self._blocks.release(of_rows)
         return is_finite
 
     def _back_through_experts(self, number: int, parts: Sequence[Part]) -> bool:
@@ -279,12 +283,7 @@ class ChainEngine(CheckedEngine):
         """Rows of one adapter, many in a call: in the place of copies, that get the same adapter."""
         below = None if from_tokens else self._below(call, rows[None])
         return [
-            self._part(
-                call,
-                rows[group],
-                below,
-                {name: np.repeat(array[:1], len(group), 0) for name, array in adapter.items()},
-            )
+            self._part(call, rows[group], below, adapter)
             for group in groups_of_one_adapter(call.lengths[rows], self._bounds)
         ]
 
@@ -351,6 +350,9 @@ class ChainEngine(CheckedEngine):
             for given, asked in ((ours.name, its.name), (ours.u, its.u), (ours.v, its.v)):
                 if given in part.adapter:
                     inputs[asked] = part.adapter[given]
+            if role != TANGENT:
+                copies = len(part.rows) if role == STACK else part.rows.size
+                inputs[its.name] = _copies_of(part.adapter[ours.name], copies)
         if self._in_pieces(part):
             in_pieces = {STACK: self._pieces.stack, TANGENT: self._pieces.tangent, BACK: self._pieces.back}
             found = in_pieces[role](number, inputs)
@@ -415,7 +417,7 @@ class ChainEngine(CheckedEngine):
 
 
 class _Call:
-    """A call's inputs, its rows padded to the length of the longest; `lengths` i64 [rows] has that of each."""
+    """A call's inputs, all rows as long as the longest; `lengths` i64 [rows] are padded lengths of each."""
 
     def __init__(self, given: Arrays, contract: Contract, bounds: Bounds) -> None:
         self.given = given
@@ -497,3 +499,8 @@ class _Call:
         else:
             share = self.mask / self.mask.sum(-1, keepdims=True)
         return share[:, :, None] * slope[:, None, :]
+
+
+def _copies_of(matrices: FloatArray, copies: int) -> FloatArray:
+    """Matrices f32 [copies, rank, width], of as many or of one that stands for all."""
+    return np.ascontiguousarray(np.broadcast_to(matrices, (copies, *matrices.shape[1:])))

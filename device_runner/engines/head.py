@@ -152,8 +152,14 @@ class VocabularyHead:
     ) -> dict[str, Array]:
         """Answers [..., questions, numbers] of a piece, for questions [questions]; but for those that go
         `into` memory."""
-        given = {"state": state, "targets": at_least_two(targets)[None], "shift": at_least_two(shift)[None, :, None]}
-        given |= {name: array if name == "d_state" else at_least_two(array)[None] for name, array in more.items()}
+        given = {
+            "state": state,
+            "targets": at_least_two(targets)[None],
+            "shift": at_least_two(shift)[None, :, None],
+        }
+        given |= {
+            name: array if name == "d_state" else at_least_two(array)[None] for name, array in more.items()
+        }
         found = self._blocks.run(self._blocks.chain.end + piece, role, given, into)
         answered = {name: array for name, array in found.items() if name not in into}
         answers = {name: array[..., 0, : len(targets), :].copy() for name, array in answered.items()}

@@ -1,13 +1,13 @@
-"""How the sequences of a call are laid out for the programs: padded to which length, and which of them together.
+"""How the sequences of a call are laid out for the programs: how long each is, and which of them go together.
 
-    tokens of a sequence -> length            depends on the sequence and the bundle alone
-    lengths of a call    -> groups of rows    a group has sequences of one length
+    tokens of a sequence -> padded length      by the sequence and the bundle alone
+    padded lengths       -> groups of rows     each of one length
 
-A kernel may add up numbers in another order where a tensor has another length, and a layer that rounds its inputs
-to int8 makes a large difference of a small one. So a sequence has the same length whatever else is in the call, and
-no sequence is padded to that of another. How many rows a program computes at once changes no bit of a row, from
-two rows of a matrix on: kernels compute each row of a matrix on its own. A program for a single row may be another
-one, so none is asked for a single row (`at_least_two`).
+A kernel may add up numbers in another order where a tensor has another length, and a layer that rounds what
+it takes to int8 makes a small difference large. So no sequence is padded to the length of another, and its
+outputs are the same bits whatever else is in the call. How many rows go together changes no bit: kernels
+compute each row of a matrix alone, in the same way from two rows on. A single row may have a kernel of its
+own, so programs are given at least two (`at_least_two`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from prge.engine import Array, IntArray
 from prge.files.chain import FEWEST_TOKENS, Bounds
 
-# Sequences are padded to multiples of this: more equal lengths, and so fewer calls of a block, for a few tokens more.
+# Sequences are padded to multiples of this: for a few tokens more, more of them are of one length.
 _MULTIPLE = 8
 
 
