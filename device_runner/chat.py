@@ -182,7 +182,11 @@ class Chat:
             note("there is no answer that you haven't judged yet")
             return
         try:
-            append_feedback(self._feedback, [self._answered.judged(rating, correction)])
+            row = self._answered.judged(rating, correction)
+            if messages := row.get("messages"):
+                text = row["answer"] if correction is None else correction
+                self._prompts.check_answered([*messages, {"role": "assistant", "content": text}])
+            append_feedback(self._feedback, [row])
         except (ValueError, PrgeError) as error:
             note(f"not kept: {error}")
             return

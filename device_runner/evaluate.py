@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.engines.opening import open_engines
-from device_runner.session.settings import EngineFlags
+from device_runner.session.settings import EngineFlags, date_of_run
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
-from prge.files.peft import HEAD, find_adapter, read_peft
+from prge.files.peft import HEAD, find_adapter, read_compatible_adapter, read_peft, run_of
 from prge.files.run_folder import reported, write_json
 from prge.files.tuned import tuning_at
 from prge.learning.evaluation import Scores, referred
@@ -23,6 +23,7 @@ from prge.learning.head import Head
 from prge.learning.preferences import ObjectiveFlags, Preference, make_objective
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.own_heads import head_of, ordered, refused_labels
+from prge.rows.readers import place_of_row
 from prge.rows.scoring import evaluate, text_metrics
 from prge.rows.sources import read_source
 from prge.rows.task import Generate, Task, load_task
@@ -31,6 +32,7 @@ from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
 from prge.text.loop import Answer, GenerationSettings, Generator, Request
 from prge.text.loop import Overflow as PromptOverflow
 from prge.text.prompts import Prompt
+from prge.verbs.kinds import Paths
 from prge.verbs.settings import parse_settings
 
 # Answers that are written at once.
@@ -43,9 +45,9 @@ class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlag
 
     bundle: Path
     """Folder that `prge export` or `prge tune` wrote."""
-    data: Path
-    """Rows to score: jsonl, json, csv, tsv or parquet; a folder with a file test; or the name of a data
-    set of the hub, of which the split test is read."""
+    data: Paths
+    """Rows to score: jsonl, json, csv, tsv or parquet, several files one after another; a folder with a file
+    test; or the name of a data set of the hub, of which the split test is read."""
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder; default: the adapter that was tuned, or that the bundle came with."""
     predictions: Path | None = None
@@ -85,27 +87,39 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     task = ordered(bundle, task)
     contract = bundle.chain.scoring
     tokenizer = bundle_tokenizer(bundle)
+    named = settings.adapter or (settings.bundle if tuning_at(settings.bundle) else bundle.adapter)
+    trained = find_adapter(named)
     options = BuildOptions(
-        overflow=settings.overflow, append_eos=settings.append_eos, objective=settings.objective
+        overflow=settings.overflow,
+        append_eos=settings.append_eos,
+        objective=settings.objective,
+        date=settings.date or date_of_run(run_of(trained)),
     )
-    source = read_source(settings.data, "test", settings.columns, objective=settings.objective)
+    source = read_source(settings.data, "test", settings.columns, objective=settings.objective, task=task)
     examples, report = load_examples(
         source, tokenizer, contract, task, settings.selection, options, training=False
     )
     print("\n".join(filter(None, [source.told, report.text()])))
     objective = make_objective(report.objective, settings)
-    named = settings.adapter or (settings.bundle if tuning_at(settings.bundle) else bundle.adapter)
-    trained = find_adapter(named)
-    adapter = read_peft(trained, contract.modules, bundle.adapter)
+    adapter = read_compatible_adapter(trained, contract.modules, bundle.adapter)
     head = _head(bundle, trained, task, examples[0].candidates) if contract.is_encoder else None
     engines = open_engines(bundle, None, settings.threads, settings.engine, settings.memory)
     engine = engines.score
     generator = Generator(engines.speaker(SLOTS), tokenizer) if writes else None
     pad = tokenizer.pad_id
     if isinstance(objective, Preference):
-        start = read_peft(bundle.adapter, contract.modules, bundle.adapter)
+        start = read_peft(bundle.adapter, contract.modules)
         examples = referred(engine, start, examples, pad)
-    record, scored = evaluate(engine, adapter, examples, task, head, pad, objective=objective)
+    record, scored = evaluate(
+        engine,
+        adapter,
+        examples,
+        task,
+        head,
+        pad,
+        objective=objective,
+        normalisation=settings.loss_normalisation,
+    )
     if not math.isfinite(record["loss"]):
         raise EngineError(
             f"the loss of these rows is {record['loss']}",
@@ -163,7 +177,7 @@ def _write_predictions(
 ) -> None:
     with reported(path), path.open("w", encoding="utf-8") as stream:
         for index, example in enumerate(examples):
-            line: dict[str, Any] = {"row": example.row, "loss": float(scored.losses[index])}
+            line: dict[str, Any] = {**place_of_row(example.row), "loss": float(scored.losses[index])}
             if example.label is not None:
                 choice = int(scored.predictions[index])
                 line["label"], line["prediction"] = example.label, choice

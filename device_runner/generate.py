@@ -23,9 +23,9 @@ from device_runner.session.speaking import (
 from prge.errors import DataError, shown
 from prge.files.documents import DocumentError, read_json
 from prge.host.terminal import write_text
-from prge.rows.forms import columns_text, find_form
-from prge.rows.readers import Row, select_rows
-from prge.rows.sources import read_source
+from prge.rows.forms import TEMPLATE_KWARGS, columns_text, find_form, template_variables
+from prge.rows.readers import Row, place_of_row, select_rows
+from prge.rows.sources import describe_paths, read_source
 from prge.rows.task import RowError, load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import Answer, Generator, Request, Ticket
@@ -65,7 +65,8 @@ def generate(settings: GenerateSettings) -> None:
     if settings.prompt and not settings.chat and tokenizer.chat_template is not None:
         note("the model has a chat template: --chat puts the prompt into it")
     # All prompts before the engine is there: a chat template runs in a forked child.
-    asked = _asked(settings, Prompts(tokenizer))
+    asked = _asked(settings, Prompts(tokenizer, settings.date))
+    source = "the prompts" if settings.data is None else describe_paths(settings.data)
     adapters = read_adapters(settings, bundle)
     count = len(asked) * len(adapters)
     generator = open_generator(bundle, tokenizer, settings, min(count, MOST_AT_ONCE))
@@ -80,15 +81,16 @@ def generate(settings: GenerateSettings) -> None:
         answers = [_streamed(generator, requests[0])]
     else:
         writer = _Writer(names, settings.json, len(adapters) > 1)
-        answers = _written(generator, requests, writer, str(settings.data or "the prompts"))
+        answers = _written(generator, requests, writer, source)
     note("; ".join(_facts(answers, time.perf_counter() - start)))
 
 
 def _asked(settings: GenerateSettings, prompts: Prompts) -> list[_Asked]:
     system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
     if settings.messages is not None:
-        messages = _read_messages(settings.messages)
-        return [_Asked(1, prompts.of_messages([*_unless_there(system, messages), *messages]))]
+        messages, variables = _read_messages(settings.messages)
+        messages = [*_unless_there(system, messages), *messages]
+        return [_Asked(1, prompts.of_messages(messages, variables))]
     if settings.data is not None:
         return _rows_asked(settings, prompts, system)
     texts = [sys.stdin.read().removesuffix("\n") if text == STDIN else text for text in settings.prompt]
@@ -99,17 +101,18 @@ def _asked(settings: GenerateSettings, prompts: Prompts) -> list[_Asked]:
     return [_Asked(number, prompt) for number, prompt in enumerate(made, 1)]
 
 
-def _read_messages(path: Path) -> list[Mapping[str, Any]]:
+def _read_messages(path: Path) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
+    """Messages of a file, and what the chat template is given with them."""
     try:
         content = read_json(path)
-        messages = content.get("messages") if isinstance(content, dict) else content
-        return _answerable(messages)
+        fields = content if isinstance(content, dict) else {"messages": content}
+        return _answerable(fields.get("messages")), template_variables(fields)
     except (OSError, DocumentError, RowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
             f"{path} can't be answered",
             [reason],
-            remedy='give a JSON list: [{"role": "user", "content": "..."}]',
+            remedy='give JSON: [{"role": "user", "content": "..."}], or {"messages": ..., "tools": ...}',
         ) from None
 
 
@@ -129,7 +132,7 @@ def _rows_asked(
     """Prompts of the rows of a file; raises DataError with all rows that have none."""
     assert settings.data is not None
     task = load_task(settings.task) if settings.task else None
-    source = read_source(settings.data, "test", settings.columns)
+    source = read_source(settings.data, "test", settings.columns, task=task)
     chosen = select_rows(source.rows, settings.selection)
     asked: list[_Asked] = []
     read: Counter[str] = Counter()
@@ -137,15 +140,20 @@ def _rows_asked(
     for row in chosen:
         try:
             if task is not None:
+                columns = columns_text(task.needed_columns(), [*row.fields], source.renamed)
+                read[f"(task {task.name}), columns: {columns}"] += 1
                 prompt = prompts.of_text(task.prompt(row.fields))
             else:
                 form = find_form([row], source.name, source.renamed, asked=True)
+                if form.chat and prompts.chat is not None:
+                    form = form.rendered_by(prompts.chat.variables, [*row.fields])
                 columns = columns_text((*form.asked, *form.optional), [*row.fields], source.renamed)
                 read[f"({form.name}), columns: {columns}"] += 1
                 plain = form.row(row, chat=form.chat != "" and prompts.chat is not None, asked=True)
                 if "messages" in plain.fields:
                     messages = _asked_of(plain)
-                    prompt = prompts.of_messages([*_unless_there(system, messages), *messages])
+                    messages = [*_unless_there(system, messages), *messages]
+                    prompt = prompts.of_messages(messages, plain.fields.get(TEMPLATE_KWARGS))
                 else:
                     prompt = prompts.of_text(_text_of(plain))
             asked.append(_Asked(row.number, prompt))
@@ -154,7 +162,7 @@ def _rows_asked(
         except DataError as error:
             problems.append(f"row {row.number}: {'; '.join(error.problems)}")
     if problems:
-        raise DataError(f"{settings.data} has rows that can't be answered", problems)
+        raise DataError(f"{source.name} has rows that can't be answered", problems)
     for how, count in read.items():
         note(f"{source.name}: {count} rows {how}")
     return asked
@@ -233,7 +241,7 @@ class _Writer:
     def write(self, number: int, answer: Answer) -> None:
         row, adapter = self.names[number]
         if self.json:
-            print(json.dumps({"row": row, "adapter": adapter, **_record(answer)}), flush=True)
+            print(json.dumps({**place_of_row(row), "adapter": adapter, **_record(answer)}), flush=True)
             return
         heading = f"{row}, {adapter}" if self.several else str(row)
         write_text(sys.stdout, f"--- {heading}\n{answer.text}\n")

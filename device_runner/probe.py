@@ -14,13 +14,13 @@ import numpy as np
 
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.session.noise import LEAST_NOISE, Agreement, compare, slopes
-from device_runner.session.planning import batch_for
+from device_runner.session.planning import default_batch
 from device_runner.session.settings import EngineFlags
 from prge.engine import Engine, Float64Array
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
-from prge.files.peft import find_adapter, read_peft
+from prge.files.peft import find_adapter, read_compatible_adapter
 from prge.files.run_folder import write_json
 from prge.files.signatures import TANGENT
 from prge.learning.encoder_heads import fit_heads
@@ -31,13 +31,14 @@ from prge.learning.estimators.table import DEFAULT_QUERIES
 from prge.learning.estimators.tangents import Tangents
 from prge.learning.evaluation import score
 from prge.learning.head import Head
-from prge.learning.sampling import Sampler
+from prge.learning.sampling import Sampler, most_sequences
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.own_heads import head_of, task_of
 from prge.rows.sources import read_source
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
 from prge.verbs.bounds import bound_problems
+from prge.verbs.kinds import Paths
 from prge.verbs.settings import parse_settings
 
 
@@ -47,16 +48,16 @@ class ProbeSettings(EngineFlags, OverflowFlags, SelectionFlags, RowsFlags):
 
     bundle: Path
     """Folder that `prge export` wrote."""
-    data: Path
-    """Rows to measure on: jsonl, json, csv, tsv or parquet; a folder with a file train; or the name of a
-    data set of the hub."""
+    data: Paths
+    """Rows to measure on: jsonl, json, csv, tsv or parquet, several files one after another; a folder with a
+    file train; or the name of a data set of the hub."""
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder to measure at; default: the adapter that the bundle came with. An
     encoder's head comes from it too, and is fitted on the rows where it has none."""
     queries: int | None = None
     """Random directions a step; default: 4."""
     batch_size: int | None = None
-    """Sequences of one call, before copies; default: 4, or as many as a row needs."""
+    """Examples of a batch. Default: as many as have 4 sequences together, at least 1."""
     batches: int = 4
     """Batches to measure, each along every query's direction."""
     epsilons: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -195,18 +196,19 @@ def probe(settings: ProbeSettings) -> Report:
         )
     tokenizer = bundle_tokenizer(bundle)
     task = task_of(bundle, settings.task)
-    options = BuildOptions(settings.overflow, settings.append_eos)
-    rows = read_source(settings.data, "train", settings.columns)
-    examples, data = load_examples(rows, tokenizer, bundle.chain.scoring, task, settings.selection, options)
-    contract = bundle.chain.contract(TANGENT, settings.batch_size or batch_for(examples), queries=queries)
-    source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
-    adapter = read_peft(source, contract.modules, bundle.adapter)
+    options = BuildOptions(settings.overflow, settings.append_eos, date=settings.date)
+    source = read_source(settings.data, "train", settings.columns, task=task)
+    examples, data = load_examples(source, tokenizer, bundle.chain.scoring, task, settings.selection, options)
+    rows = (settings.batch_size or default_batch(examples)) * most_sequences(examples)
+    contract = bundle.chain.contract(TANGENT, rows, queries=queries)
+    start = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
+    adapter = read_compatible_adapter(start, contract.modules, bundle.adapter)
     sampler = Sampler(examples, contract, settings.seed, pad=tokenizer.pad_id)
     print(data.text())
     programs = open_engines(bundle, contract, settings.threads, settings.engine, settings.memory)
     head = None
     if contract.is_encoder:
-        head = head_of(bundle, source, task, examples[0].candidates)
+        head = head_of(bundle, start, task, examples[0].candidates)
         head = head or fit_heads(programs.score, adapter, examples, tokenizer.pad_id).head
     return Report(
         bundle.quantization,

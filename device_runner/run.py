@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
 from device_runner.engines.kept_states import KeptStates
@@ -34,11 +34,11 @@ from device_runner.session.inputs import (
     settings_records,
 )
 from device_runner.session.noise import noise_note
-from device_runner.session.planning import RunPlan, plan_run, settled
+from device_runner.session.planning import RunPlan, plan_run, sampler_of, settled
 from device_runner.session.reference import with_references
 from device_runner.session.samples import Answerer, Chooser, Samples, Writer
 from device_runner.session.sensors import Sensors
-from device_runner.session.settings import RunSettings
+from device_runner.session.settings import RunSettings, date_of_run
 from prge.engine import Engine
 from prge.errors import ConfigError, RunError, shown
 from prge.files.bundle import open_bundle
@@ -58,12 +58,12 @@ from prge.learning.checkpoint import TrainingState, keep_state, load_best, load_
 from prge.learning.encoder_heads import Heads, digest_of, fit_heads
 from prge.learning.estimators.protocol import Estimator
 from prge.learning.examples import token_count
-from prge.learning.preferences import ObjectiveFlags, Preference
+from prge.learning.preferences import Preference
 from prge.learning.sampling import Sampler
 from prge.learning.training import AdapterLearner, train
 from prge.rows.own_heads import refused_labels
 from prge.rows.scoring import displacement, evaluate
-from prge.running.watching import Watcher, graceful_stop
+from prge.running.watching import Watcher, describe_changes, graceful_stop
 from prge.text.loop import Generator
 from prge.verbs.settings import parse_settings, settings_to_yaml
 
@@ -88,6 +88,7 @@ def run(settings: RunSettings) -> Path:
     settings = settled(settings, bundle)
     with run_lock(settings.out):
         _check_folder(settings)
+        settings = replace(settings, date=settings.date or date_of_run(settings.resume)).dated()
         inputs = read_inputs(bundle, settings)
         plan = plan_run(bundle, inputs.train, settings)
         with Journal(settings.out / JOURNAL) as journal:
@@ -133,8 +134,8 @@ class OpenRun:
 
     def score(self, state: TrainingState) -> Record:
         """Scores of the development rows."""
-        inputs, pad = self.inputs, self.inputs.tokenizer.pad_id
-        how = inputs.task, state.head, pad, self.settings.select, inputs.objective
+        inputs, pad, settings = self.inputs, self.inputs.tokenizer.pad_id, self.settings
+        how = inputs.task, state.head, pad, settings.select, inputs.objective, settings.loss_normalisation
         return evaluate(self.engines.score, state.adapter, inputs.dev, *how)[0]
 
     def describe(self) -> tuple[Record, Record]:
@@ -197,7 +198,8 @@ def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | 
     if journal.steps:
         watcher.say(f"going on after step {journal.steps} of {settings.steps}")
     gates = Gates(settings.conditions())
-    sampler = Sampler(inputs.train, run.plan.contract, settings.seed, settings.calls, inputs.tokenizer.pad_id)
+    sampler = sampler_of(run.plan, inputs.train, run.plan.contract, inputs.tokenizer.pad_id)
+    _check_batch(run, sampler)
     if settings.resume is None:
         _tell_noise(settings, inputs, engines.step, sampler, state, watcher)
     learner = AdapterLearner(
@@ -270,6 +272,23 @@ def _referring(run: OpenRun, watcher: Watcher) -> OpenRun:
     return replace(run, inputs=replace(inputs, train=train, dev=dev))
 
 
+def _check_batch(run: OpenRun, sampler: Sampler) -> None:
+    """Refuse to go on with a run whose steps had another number of examples.
+
+    Raises:
+        ConfigError: an earlier version, whose `--batch-size` counted sequences, began it.
+    """
+    first = run.journal.step(0)
+    taken = len(first.get("rows", ())) if first is not None else 0
+    if taken not in (0, sampler.per_step):
+        raise ConfigError(
+            "the run can't go on:",
+            [f"its steps had {taken} examples, its settings now ask for {sampler.per_step}"],
+            remedy="go on with it in the version that run.json names, whose --batch-size counted the "
+            "sequences of a call, or start a new run",
+        )
+
+
 def _answerer(inputs: RunInputs, engines: Engines) -> Answerer | None:
     """Who makes the samples; None if none are asked for."""
     if prompts := inputs.sample_prompts:
@@ -310,6 +329,8 @@ def _closing(settings: RunSettings, inputs: RunInputs, samples: Samples | None) 
                 f"  after   {shown(after['text'])}",
                 *([f"  right   {shown(after['right'])}"] if "right" in after else []),
             ]
+        texts = [[each["text"] for each in answers[time]] for time in ("before", "after")]
+        lines += filter(None, [describe_changes(*texts)])
     lines.append(f"adapter: {settings.out / FINAL}")
     writes = {PREFILL, DECODE} <= set(inputs.bundle.chain.roles)
     steps = next_steps(settings.out, asdict(settings), finished=True, writes=writes)
@@ -352,7 +373,8 @@ def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
     with journal.reading(last):
         before, now = RunSettings.current(last["settings"]), identity["settings"]
         # What earlier versions didn't know was as it is where nobody says otherwise.
-        before = {item.name: item.default for item in fields(ObjectiveFlags)} | before
+        usual = {item.name: item.default for item in fields(RunSettings) if item.default is not MISSING}
+        before = {name: value for name, value in usual.items() if name in now} | before
         changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
         refused = changed - (CHANGEABLE if settings.change_estimator else set())
         problems = [f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in sorted(refused)]
@@ -362,6 +384,8 @@ def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
             for name in ("bundle", "train", "dev", "task", "adapter")
             if stored[name] != identity[name]
         ]
+        if stored.get("tokens", identity["tokens"]) != identity["tokens"]:
+            problems.append(f"the rows have other tokens; chat templates took today for {settings.date}")
         # As JSON reads it back; earlier versions had one objective.
         if stored.get("objective") != json.loads(json.dumps(identity["objective"])):
             problems.append("the objective is another one")

@@ -32,6 +32,12 @@ def shortened(text: str, longest: int) -> str:
     return f"{text[: kept - kept // 3]}...{text[len(text) - kept // 3 :]}"
 
 
+def first_line(error: Exception) -> str:
+    """What an exception of a library says first."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def printable(text: str) -> str:
     """A text that may hold anything, for a terminal: lines shortened, control characters written out."""
     lines = (

@@ -2,6 +2,8 @@
 
 tune, killed on the way -> resume -> guide its bundle -> two estimators more -> write -> correct 40 answers
 -> a table, a picture
+
+With --model smollm2: a pretrained model learns a job of everyday use (notes_demo.py).
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
+
+from notes_demo import notes_demo, notes_table
 
 from prge.errors import PrgeError
 from prge.rows.feedback import Answered, append_feedback
@@ -48,11 +52,21 @@ def main() -> int:
     """Run every step into a folder; print accuracies, and of every method rows, seconds, memory."""
     parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for all that is made")
-    out = parser.parse_args().out
+    parser.add_argument(
+        "--model",
+        choices=["embedded", "smollm2"],
+        default="embedded",
+        help="embedded: the tiny Llama of the repository; smollm2: SmolLM2-135M-Instruct (downloads 93 MB)",
+    )
+    settings = parser.parse_args()
+    out = settings.out
     if out.exists() and any(out.iterdir()):
         parser.error(f"{out} is not empty: remove it, or give another folder with --out")
     try:
-        print(_table(demo(out), out))
+        if settings.model == "smollm2":
+            print(notes_table(notes_demo(out), out))
+        else:
+            print(_table(demo(out), out))
     except PrgeError as error:
         print(f"demo.sh: error: {error}", file=sys.stderr)
         return error.exit_code

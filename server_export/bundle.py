@@ -155,6 +155,7 @@ def _model_block(loaded: LoadedModel, parameters: int) -> dict[str, Any]:
         "architecture": type(loaded.model).__name__,
         "model_type": loaded.config.model_type,
         "parameters": parameters,
+        **({"source": dict(loaded.source)} if loaded.source else {}),
         **(
             {"text_part_of": loaded.part_of, "key_mapping": dict(loaded.key_mapping)}
             if loaded.part_of is not None

@@ -99,8 +99,9 @@ def _calls(
     config: EstimateConfig, estimated: Estimate, estimator: EstimatorName
 ) -> tuple[int, list[Contract]]:
     """How many training rows there are, and the calls of an epoch of them, in batches as a run makes them."""
-    from prge.learning.sampling import Sampler
+    from prge.learning.sampling import Sampler, most_sequences
     from prge.rows.example_building import BuildOptions, load_examples
+    from prge.rows.report import warn_unread
     from prge.rows.sources import read_source
     from prge.rows.task import load_task
     from server_export.model.chat_templates import give_template
@@ -113,10 +114,13 @@ def _calls(
     tokenizer = on_device(original, config.prepend_bos, estimated.vocabulary_size)
     contract = estimated.contract(config, estimator, longest, longest - 1)
     task = load_task(config.task) if config.task else None
-    options = BuildOptions(overflow="auto", objective="auto")
-    rows = read_source(config.train, "train", config.columns, objective="auto")
-    examples, _ = load_examples(rows, tokenizer, contract, task, None, options)
-    sampler = Sampler(examples, contract, seed=0)
+    options = BuildOptions(overflow="auto", objective="auto", date=config.date)
+    rows = read_source(config.train, "train", config.columns, objective="auto", task=task)
+    examples, report = load_examples(rows, tokenizer, contract, task, None, options)
+    warn_unread(report)
+    sequences_of_a_call = config.batch_size * most_sequences(examples)
+    config = replace(config, batch_size=sequences_of_a_call)
+    sampler = Sampler(examples, estimated.contract(config, estimator, longest, longest - 1), seed=0)
 
     def call(step: int) -> Contract:
         sequences = [sequence for example in sampler.chosen(step) for sequence in example.sequences]

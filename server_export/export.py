@@ -29,6 +29,8 @@ __all__ = ["ExportConfig", "export", "main"]
 
 # Of one row for `--init eva`, such as candidates of a task; no call has them all.
 _SEQUENCES = 1024
+# Types of GGUF files that were not rounded to codes.
+_FLOATS = ("F32", "F16", "BF16", "F64")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,6 +69,7 @@ def _export(config: ExportConfig, out: Path) -> Path:
 
     source = open_source(config)
     _tell_part(source)
+    _describe_gguf(source)
     announce(estimate_of(config, source))
     with new_folder(out, overwrite=config.overwrite) as folder:
         source = source.with_weights()
@@ -231,6 +234,15 @@ def _tell_part(source: Source) -> None:
         print(
             f"{loaded.name_or_path} holds more than texts: of {loaded.part_of} the text part "
             f"({loaded.config.model_type}) is taken, and weights for images, audio or video are left out"
+        )
+
+
+def _describe_gguf(source: Source) -> None:
+    """Say that weights were rounded before."""
+    if (told := source.loaded.source) and any(kind not in _FLOATS for kind in told["types"]):
+        print(
+            f"{source.loaded.name_or_path} holds weights in {told['description']}: they are dequantized, and "
+            "the model is what they stand for"
         )
 
 

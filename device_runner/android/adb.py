@@ -16,6 +16,7 @@ from prge.errors import DeviceError
 QUICK_SECONDS = 60.0
 COPY_SECONDS = 3600.0
 _MARK = "prge-exit-code="
+_SERVER = "adb's server on this computer does not work: `adb kill-server`, then `adb devices` says more"
 _NOT_THERE = "connect the phone, unlock it, allow USB debugging; `adb devices` must list it as device"
 
 
@@ -41,7 +42,8 @@ class Adb:
         """Find the device and wait for nothing: a network device that was lost is connected again.
 
         Raises:
-            DeviceError: there is no adb, no such device, none at all, more than one, or it is not ready.
+            DeviceError: there is no adb or it fails, no such device, none at all, more than one, or it is not
+                ready.
         """
         self.executable = find_adb()
         self.quick_seconds = quick_seconds
@@ -49,12 +51,12 @@ class Adb:
         states = self._states()
         if not self.serial:
             self.serial = _only(states)
-        state = states.get(self.serial)
+        state, connecting = states.get(self.serial), ""
         if state != "device" and ":" in self.serial:
-            self._connect()
+            connecting = self._connect()
             state = self._states().get(self.serial)
         if state != "device":
-            raise _not_ready(self.serial, state, states)
+            raise _not_ready(self.serial, state, states, connecting)
 
     def shell(self, script: str, seconds: float | None = None, said: str = "") -> Answer:
         """Run a shell script on the device; its exit code is in the answer, its files are its user's alone.
@@ -135,8 +137,8 @@ class Adb:
 
     def forwards(self) -> dict[int, int]:
         """Ports of this computer that lead to the device, and the device's ports."""
-        told = self._call(["forward", "--list"], self.quick_seconds).stdout.decode(errors="replace")
-        rows = [line.replace("tcp:", "").split() for line in told.splitlines()]
+        listed = self._listed(["forward", "--list"])
+        rows = [line.replace("tcp:", "").split() for line in listed.splitlines()]
         return {int(row[1]): int(row[2]) for row in rows if row[:1] == [self.serial] and _are_ports(row[1:])}
 
     def unforward(self, here: int) -> None:
@@ -159,14 +161,21 @@ class Adb:
             raise failed(doing, said)
 
     def _states(self) -> dict[str, str]:
-        done = self._call(["devices"], self.quick_seconds, select=False)
-        rows = [line.split("\t") for line in done.stdout.decode(errors="replace").splitlines()]
+        rows = [line.split("\t") for line in self._listed(["devices"], select=False).splitlines()]
         return {row[0]: row[1].strip() for row in rows if len(row) == 2}
 
-    def _connect(self) -> None:
+    def _listed(self, words: Sequence[str], select: bool = True) -> str:
+        """What adb lists; raises DeviceError with what adb says where it fails."""
+        done = self._call(words, self.quick_seconds, select)
+        if done.returncode:
+            raise DeviceError(f"adb {' '.join(words)} failed: {_words_of(done)}", remedy=_SERVER)
+        return done.stdout.decode(errors="replace")
+
+    def _connect(self) -> str:
+        """Connect to a device of the network; what adb says of it."""
         # A connection that has died on the other side stays listed until it is given up.
         self._call(["disconnect", self.serial], self.quick_seconds, select=False)
-        self._call(["connect", self.serial], self.quick_seconds, select=False)
+        return _words_of(self._call(["connect", self.serial], self.quick_seconds, select=False))
 
     def _call(
         self, words: Sequence[str], seconds: float, select: bool = True, said: bytes = b""
@@ -221,6 +230,12 @@ def failed(doing: str, said: str) -> DeviceError:
     return DeviceError(f"{doing} failed: {said}", remedy=remedy)
 
 
+def _words_of(done: subprocess.CompletedProcess[bytes]) -> str:
+    """What adb itself said, in one line."""
+    text = (done.stderr.strip() or done.stdout.strip()).decode(errors="replace")
+    return "; ".join(filter(None, map(str.strip, text.splitlines()))) or f"exit code {done.returncode}"
+
+
 def _are_ports(words: Sequence[str]) -> bool:
     return len(words) == 2 and all(word.isdigit() for word in words)
 
@@ -235,10 +250,12 @@ def _only(states: dict[str, str]) -> str:
     )
 
 
-def _not_ready(serial: str, state: str | None, states: dict[str, str]) -> DeviceError:
+def _not_ready(serial: str, state: str | None, states: dict[str, str], connecting: str) -> DeviceError:
+    """The error of a device that can't be used; `connecting` is what `adb connect` said."""
     if state is None:
         listed = ", ".join(sorted(set(states) - {serial})) or "none"
-        return DeviceError(f"there is no device {serial}; connected: {listed}", remedy=_NOT_THERE)
+        why = f"; adb connect: {connecting}" if connecting else ""
+        return DeviceError(f"there is no device {serial}; connected: {listed}{why}", remedy=_NOT_THERE)
     remedies = {
         "unauthorized": "unlock the phone and allow this computer in the dialogue that it shows",
         "offline": "connect the phone again, or start `adb kill-server`",

@@ -48,6 +48,7 @@ from prge.errors import ConfigError, DeviceError
 from prge.files.run_folder import LOG
 from prge.files.tuned import tuning_at
 from prge.rows.sources import Part
+from prge.verbs.kinds import Paths
 from prge.verbs.settings import parse_settings, part_of
 from prge.verbs.subverbs import Action, run_action
 
@@ -384,9 +385,9 @@ ACTIONS = {
 def _brought(phone: Phone, settings: AndroidRunSettings) -> RunSettings:
     """Bring what a run needs, and return its settings as they are on the device."""
     plain = part_of(RunSettings, settings)
-    named: dict[Part, Path | None] = {"train": plain.train, "dev": plain.dev}
+    named: dict[Part, Paths | None] = {"train": plain.train, "dev": plain.dev}
     changes: dict[str, Any] = {
-        name: Path(rows_there(phone, path, name, settings.data_on_device))
+        name: rows_there(phone, path, name, settings.data_on_device)
         for name, path in named.items()
         if path is not None
     }

@@ -28,8 +28,9 @@ from prge.errors import INTERRUPTED, DeviceError
 from prge.files.bundle import file_sha256
 from prge.files.documents import parse_json
 from prge.files.run_folder import ENDED, JOURNAL, LOCK, LOG
-from prge.rows.readers import PARQUET
-from prge.rows.sources import Part, read_source, rows_file
+from prge.rows.readers import PARQUET, json_fields
+from prge.rows.sources import Part, paths_of, read_source, rows_files
+from prge.verbs.kinds import Paths
 from prge.verbs.settings import yaml_of
 
 FOLDER = "/data/local/tmp/prge"
@@ -539,16 +540,17 @@ def _first_line(path: Path) -> bytes:
         return stream.readline()
 
 
-def rows_there(phone: Phone, where: Path, part: Part, on_device: bool) -> str:
-    """The path on the device of rows that a user names: those that are there, or are brought now."""
+def rows_there(phone: Phone, where: Paths, part: Part, on_device: bool) -> Paths:
+    """The paths on the device of rows that a user names: those that are there, or are brought now."""
     if not on_device:
         return send_rows(phone, where, part)
-    if not where.is_absolute() or not phone.exists(str(where), "r"):
-        raise DeviceError(
-            f"--{part}: {phone.adb.serial} has no readable {where}",
-            remedy="give an absolute path on the device, or leave --data-on-device out",
-        )
-    return str(where)
+    for path in paths_of(where):
+        if not path.is_absolute() or not phone.exists(str(path), "r"):
+            raise DeviceError(
+                f"--{part}: {phone.adb.serial} has no readable {path}",
+                remedy="give an absolute path on the device, or leave --data-on-device out",
+            )
+    return where
 
 
 def files_there(phone: Phone, settings: Any, *names: str) -> dict[str, str]:
@@ -561,15 +563,27 @@ def files_there(phone: Phone, settings: Any, *names: str) -> dict[str, str]:
     }
 
 
-def send_rows(phone: Phone, where: Path, part: Part) -> str:
+def send_rows(phone: Phone, where: Paths, part: Part) -> Paths:
     """Bring the rows that a user names, as `Phone.send_file`; what takes a library to read goes as jsonl."""
-    path = rows_file(where, part)
-    if path is not None and path.suffix.lower() != PARQUET:
-        return phone.send_file(path)
+    files = rows_files(where, part)
+    sent = tuple(
+        Path(phone.send_file(path) if path in files and not _is_table(path) else _as_jsonl(phone, path, part))
+        for path in files or paths_of(where)
+    )
+    return sent if len(sent) > 1 else sent[0]
+
+
+def _is_table(path: Path) -> bool:
+    return path.suffix.lower() == PARQUET
+
+
+def _as_jsonl(phone: Phone, path: Path, part: Part) -> str:
+    """Bring the rows of a parquet file, or of a data set of the hub, as jsonl; its path on the device."""
     with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder, f"{part}.jsonl")
-        rows = read_source(where, part).rows
-        written.write_text("".join(json.dumps(row.fields) + "\n" for row in rows), encoding="utf-8")
+        written = Path(folder, f"{path.stem if _is_table(path) else part}.jsonl")
+        rows = read_source(path, part).rows
+        lines = (json.dumps(json_fields(row.fields)) + "\n" for row in rows)
+        written.write_text("".join(lines), encoding="utf-8")
         return phone.send_file(written)
 
 

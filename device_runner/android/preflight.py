@@ -16,6 +16,15 @@ MIB = 1 << 20
 OLDEST_KERNEL = (3, 7)
 ENOUGH_BYTES = 300 * MIB
 _MACHINES = {"arm64-v8a": "arm64", "aarch64": "arm64", "x86_64": "amd64"}
+_NOT_WRITTEN, _RAN = 3, 7
+_TRY_FOLDER = f"""
+mkdir -p {{folder}} && cd {{folder}} || exit {_NOT_WRITTEN}
+printf '#!%s\\nexit {_RAN}\\n' "$(command -v sh)" >.try && chmod 755 .try || exit {_NOT_WRITTEN}
+./.try
+code=$?
+rm -f .try
+exit $code
+"""
 _ENGINE = """
 import json
 import device_runner.run
@@ -70,12 +79,13 @@ def _space(phone: Phone) -> Check:
 def _folder(phone: Phone) -> Check:
     """Whether files can be kept in prge's folder and run from there."""
     folder = quote([phone.folder])
-    answer = phone.adb.shell(
-        f"mkdir -p {folder} && cd {folder} && echo 'exit 7' >.try && chmod 755 .try && rm .try"
-    )
-    if answer.code:
+    answer = phone.adb.shell(_TRY_FOLDER.format(folder=folder))
+    if answer.code == _RAN:
+        return Check("folder", "ok", phone.folder)
+    if answer.code == _NOT_WRITTEN:
         return Check("folder", "missing", answer.said, "give a folder that adb's shell may write: --folder")
-    return Check("folder", "ok", phone.folder)
+    remedy = "its file system may be mounted noexec: give another folder with --folder"
+    return Check("folder", "missing", f"keeps files and does not run them: {answer.said}", remedy)
 
 
 def _runtime(phone: Phone, machine: str | None) -> Iterator[Check]:

@@ -17,10 +17,12 @@ from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
 from prge.files.documents import parse_json
 from prge.learning.estimators.table import ESTIMATORS, EstimatorName, having
+from prge.learning.examples import LossNormalisation
 from prge.learning.optimizers import OptimizerName, ScheduleName
 from prge.rows.task import Task
 from prge.running.training_flags import OptimizerFlags, RateFlags
 from prge.verbs.bounds import bound_problems
+from prge.verbs.kinds import Paths
 from prge.verbs.settings import settings_of
 
 MOST_AGREEMENT_BYTES = 1 << 16
@@ -39,6 +41,9 @@ class Plan(OptimizerFlags, RateFlags):
     """Steps that a device takes in a round before it answers."""
     examples: int = 4
     """Examples of a step on a device."""
+    loss_normalisation: LossNormalisation = "example"
+    """Of completions. example: the loss of a device's step is the mean of its examples' means over tokens;
+    token: the mean over all target tokens of that step. Every device counts the same either way."""
     estimator: EstimatorName = "tangent"
     """tangent, antithetic, fzoo: devices send scalars. exact: they send the change of their adapter."""
     queries: int = 4
@@ -98,6 +103,11 @@ class Plan(OptimizerFlags, RateFlags):
                 f"--noise with --estimator {self.estimator} needs --examples 1, it is {self.examples}: "
                 "single examples are clipped by tangent and exact alone"
             )
+        if self.loss_normalisation == "token" and (self.noise or self.clip):
+            problems.append(
+                "--loss-normalisation token takes neither --clip nor --noise: an example would count by what "
+                "others hold"
+            )
         if self.warmup > self.steps:
             problems.append(f"--warmup is {self.warmup}, there are only {self.steps} steps")
         if problems:
@@ -122,17 +132,9 @@ class Plan(OptimizerFlags, RateFlags):
             return (self.queries,)
         return (self.queries, 1 if self.share_directions else self.examples)
 
-    def run_settings(
-        self, bundle: Path = Path(), train: Path = Path(), out: Path = Path(), sequences: int = 1
-    ) -> RunSettings:
-        """The settings of `prge run` that take the plan's steps.
-
-        Args:
-            bundle, train, out: as there.
-            sequences: most sequences of one example.
-        """
+    def run_settings(self, bundle: Path = Path(), train: Paths = Path(), out: Path = Path()) -> RunSettings:
+        """The settings of `prge run` that take the plan's steps; bundle, train and out are as there."""
         exact = self.estimator == "exact"
-        one_by_one = exact and self.clip > 0
         return RunSettings(
             bundle=bundle,
             train=train,
@@ -144,8 +146,8 @@ class Plan(OptimizerFlags, RateFlags):
             guided=self.guided,
             clip=0.0 if exact else self.clip,
             clip_examples=self.clip if exact else 0.0,
-            batch_size=1 if one_by_one else self.examples * sequences,
-            calls=self.examples if one_by_one else 1,
+            batch_size=self.examples,
+            loss_normalisation=self.loss_normalisation,
             optimizer=self.optimizer,
             momentum=self.momentum,
             beta2=self.beta2,

@@ -51,6 +51,7 @@ from prge.rows.own_heads import task_of
 from prge.rows.sources import hub_names
 from prge.rows.task import load_task
 from prge.running.training_flags import RowsFlags
+from prge.verbs.kinds import Paths
 from prge.verbs.settings import read_settings, settings_to_yaml, with_whole_paths
 
 DEVICE, OWN, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
@@ -66,7 +67,7 @@ class DeviceSettings(EngineFlags, RowsFlags):
 
     bundle: Path
     """Folder that `prge export` wrote; the fleet's, by its hash."""
-    train: Path
+    train: Paths
     """The device's rows."""
     policy: Path | None = None
     """YAML file with what the device's owner allows; default: scalars only, in the usual bounds."""
@@ -82,7 +83,7 @@ def make_device(folder: Path, settings: DeviceSettings) -> None:
     if settings.task:
         load_task(settings.task)
     _policy(settings)
-    whole = with_whole_paths(settings, leave=hub_names(settings, ["train"]))
+    whole = with_whole_paths(settings.dated(), leave=hub_names(settings, ["train"]))
     with run_lock(folder):
         write_file(folder / DEVICE, settings_to_yaml(whole).encode())
         if not (folder / OWN).exists():
@@ -269,7 +270,7 @@ class _Round:
         elif path.is_file():
             state = unpack_state(path.read_bytes(), self.plan, modules, width, classes)
         elif not self.agreement.start:
-            state = first_state(self.plan, read_peft(self.bundle.adapter, modules, self.bundle.adapter))
+            state = first_state(self.plan, read_peft(self.bundle.adapter, modules))
         first = next((steps.first for steps in task.missed_steps()), task.step)
         if state is None or not min(first, task.step) <= state.step <= task.step:
             has = "has no common state" if state is None else f"is at step {state.step}"
@@ -294,6 +295,7 @@ class _Round:
             settings,
             task=self.settings.task,
             columns=self.settings.columns,
+            date=self.settings.date,
             train_limit=self.policy.most_rows,
         )
 

@@ -30,6 +30,8 @@ from prge.learning.examples import Example
 from prge.learning.preferences import Preference
 from prge.learning.sampling import Sampler, row_order
 from prge.learning.training import AdapterLearner, TrainingSettings, train
+from prge.rows.report import warn_unread
+from prge.rows.sources import describe_paths
 from prge.verbs.kinds import Bytes
 
 # Losses f32 [K], and scalars f32 [K * scalars of a step] or a change f32 [size].
@@ -80,7 +82,15 @@ class Local:
         state = self._from(start)
         first, end = state.step, state.step + plan.local_steps
         order = _Turns if plan.noise else _OwnRows
-        sampler = order(self.examples, self.engine.contract, rows_seed, self.settings.calls, self.pad)
+        sampler = order(
+            self.examples,
+            self.engine.contract,
+            rows_seed,
+            self.settings.calls,
+            self.pad,
+            batch_size=plan.examples,
+            normalisation=plan.loss_normalisation,
+        )
         sampler.offset = taken - first
         loop = TrainingSettings(end, plan.seed, checkpoint_every=0)
         rates = rates_of(plan)
@@ -132,9 +142,10 @@ def open_local(
         PrgeError: the rows or the bundle can't be used.
     """
     inputs = read_inputs(bundle, settings)
+    warn_unread(inputs.train_report)
     if isinstance(inputs.objective, Preference):
         raise ConfigError(
-            f"{settings.train} can't be used by a fleet:",
+            f"{describe_paths(settings.train)} can't be used by a fleet:",
             ["its rows are preferences, which are compared with scores that no round carries"],
             remedy="give rows of completions, or train on this device alone with `prge run`",
         )
@@ -167,8 +178,7 @@ def plan_steps(
     """
     if not plan.by_scalars and plan.clip:
         check_single_sequences(examples)
-    widest = max(len(example.sequences) for example in examples)
-    settings = plan.run_settings(settings.bundle, settings.train, settings.out, widest)
+    settings = plan.run_settings(settings.bundle, settings.train, settings.out)
     return plan_run(bundle, examples, replace(settings, memory=memory))
 
 

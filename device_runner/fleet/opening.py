@@ -16,19 +16,21 @@ from device_runner.session.settings import EngineFlags
 from prge.errors import ConfigError
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.journal import Record
-from prge.files.peft import find_adapter, read_peft
+from prge.files.peft import find_adapter, read_compatible_adapter, read_peft
 from prge.learning.checkpoint import TrainingState
 from prge.learning.encoder_heads import fit_heads
 from prge.learning.examples import Example
 from prge.learning.head import Head
-from prge.rows.example_building import load_examples
+from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.own_heads import head_of, task_of
 from prge.rows.readers import Selection
+from prge.rows.report import warn_unread
 from prge.rows.scoring import evaluate
 from prge.rows.sources import Part, read_source
 from prge.rows.task import Task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.running.training_flags import RowsFlags
+from prge.verbs.kinds import Paths
 from prge.verbs.settings import part_of
 
 
@@ -42,11 +44,11 @@ class ServerSettings(Plan, RoundsFlags, EngineFlags, RowsFlags):
     """The fleet's folder: a run folder, with its adapter in final/."""
     name: str | None = None
     """Name of the fleet, which tells it from others with the same plan; default: a random one."""
-    dev: Path | None = None
+    dev: Paths | None = None
     """Development rows that the server may have; the best step on them becomes the result."""
     dev_limit: int | None = None
     """Most development rows."""
-    head_rows: Path | None = None
+    head_rows: Paths | None = None
     """Encoders: labelled rows that the server may have, to fit the classification head on before the start;
     a few of every class are enough."""
     head_limit: int | None = None
@@ -65,18 +67,21 @@ class ServerRows:
     engines: Engines
     pad: int
 
-    def examples(self, settings: ServerSettings, rows: Path, part: Part, limit: int | None) -> list[Example]:
+    def examples(self, settings: ServerSettings, rows: Paths, part: Part, limit: int | None) -> list[Example]:
         """Rows of a file."""
-        source = read_source(rows, part, settings.columns)
+        source = read_source(rows, part, settings.columns, task=self.task)
         tokenizer = bundle_tokenizer(self.bundle)
-        examples, _ = load_examples(
-            source, tokenizer, self.bundle.chain.scoring, self.task, Selection(limit=limit), training=False
+        options = BuildOptions(date=settings.date)
+        selection, scoring = Selection(limit=limit), self.bundle.chain.scoring
+        examples, report = load_examples(
+            source, tokenizer, scoring, self.task, selection, options, training=False
         )
+        warn_unread(report)
         return examples
 
     def fitted_head(self, examples: list[Example]) -> Head:
         """An encoder's head by labelled rows, at the bundle's own adapter."""
-        adapter = read_peft(self.bundle.adapter, self.bundle.chain.modules, self.bundle.adapter)
+        adapter = read_peft(self.bundle.adapter, self.bundle.chain.modules)
         head = fit_heads(self.engines.score, adapter, examples, self.pad).head
         if head is None:
             raise ValueError("no head was fitted")
@@ -112,7 +117,7 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
     if not has_begun(settings.out):
         head = _head(settings, bundle, task, rows)
         source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
-        adapter = read_peft(source, bundle.chain.modules, bundle.adapter)
+        adapter = read_compatible_adapter(source, bundle.chain.modules, bundle.adapter)
         own = settings.adapter is None and head is None
         start = "" if own else start_sha256(first_state(plan, adapter, head))
         name = settings.name or secrets.token_hex(8)

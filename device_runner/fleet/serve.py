@@ -77,6 +77,7 @@ def serve(settings: ServeSettings) -> Path:
     from device_runner.fleet.network.rounds import take_rounds
     from device_runner.fleet.network.superlink import superlink
 
+    settings = settings.dated()
     keys = None if settings.keys is None else ServerKeys.open(settings.keys)
     with run_lock(settings.out), open_fleet(settings) as coordinator:
         kept = with_whole_paths(replace(settings, resume=None))

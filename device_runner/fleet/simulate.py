@@ -34,7 +34,9 @@ from prge.host.terminal import best_effort
 from prge.learning.accounting import epsilon_of
 from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.directions import philox
+from prge.learning.examples import tokens_sha256
 from prge.rows.own_heads import task_of
+from prge.verbs.kinds import Paths
 from prge.verbs.settings import parse_settings, part_of
 
 _SEED_STREAM = 2**64 - 3
@@ -50,9 +52,9 @@ _IDENTITY = "simulation.json"
 class SimulateSettings(ServerSettings):
     """Train a fleet of simulated devices in this process, and count what it sends."""
 
-    train: Path
+    train: Paths
     """Rows that are dealt out to the devices."""
-    test: Path | None = None
+    test: Paths | None = None
     """Rows that score the start and the result, once each."""
     train_start: int = 0
     """Training rows to leave out at the file's beginning."""
@@ -86,7 +88,7 @@ def simulate(settings: SimulateSettings, tell: Callable[[RoundReport], None]) ->
         PrgeError: settings, rows or bundle can't be used, or the folder is of another simulation.
     """
     simulation = Simulation(settings)
-    with open_fleet(settings, simulation.engines) as fleet:
+    with open_fleet(simulation.settings, simulation.engines) as fleet:
         simulation.go_on(fleet)
         before = simulation.test(fleet.first_state())
         while not fleet.finished:
@@ -96,25 +98,37 @@ def simulate(settings: SimulateSettings, tell: Callable[[RoundReport], None]) ->
         return {**simulation.figures(fleet), "before": before, "after": after}
 
 
+def _dated(settings: SimulateSettings) -> SimulateSettings:
+    """The settings with the date that the simulation of their folder began with, or with today's."""
+    path = settings.out / _IDENTITY
+    stored = read_json(path).get("date") if path.is_file() else None
+    return replace(settings, date=settings.date or stored).dated()
+
+
 class Simulation:
     """The devices of a fleet: their rows and seeds, and one engine for all."""
 
     def __init__(self, settings: SimulateSettings) -> None:
-        self.settings = settings
+        self.settings = settings = _dated(settings)
         self.plan = plan = part_of(Plan, settings)
         bundle = open_bundle(settings.bundle)
         steps = replace(
             plan.run_settings(settings.bundle, settings.train, settings.out),
             task=settings.task,
             columns=settings.columns,
+            date=settings.date,
             train_start=settings.train_start,
             train_limit=settings.train_limit,
         )
         engine = (settings.engine, settings.threads, settings.memory)
         self.local, self.engines = open_local(plan, bundle, steps, *engine)
         self.dealt = parts(self.local.examples, settings.devices, settings.partition, settings.seed)
-        names = ("devices", "partition", "train_start", "train_limit")
-        self.identity = {**{name: getattr(settings, name) for name in names}, "train": self.local.data}
+        names = ("devices", "partition", "train_start", "train_limit", "date")
+        self.identity = {
+            **{name: getattr(settings, name) for name in names},
+            "train": self.local.data,
+            "tokens": tokens_sha256(self.local.examples),
+        }
         task = task_of(bundle, settings.task)
         self.rows = ServerRows(bundle, task, self.engines, self.local.pad)
         seeds = philox(plan.seed, 0, _SEED_STREAM, settings.devices) >> np.uint64(1)

@@ -20,6 +20,7 @@ from prge.learning.estimators.table import ESTIMATORS
 from prge.pages.charts import Line, line_chart
 from prge.pages.document import Block, Bullets, Code, Heading, Paragraph, Picture, Quote, Table
 from prge.rows.scoring import displacement
+from prge.running.watching import describe_changes
 
 NONE = "–"
 SMOOTHING = 0.9
@@ -167,6 +168,13 @@ def _samples(run: RunFacts) -> Iterator[Block]:
     by_prompt: dict[str, dict[int, Record]] = {}
     for each in run.samples:
         by_prompt.setdefault(json.dumps(each["prompt"]), {})[each["step"]] = each
+    pairs = [
+        (answers[0]["text"], answers[after if after in answers else max(answers)]["text"])
+        for answers in by_prompt.values()
+        if 0 in answers and max(answers) > 0
+    ]
+    if changes := describe_changes([first for first, _ in pairs], [last for _, last in pairs]):
+        yield Paragraph(f"{changes.removeprefix('note: ').capitalize()}.")
     for answers in list(by_prompt.values())[:MOST_SAMPLES]:
         yield Paragraph("Prompt:")
         yield Quote(prompt_text(next(iter(answers.values()))["prompt"]))
@@ -207,6 +215,7 @@ def _method(run: RunFacts) -> Iterator[Block]:
             "estimator": ", then ".join(estimators),
             "model": model.get("name_or_path"),
             "model content": model.get("revision") or model.get("sha256"),
+            "weights of the model's file": mapping(model.get("source")).get("description"),
             "frozen weights": quantization.get("scheme") or ("fp32" if run.run else None),
             "trained numbers": _count(run.train.get("trained_values")),
             "rows computed": _count(run.train.get("rows")),

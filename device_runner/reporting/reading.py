@@ -9,7 +9,7 @@ from typing import Any
 
 from device_runner.session.samples import read_samples
 from prge.errors import RunError
-from prge.files.curves import SCORES
+from prge.files.curves import SCORES, merit_of
 from prge.files.documents import DocumentError, mapping, read_json, read_yaml
 from prge.files.run_folder import (
     CONFIG,
@@ -74,7 +74,7 @@ class RunFacts:
         """The evaluation that the run took for its best; of an older run that of the least loss."""
         judged = [each for each in self.evaluations if each.get("value") is not None]
         if judged:
-            return max(judged, key=lambda each: float(each["value"]))
+            return max(judged, key=merit_of)
         return min(self.evaluations, key=lambda each: float(each["loss"]), default=None)
 
     @property

@@ -204,6 +204,8 @@ class _Server:
         async with self._body(request) as body:
             most = MOST_CHARACTERS * self.worker.context
             judgement = await self.models.apart(lambda: read_judgement(body, most))
+        answered = self.feedback.answered(judgement)
+        await self.models.check_learnable(answered, judgement.correction)
         self.feedback.take(judgement)
         return JSONResponse({"id": judgement.id, "object": "feedback", "kept": True})
 

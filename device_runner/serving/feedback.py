@@ -58,8 +58,8 @@ class Feedback:
         size = _CHARACTERS_EACH + len(answered.answer) + sum(sizes or [len(answered.asked["prompt"])])
         self._put((answered.id, number), answered, size)
 
-    def take(self, judgement: Judgement) -> None:
-        """Keep what a client says of an answer; raises RequestError."""
+    def answered(self, judgement: Judgement) -> Answered:
+        """The answer that a client says something of; raises RequestError."""
         if self._path is None:
             raise RequestError(404, "no feedback is kept: the server was started without --feedback FILE")
         key = judgement.id, judgement.index
@@ -76,19 +76,25 @@ class Feedback:
             raise RequestError(
                 409, f"feedback on {judgement.id!r} was given before", param="id", code="feedback_given"
             )
+        return answered
+
+    def take(self, judgement: Judgement) -> None:
+        """Keep what a client says of an answer; raises RequestError."""
+        answered, path = self.answered(judgement), self._path
+        assert path is not None
         try:
             row = answered.judged(judgement.rating, judgement.correction)
         except ValueError as error:
             raise RequestError(400, str(error)) from None
         try:
-            append_feedback(self._path, [row])
+            append_feedback(path, [row])
         except RunError as error:
             if not self._fails:
                 self._tell(f"feedback can't be kept: {error}")
             self._fails = True
             raise RequestError(503, f"feedback can't be kept: {error.what}", kind="server_error") from None
         self._fails = False
-        self._put(key, None, _CHARACTERS_EACH)
+        self._put((judgement.id, judgement.index), None, _CHARACTERS_EACH)
         self._kept(row)
 
     def _put(self, key: _Key, answered: Answered | None, size: int) -> None:

@@ -9,6 +9,7 @@ from device_runner.engines.trunk_cache import Precision
 from device_runner.session.conditions import Condition, parse_when
 from device_runner.session.settings import EngineFlags, PauseFlags, when_problems
 from prge.verbs.bounds import bound_problems, flag
+from prge.verbs.kinds import Paths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class RoundFlags(PauseFlags):
     """Peak learning rate of a round; default: that of the tuning or run before, or 0.003."""
     replay: float = 0.5
     """Share of a round's rows that are earlier ones: feedback and --kept, so that nothing is forgotten."""
-    kept: Path | None = None
+    kept: Paths | None = None
     """Rows that must not be forgotten. Some are replayed; on others no adapter may be worse than that of the
     start. Default: those of the tuning or run before."""
     may_lose: float = 0.02

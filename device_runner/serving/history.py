@@ -55,20 +55,32 @@ class Version:
         return f"adapter {self.number} of {len(self.rows)} rows: {self.status}{losses}{why}"
 
 
+def date_of(folder: Path) -> str | None:
+    """The day that chat templates take for today in a folder of what is learnt; None where it has none."""
+    path = folder / HISTORY
+    begun = Journal(path, writable=False).first("start") if path.is_file() else None
+    return None if begun is None else begun.get("date")
+
+
 class History:
     """The adapters of a folder, as its journal tells; changed under `lock` alone.
+
+    Args:
+        folder: of what is learnt.
+        start: what it begins with, or began with.
+        date: day that chat templates take for today, in a folder that begins.
 
     Raises:
         ConfigError: the folder began with another bundle or adapter.
         RunError: the journal is damaged, or can't be written.
     """
 
-    def __init__(self, folder: Path, start: Record) -> None:
+    def __init__(self, folder: Path, start: Record, date: str | None = None) -> None:
         self.lock = Lock()
         self._journal = Journal(folder / HISTORY)
         self.versions = [Version(0)]
         if (begun := self._journal.first("start")) is None:
-            self._journal.append({"kind": "start", **start})
+            self._journal.append({"kind": "start", **start, "date": date})
         elif problems := [f"another {name}" for name in start if begun.get(name) != start[name]]:
             remedy = "serve those, or learn into another folder"
             raise ConfigError(f"{folder} began to learn with", problems, remedy=remedy)

@@ -23,7 +23,7 @@ from device_runner.engines.blocks import Blocks
 from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.serving.flags import LearnFlags
-from device_runner.serving.history import FEEDBACK, ROUNDS, History, Version
+from device_runner.serving.history import FEEDBACK, ROUNDS, History, Version, date_of
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.rounds import (
     AbandonedError,
@@ -89,7 +89,7 @@ class Learning:
         self._folder, self._start = flags.learn, start
         self._serve, self._tell = serve, tell
         begun = {"bundle": bundle.sha256, "adapter": adapter_digest(start)}
-        self._history = History(self._folder, begun)
+        self._history = History(self._folder, begun, settings.date)
         self._workshop: Workshop | None = None
         self._apart: Apart = at_once
         self._taken: Version | None = None
@@ -99,6 +99,11 @@ class Learning:
         # Rows that are new: those in the file when it was read last, and those that were counted since then.
         self._in_file = self._counted = self._counted_then = 0
         self._tidy()
+
+    @property
+    def date(self) -> str | None:
+        """The day that chat templates take for today in what is learnt."""
+        return self._settings.date
 
     def open(self, workshop: Workshop) -> None:
         """Have what rounds need."""
@@ -248,7 +253,7 @@ class Learning:
     def _adapter(self, version: int) -> Adapter:
         if version == 0:
             return self._start
-        return read_peft(self._folder_of(version) / FINAL, self._bundle.chain.modules, self._bundle.adapter)
+        return read_peft(self._folder_of(version) / FINAL, self._bundle.chain.modules)
 
 
 def open_learning(
@@ -277,16 +282,17 @@ def open_learning(
         PrgeError: rows that are to be kept can't be used, the folder is of something else, or the engine
             can't be had.
     """
+    assert flags.learn is not None
     run = None if source is None else run_of(find_adapter(source))
     settings = _settings(flags, engine, bundle, run)
     if source is not None and (tuning := tuning_at(source)) is not None and flags.kept is None:
         dev = tuning.rows / "dev.jsonl"
         settings = replace(settings, train=tuning.rows / "train.jsonl", dev=dev if dev.is_file() else None)
-    settings = settled(settings, bundle)
+    settings = settled(replace(settings, date=date_of(flags.learn) or settings.date), bundle).dated()
     has_kept = flags.kept is not None or run is not None
     kept = read_kept(settings, tokenizer, bundle) if has_kept else Kept()
     plan = plan_run(bundle, kept.replayed, replace(settings, epochs=None))
-    settings = replace(settings, batch_size=plan.contract.batch_size)
+    settings = replace(settings, batch_size=plan.batch_size)
     learning = Learning(flags, settings, bundle, start, serve, tell)
     engines = open_engines(
         bundle,
@@ -301,7 +307,7 @@ def open_learning(
     )
     if engines.notes:
         tell(engines.notes)
-    learning.open(Workshop(bundle, engines, tokenizer, kept, start, learning.must_wait))
+    learning.open(Workshop(bundle, engines, tokenizer, kept, start, learning.must_wait, tell))
     return learning, engines
 
 
@@ -323,6 +329,8 @@ def _settings(flags: LearnFlags, engine: EngineFlags, bundle: Bundle, run: Path 
         objective="completion",
         # A first loss of replayed rows says nothing of that of corrections, and adapters are judged anyway.
         divergence_ratio=_ANY_LOSS,
+        # An answer waits for one call.
+        batch_size=settings.batch_size and max(settings.batch_size // settings.calls, 1),
         calls=1,
         train_start=0,
         train_limit=None,

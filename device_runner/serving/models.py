@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from device_runner.serving.protocol import Asked, RequestError
 from prge.errors import BundleError, DataError
 from prge.files.adapter import Adapter
+from prge.rows.chat import Message
 from prge.rows.feedback import Answered, Fields, adapter_digest
 from prge.rows.tokenizer import Tokenizer
 from prge.text.loop import GenerationSettings, Request
@@ -79,6 +82,22 @@ class Models:
         self._digests[request.adapter] = digest
         return Answered(id, asked.model, digest, made, text, request.settings.facts())
 
+    async def check_learnable(self, answered: Answered, correction: str | None) -> None:
+        """Raise RequestError where the chat template can't render a conversation with what is to be learnt.
+
+        Args:
+            answered: what feedback is given on.
+            correction: what should have been answered; None: the answer was rated.
+        """
+        if messages := answered.asked.get("messages"):
+            text = answered.answer if correction is None else correction
+            work = partial(self._check_learnable, [*messages, {"role": "assistant", "content": text}])
+            await asyncio.get_running_loop().run_in_executor(self._templates, work)
+
+    def _check_learnable(self, messages: list[Message]) -> None:
+        with self._refusing():
+            self._prompts.check_answered(messages)
+
     async def apart(self, work: Callable[[], _T]) -> _T:
         """What `work` gives, done by the thread that reads."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, work)
@@ -113,8 +132,14 @@ class Models:
         return asked
 
     def _rendered(self, asked: Asked) -> tuple[Prompts, str]:
-        try:
+        with self._refusing():
             return self._prompts, self._prompts.rendered(asked.messages)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """A RequestError for what the chat template refuses."""
+        try:
+            yield
         except DataError as error:
             raise RequestError(400, str(error)) from None
         except BundleError as error:

@@ -27,7 +27,7 @@ from device_runner.session.inputs import (
     new_state,
     origin_of,
 )
-from device_runner.session.planning import plan_run
+from device_runner.session.planning import plan_run, sampler_of
 from device_runner.session.settings import RunSettings
 from prge.engine import Answering
 from prge.files.adapter import Adapter
@@ -41,7 +41,7 @@ from prge.learning.estimators.protocol import Measurement
 from prge.learning.evaluation import score
 from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
-from prge.learning.sampling import Sampler, row_order
+from prge.learning.sampling import row_order
 from prge.learning.training import AdapterLearner, train
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.feedback import Fields
@@ -49,6 +49,7 @@ from prge.rows.feedback_rows import asked_text, can_be_learnt, rows_of_feedback
 from prge.rows.forms import find_form
 from prge.rows.preferences import rating_fields
 from prge.rows.readers import Row, Selection, select_rows
+from prge.rows.report import DataReport
 from prge.rows.scoring import evaluate
 from prge.rows.sources import Source, read_source
 from prge.rows.splitting import split_rows
@@ -82,12 +83,12 @@ class Kept:
 def read_kept(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> Kept:
     """Examples of the training and development rows of a run; raises PrgeError."""
     task = load_task(settings.task) if settings.task else None
-    train = read_source(settings.train, "train", settings.columns, objective="completion")
+    train = read_source(settings.train, "train", settings.columns, objective="completion", task=task)
     if settings.dev is None:
         parts = split_rows(train.rows)
         train, dev = replace(train, rows=parts.train), replace(train, rows=parts.dev)
     else:
-        dev = read_source(settings.dev, "dev", settings.columns, objective="completion")
+        dev = read_source(settings.dev, "dev", settings.columns, objective="completion", task=task)
 
     def some(source: Source, most: int, training: bool) -> list[Example]:
         rows = source.rows if task is not None else _liked(source)
@@ -190,6 +191,7 @@ class Workshop:
         kept: rows that must not be forgotten.
         start: the adapter that the first round began with.
         interrupted: whether the round is to wait, asked before every step.
+        tell: called with what a user should know, once each.
 
     `apart` does what waits for storage.
     """
@@ -202,7 +204,9 @@ class Workshop:
         kept: Kept,
         start: Adapter,
         interrupted: Callable[[], bool],
+        tell: Callable[[str], object] = lambda text: None,
     ) -> None:
+        self._tell, self._told = tell, set[str]()
         self._bundle = bundle
         self._engines = engines
         self._tokenizer = tokenizer
@@ -237,7 +241,7 @@ class Workshop:
             load_latest(round.folder / CHECKPOINTS, state, newest=journal.steps)
             every, gradients = settings.checkpoint_every, settings.keep_gradients
             template, pad, engine = self._bundle.adapter, self._tokenizer.pad_id, self._engines.step
-            sampler = Sampler(examples, engine.contract, settings.seed, settings.calls, pad)
+            sampler = sampler_of(plan, examples, engine.contract, pad)
 
             def keep(at: TrainingState) -> None:
                 kept = round.folder, at, template, journal, every, gradients
@@ -304,12 +308,18 @@ class Workshop:
             [row for row in learnable if "messages" not in row.fields],
             [row for row in learnable if "messages" in row.fields],
         )
-        return [
-            example
-            for group in groups
-            if group
-            for example in _examples(group, self._tokenizer, self._bundle, settings, None, True)
-        ]
+        examples: list[Example] = []
+        for group in filter(None, groups):
+            made, report = _built(group, self._tokenizer, self._bundle, settings, None, True)
+            examples += made
+            for number, problem in report.unusable.items():
+                self._tell_once(f"feedback {rows[number - 1].get('id')} can't be learnt: {problem}")
+        return examples
+
+    def _tell_once(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self._tell(line)
 
 
 class _Journal(Journal):
@@ -349,9 +359,22 @@ def _examples(
     task: Task | None,
     training: bool,
 ) -> list[Example]:
+    return _built(rows, tokenizer, bundle, settings, task, training)[0]
+
+
+def _built(
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    bundle: Bundle,
+    settings: RunSettings,
+    task: Task | None,
+    training: bool,
+) -> tuple[list[Example], DataReport]:
     what: ObjectiveName = "completion" if task is None else "auto"
-    options = BuildOptions(settings.overflow, settings.append_eos, skip_unusable=True, objective=what)
-    return build_examples(rows, tokenizer, bundle.chain.scoring, task, options, training=training)[0]
+    options = BuildOptions(
+        settings.overflow, settings.append_eos, skip_unusable=True, objective=what, date=settings.date
+    )
+    return build_examples(rows, tokenizer, bundle.chain.scoring, task, options, training=training)
 
 
 def _folder_of(folder: Path, identity: Record) -> Path:

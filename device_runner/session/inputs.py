@@ -16,13 +16,13 @@ from prge.errors import ConfigError
 from prge.files.adapter import Adapter, adapter_size
 from prge.files.bundle import Bundle
 from prge.files.journal import Journal, Record, encode_array
-from prge.files.peft import find_adapter, read_peft
+from prge.files.peft import find_adapter, read_compatible_adapter
 from prge.learning.checkpoint import TrainingState
 from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.guide import Guide, guide_of
 from prge.learning.estimators.protocol import Estimator, InTurn
 from prge.learning.estimators.table import EstimatorFlags, having, make_estimator
-from prge.learning.examples import Example
+from prge.learning.examples import Example, tokens_sha256
 from prge.learning.head import Head
 from prge.learning.objectives import CROSS_ENTROPY, Objective
 from prge.learning.optimizers import Optimizer, OwnRates, make_optimizer, schedule
@@ -30,17 +30,17 @@ from prge.learning.preferences import describe_objective, make_objective
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.own_heads import head_of, task_of
 from prge.rows.readers import Selection
-from prge.rows.report import show_sample
+from prge.rows.report import DataReport, show_sample
 from prge.rows.sources import read_source
 from prge.rows.task import Task
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
 from prge.text.prompts import Prompts
 
-# What may differ between the parts of one run: where things lie (hashes tell what they are), how fast it goes
-# and how it looks.
+# What may differ between the parts of one run: where things lie and what day it is (hashes tell what they are
+# and which tokens come of them), how fast it goes and how it looks.
 _NOT_IDENTITY = frozenset(
     {
-        *("bundle", "train", "dev", "task", "adapter", "out", "resume"),
+        *("bundle", "train", "dev", "task", "adapter", "out", "resume", "date"),
         *("engine", "threads", "trunk_cache_bytes", "memory", "quiet"),
         *("change_estimator", "keep_gradients", "checkpoint_every"),
         *("when", "pause_above_celsius", "pause_below_battery", "only_charging"),
@@ -58,7 +58,8 @@ CHANGE = "change"
 class RunInputs:
     """Everything that a run reads before it needs an engine.
 
-    `report` tells the user what became of the rows, `data` tells run.json.
+    `report` tells the user what became of the rows, `data` tells run.json; `train_report` is of the
+    training rows.
     """
 
     bundle: Bundle
@@ -74,6 +75,7 @@ class RunInputs:
     sample_prompts: list[SamplePrompt]
     sample_rows: list[Example]
     objective: Objective
+    train_report: DataReport
 
     def identity(self, settings: RunSettings) -> Record:
         """What a run with these inputs is, as the journal begins; for the settings of a plan."""
@@ -95,20 +97,24 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     tokenizer = bundle_tokenizer(bundle)
     task = task_of(bundle, settings.task)
     options = BuildOptions(
-        settings.overflow, settings.append_eos, settings.max_dropped, objective=settings.objective
+        settings.overflow,
+        settings.append_eos,
+        settings.max_dropped,
+        objective=settings.objective,
+        date=settings.date,
     )
     seed = settings.shuffle_seed
     chosen = Selection(settings.train_start, settings.train_limit, seed)
-    train = read_source(settings.train, "train", settings.columns, objective=settings.objective)
-    train_examples, report = load_examples(train, tokenizer, contract, task, chosen, options)
-    objective = make_objective(report.objective, settings)
-    options = replace(options, objective=report.objective)
-    texts = [*filter(None, [train.told]), report.text(), show_sample(train_examples[0], tokenizer)]
-    data = {"train": report.facts()}
+    train = read_source(settings.train, "train", settings.columns, objective=settings.objective, task=task)
+    train_examples, train_report = load_examples(train, tokenizer, contract, task, chosen, options)
+    objective = make_objective(train_report.objective, settings)
+    options = replace(options, objective=train_report.objective)
+    texts = [*filter(None, [train.told]), train_report.text(), show_sample(train_examples[0], tokenizer)]
+    data = {"train": train_report.facts()}
     dev_examples: list[Example] = []
     dev = None
     if settings.dev is not None:
-        dev = read_source(settings.dev, "dev", settings.columns, objective=report.objective)
+        dev = read_source(settings.dev, "dev", settings.columns, objective=train_report.objective, task=task)
         chosen = Selection(settings.dev_start, settings.dev_limit, seed)
         dev_examples, dev_report = load_examples(
             dev, tokenizer, contract, task, chosen, options, training=False
@@ -116,11 +122,12 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         texts.insert(-1, dev_report.text())
         data["dev"] = dev_report.facts()
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
-    adapter = read_peft(source, contract.modules, bundle.adapter)
+    adapter = read_compatible_adapter(source, contract.modules, bundle.adapter)
     start_head = None
     if contract.is_encoder:
         start_head = head_of(bundle, source, task, train_examples[0].candidates)
     origin = origin_of(bundle, adapter, train.sha256, dev.sha256 if dev else None, task, objective)
+    origin["tokens"] = tokens_sha256([*train_examples, *dev_examples])
     return RunInputs(
         bundle,
         tokenizer,
@@ -132,9 +139,10 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         origin,
         "\n".join(texts),
         data,
-        read_prompts(settings.sample_prompts, Prompts(tokenizer)) if settings.sample_prompts else [],
+        _sample_prompts(settings, tokenizer),
         _sample_rows(settings.sample_rows, dev_examples),
         objective,
+        train_report,
     )
 
 
@@ -159,6 +167,12 @@ def origin_of(
         "adapter": encode_array(adapter.values) if adapter.values.any() else None,
         "objective": describe_objective(objective),
     }
+
+
+def _sample_prompts(settings: RunSettings, tokenizer: Tokenizer) -> list[SamplePrompt]:
+    if settings.sample_prompts is None:
+        return []
+    return read_prompts(settings.sample_prompts, Prompts(tokenizer, settings.date))
 
 
 def _sample_rows(count: int, dev: list[Example]) -> list[Example]:
@@ -187,7 +201,12 @@ def optimizer_of(settings: RunSettings, modules: Sequence[AdaptedModule]) -> Opt
         raise ValueError("which optimizer is not settled")
     trained = matrices(modules)
     optimizer = make_optimizer(
-        settings.optimizer, adapter_size(modules), settings.momentum, settings.momentum, settings.beta2
+        settings.optimizer,
+        adapter_size(modules),
+        settings.momentum,
+        settings.momentum,
+        settings.beta2,
+        settings.weight_decay,
     )
     if settings.lora_plus == 1:
         return optimizer

@@ -15,8 +15,9 @@ from prge.learning.estimators.exact import check_single_sequences
 from prge.learning.estimators.guide import GUIDE
 from prge.learning.estimators.table import DEFAULT_QUERIES, ESTIMATORS, fitting
 from prge.learning.examples import Example
-from prge.learning.sampling import Sampler, check_batch
+from prge.learning.sampling import Sampler, most_sequences
 
+# Sequences of a step where nobody names its examples.
 DEFAULT_BATCH = 4
 # Gradients of so many steps and the checkpoint before them take about as much room.
 STEPS_OF_GRADIENTS = 4
@@ -27,12 +28,14 @@ class RunPlan:
     """What a run is going to do.
 
     `settings` have all that nobody need name: estimator, queries if it has directions, optimizer, beta2,
-    steps, warm-up. `contract` is of the calls that take steps, `scoring` of those that score.
+    steps, warm-up, calls. `contract` is of the calls that take steps, `scoring` of those that score.
+    `batch_size` is how many examples an optimizer step has.
     """
 
     settings: RunSettings
     contract: Contract
     scoring: Contract
+    batch_size: int
 
 
 def plan_run(bundle: Bundle, examples: Sequence[Example], settings: RunSettings) -> RunPlan:
@@ -40,7 +43,7 @@ def plan_run(bundle: Bundle, examples: Sequence[Example], settings: RunSettings)
 
     Args:
         bundle: an opened bundle.
-        examples: training rows; without `batch_size` a batch has room for the widest.
+        examples: training rows; a call has room for as many as it takes of the widest.
         settings: of the run.
 
     Raises:
@@ -51,14 +54,23 @@ def plan_run(bundle: Bundle, examples: Sequence[Example], settings: RunSettings)
     if settings.estimator is None:
         raise ValueError("which estimator is not settled")
     entry, chain = ESTIMATORS[settings.estimator], bundle.chain
-    batch = settings.batch_size or batch_for(examples)
-    contract = chain.contract(entry.role, batch, **entry.sizes(settings.queries, settings.copies))
-    if examples:
-        if settings.clip_examples:
-            check_single_sequences(examples)
-        check_batch(contract, examples)
+    if settings.clip_examples and examples:
+        check_single_sequences(examples)
+    batch = settings.batch_size or settings.calls * default_batch(examples)
+    # What is clipped is what a call computes.
+    calls = batch if settings.clip_examples else settings.calls
+    if batch % calls or settings.calls not in (1, calls):
+        raise _unfit(
+            f"--calls is {settings.calls}, and a step has {batch} examples (--batch-size)"
+            + (", of which --clip-examples takes one a call" if settings.clip_examples else ""),
+            f"--batch-size counts the examples of an optimizer step: give a multiple of {settings.calls}, or "
+            "leave --calls out",
+        )
+    rows = batch // calls * most_sequences(examples)
+    contract = chain.contract(entry.role, rows, **entry.sizes(settings.queries, settings.copies))
     scoring = chain.scoring if settings.memory is None else chain.contract(STACK, contract.rows)
-    return RunPlan(_paced(settings, contract, examples), contract, scoring)
+    settings = replace(settings, calls=calls)
+    return RunPlan(_paced(settings, batch, len(examples)), contract, scoring, batch)
 
 
 def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
@@ -110,19 +122,39 @@ def _unfit(problem: str, remedy: str) -> ConfigError:
     return ConfigError("the settings don't fit the bundle:", [problem], remedy=remedy)
 
 
-def _paced(settings: RunSettings, contract: Contract, examples: Sequence[Example]) -> RunSettings:
-    """The settings with the steps that their epochs of some training rows take, and those of warm-up.
+def _paced(settings: RunSettings, batch: int, examples: int) -> RunSettings:
+    """The settings with the steps that their epochs of so many examples take, and those of warm-up.
 
     Raises:
-        ConfigError: a batch has no room for an example, or other settings don't fit so many steps.
+        ConfigError: other settings don't fit so many steps.
     """
     if settings.epochs is not None:
-        per_step = Sampler(examples, contract, settings.seed, settings.calls).per_step
-        steps = max(1, math.ceil(settings.epochs * len(examples) / per_step))
+        steps = max(1, math.ceil(settings.epochs * examples / batch))
         settings = replace(settings, epochs=None, steps=steps)
     return replace(settings, warmup=settings.rising)
 
 
-def batch_for(examples: Sequence[Example]) -> int:
-    """Sequences of a call where nobody names a number: 4, or as many as the widest example has."""
-    return max([DEFAULT_BATCH, *(len(example.sequences) for example in examples)])
+def default_batch(examples: Sequence[Example]) -> int:
+    """Examples of a step where nobody names a number: as many as have 4 sequences together, at least one."""
+    return max(DEFAULT_BATCH // most_sequences(examples), 1)
+
+
+def sampler_of(plan: RunPlan, examples: Sequence[Example], contract: Contract, pad: int) -> Sampler:
+    """The batches of a plan's steps.
+
+    Args:
+        plan: of the run.
+        examples: training examples.
+        contract: of the engine that takes the steps.
+        pad: the token that fills rows up.
+    """
+    settings = plan.settings
+    return Sampler(
+        examples,
+        contract,
+        settings.seed,
+        settings.calls,
+        pad,
+        batch_size=plan.batch_size,
+        normalisation=settings.loss_normalisation,
+    )

@@ -27,6 +27,7 @@ from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.protocol import Measurement
 from prge.learning.evaluation import score
 from prge.learning.examples import Example
+from prge.rows.forms import template_variables
 from prge.rows.readers import FORMATS, Row, read_rows, read_text
 from prge.rows.tokenizer import Tokenizer
 from prge.running.watching import Watcher
@@ -74,7 +75,7 @@ def _prompt(row: Row, prompts: Prompts) -> SamplePrompt:
 
     if "messages" in row.fields:
         messages = check_messages(row.fields["messages"], answered=False)
-        return SamplePrompt(messages, prompts.of_messages(messages))
+        return SamplePrompt(messages, prompts.of_messages(messages, template_variables(row.fields)))
     text = row.fields.get("prompt")
     if not isinstance(text, str) or not text:
         raise ValueError(f"prompt is {shown(text)}, must be a text; or give messages")

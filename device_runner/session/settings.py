@@ -11,6 +11,7 @@ from device_runner.engines.trunk_cache import Precision
 from device_runner.session.conditions import Battery, Charging, Condition, Cool, parse_when
 from prge.engine import EngineName
 from prge.errors import ConfigError
+from prge.files.documents import DocumentError, read_yaml
 from prge.files.run_folder import CONFIG
 from prge.learning.estimators.table import (
     EstimatorFlags,
@@ -19,7 +20,7 @@ from prge.learning.estimators.table import (
 from prge.learning.preferences import ObjectiveFlags
 from prge.running.training_flags import OptimizerFlags, TrainingFlags
 from prge.verbs.bounds import flag
-from prge.verbs.kinds import Bytes
+from prge.verbs.kinds import MISFITS, Bytes, Day, converted
 
 # What earlier versions wrote down, and the one value that all runs have now.
 _RETIRED: Mapping[str, object] = {"directions": "rademacher", "baseline": "clean", "normalize": False}
@@ -104,9 +105,10 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, T
     change_estimator: bool = False
     """Beside --resume: go on with another estimator, its settings and learning rate, as they are given."""
     batch_size: int | None = None
-    """Sequences of one call, before copies; default: 4, or as many as a row needs."""
+    """Examples of an optimizer step: texts, completions, chats, pairs, or rows of a task. Default: as many as
+    have 4 sequences together, which is 2 pairs; at least 1."""
     calls: int = 1
-    """Batches accumulated into one step."""
+    """Calls that the examples of a step are divided among; their gradients are added up."""
     head_learning_rate: float = 0.0
     """Encoders: train the fitted head by its exact gradient at this peak rate, without folds; 0 keeps it."""
 
@@ -141,9 +143,10 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, T
         problems += when_problems(self.when)
         if self.sample_prompts and self.sample_rows:
             problems.append("--sample-prompts and --sample-rows: give one of them")
-        if self.clip_examples and self.batch_size != 1:
-            given = "not given" if self.batch_size is None else self.batch_size
-            problems.append(f"--clip-examples needs --batch-size 1, it is {given}; --calls adds examples up")
+        if self.clip_examples and self.loss_normalisation == "token":
+            problems.append(
+                "--clip-examples and --loss-normalisation token: an example would count by what others hold"
+            )
         if self.clip_examples and self.head_learning_rate:
             problems.append("--clip-examples and --head-learning-rate: the head's gradient isn't clipped")
         if problems:
@@ -180,6 +183,16 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, T
                 "one-sided differences there is --estimator fzoo",
             )
         return {name: value for name, value in stored.items() if name not in _RETIRED}
+
+
+def date_of_run(run: Path | None) -> Day | None:
+    """The day that chat templates took for today in the run of a folder; None where nothing tells it."""
+    try:
+        content = read_yaml(run / CONFIG) if run is not None else None
+        found = content.get("date") if isinstance(content, Mapping) else None
+        return None if found is None else Day(converted(found, Day))
+    except (OSError, DocumentError, *MISFITS):
+        return None
 
 
 def _either(names: Sequence[str]) -> str:

@@ -15,13 +15,14 @@ from device_runner.session.settings import EngineFlags
 from prge.errors import BundleError, ConfigError, printable
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
-from prge.files.peft import find_adapter, read_any, read_peft
+from prge.files.peft import find_adapter, read_compatible_adapter, read_peft
 from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
 from prge.rows.tokenizer import Tokenizer
 from prge.running.training_flags import RowsFlags, SelectionFlags
 from prge.text.choice import MIN_P, ChoiceSettings
 from prge.text.loop import Draft, GenerationSettings, Generator, Overflow
+from prge.verbs.kinds import Paths
 
 BUNDLE, BASE = "bundle", "base"
 STDIN = "-"
@@ -95,9 +96,9 @@ class GenerateFlags(SpeakingFlags, SelectionFlags, RowsFlags):
     """Take each --prompt for a user's message, in the model's chat template."""
     messages: Path | None = None
     """JSON file with a list of messages to answer, in the model's chat template."""
-    data: Path | None = None
-    """Rows to answer, with the columns of --task or of a known form: jsonl, json, csv, tsv or parquet; a
-    folder with a file test; or the name of a data set of the hub."""
+    data: Paths | None = None
+    """Rows to answer, with the columns of --task or of a known form: jsonl, json, csv, tsv or parquet,
+    several files one after another; a folder with a file test; or the name of a data set of the hub."""
     json: bool = False
     """Print a JSON object for each answer: text, tokens, reason, prompt_tokens, speed."""
 
@@ -153,9 +154,10 @@ def read_adapter(bundle: Bundle, word: str) -> tuple[str, Adapter]:
     if word == BASE:
         return BASE, Adapter.zeros(modules)
     if word == BUNDLE:
-        return BUNDLE, read_peft(bundle.adapter, modules, bundle.adapter)
+        return BUNDLE, read_peft(bundle.adapter, modules)
     name = word.partition("=")[0]
-    return name, read_any(find_adapter(adapter_source(word)), modules, bundle.adapter)
+    folder = find_adapter(adapter_source(word))
+    return name, read_compatible_adapter(folder, modules, bundle.adapter, generates=True)
 
 
 def adapter_source(word: str) -> Path:

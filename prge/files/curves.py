@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ def score_of(record: Mapping[str, Any]) -> tuple[str, float]:
     """Name and value of an evaluation's metric; the loss where it has none, or one that was not finite."""
     name = next((name for name in SCORES if record.get(name) is not None), "loss")
     return name, float(record[name])
+
+
+def merit_of(record: Mapping[str, Any]) -> tuple[float, float]:
+    """What evaluations of a run are compared by, more being better: their value, of equal ones the loss."""
+    loss = record.get("loss")
+    return float(record["value"]), -math.inf if loss is None else -float(loss)
 
 
 def series(

@@ -10,7 +10,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ DEEPEST = 32
 _TOO_DEEP = f"it has more than {DEEPEST} levels of lists and mappings"
 LONGEST_NUMBER = 100
 _UTF8_MARK = "\ufeff"
+_SPACE = re.compile(r"[ \t\r\n]*")
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -52,15 +54,34 @@ def read_document(path: Path, most_bytes: int) -> bytes:
 
 def parse_json(content: bytes | str, infinite: bool = False) -> Any:
     """The value of a JSON text, UTF-8; raises DocumentError. The caller bounds its size."""
-    text = _decoded(content)
+    return _parsed(_decoded(content), (_WITH_INFINITY if infinite else _DECODER).decode)
+
+
+def parse_json_values(text: str) -> list[Any]:
+    """All values of a text in which JSON values follow one another, as `jq` prints them; see `parse_json`."""
+    values: list[Any] = _parsed(text, _consecutive)
+    return values
+
+
+def _consecutive(text: str) -> list[Any]:
+    values, end = [], _SPACE.match(text).end()  # type: ignore[union-attr]
+    while end < len(text):
+        value, end = _DECODER.raw_decode(text, end)
+        values.append(value)
+        end = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+    return values
+
+
+def _parsed(text: str, decode: Callable[[str], Any]) -> Any:
     try:
-        value = (_WITH_INFINITY if infinite else _DECODER).decode(text)
+        value = decode(text)
         # Half of an escaped pair, legal in JSON, is no text that a tokenizer or a file could take.
         if _HALF_PAIR.search(text):
             json.dumps(value, ensure_ascii=False).encode()
         deep = _is_deep(value)
     except json.JSONDecodeError as error:
-        raise DocumentError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+        line = f"line {error.lineno}, " if "\n" in text else ""
+        raise DocumentError(f"not JSON: {error.msg} at {line}character {error.colno}") from None
     except UnicodeEncodeError:
         raise DocumentError("it has half of a \\u escape pair") from None
     except RecursionError:
@@ -79,6 +100,7 @@ def parse_yaml(content: bytes | str) -> Any:
     try:
         loader = _yaml_loader()
         _check_events(text, loader)
+        _check_keys(yaml.compose(text, Loader=loader))
         value = yaml.load(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
         # PyYAML 6.0.4 bounds depth itself, before it tells of a first level.
@@ -190,6 +212,19 @@ def _check_events(text: str, loader: type[Any]) -> None:
                 raise DocumentError(_TOO_DEEP)
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
+
+
+def _check_keys(node: Any) -> None:
+    """Refuse a mapping that has a key twice: PyYAML would take the last one without a word."""
+    import yaml
+
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    keys = Counter((key.tag, key.value) for key, _ in pairs if isinstance(key, yaml.ScalarNode))
+    if twice := [name for (_, name), count in keys.items() if count > 1]:
+        raise DocumentError(f"it has the key {shown(twice[0])} twice")
+    inner = [each for _, each in pairs] if pairs else getattr(node, "value", None)
+    for each in inner if isinstance(inner, list) else []:
+        _check_keys(each)
 
 
 def _check_scalars(value: object) -> None:

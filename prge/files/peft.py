@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +38,8 @@ HASHES = "hashes.json"
 HEAD = "head.safetensors"
 # How PEFT begins the name of a layer inside its model, in files and in memory.
 PREFIX = "base_model.model."
-# Between the name of a folder's model and the hash of its files, in `base_model_name_or_path`.
+# Between the name of a folder's model and the hash of its files, in `base_model_name_or_path`; without the
+# first letter what begins such a hash in `revision`.
 HASH_MARK = "@sha256:"
 _FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _LETTERS: tuple[Literal["A", "B"], ...] = ("A", "B")
@@ -103,6 +104,35 @@ def lora_scale(alpha: float, rank: int, by_root: bool) -> float:
 def weight_name(module: str, letter: Literal["A", "B"]) -> str:
     """The name of a module's `lora_A` or `lora_B` in the file of weights."""
     return f"{PREFIX}{module}.lora_{letter}.weight"
+
+
+@dataclass(frozen=True)
+class NamedBase:
+    """The base model that an `adapter_config.json` names.
+
+    `name` is a hub id or a folder, or the name alone of a folder whose place isn't told; `sha256` is of a
+    folder's content, `commit` of a hub id.
+    """
+
+    name: str
+    commit: str | None = None
+    sha256: str | None = None
+
+
+def named_base(config: Mapping[str, Any]) -> NamedBase | None:
+    """The base model of an adapter's configuration; None where it names none.
+
+    The hash of a folder's content is in `revision` where the name is a path, which loads without it; else
+    after the name.
+    """
+    name, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not isinstance(name, str) or not name:
+        return None
+    folder, _, sha256 = name.partition(HASH_MARK)
+    revision = revision if isinstance(revision, str) else ""
+    if revision.startswith(HASH_MARK[1:]):
+        return NamedBase(folder, None, revision.removeprefix(HASH_MARK[1:]))
+    return NamedBase(folder, revision or None, sha256 or None)
 
 
 def find_adapter(source: Path) -> Path:
@@ -179,16 +209,12 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
-def read_peft(
-    folder: Path | str, modules: Sequence[AdaptedModule], template_folder: Path | str | None = None
-) -> Adapter:
-    """Read the adapter of a bundle from a PEFT folder.
+def read_peft(folder: Path | str, modules: Sequence[AdaptedModule]) -> Adapter:
+    """Read an adapter that prge wrote for exactly these modules, such as a bundle's own or a checkpoint's.
 
     Args:
         folder: holds `adapter_config.json` and `adapter_model.safetensors`, float32.
         modules: what the bundle adapts.
-        template_folder: the bundle's own adapter. Its `lora_A` and its scale are inside the bundle; an
-            adapter trained with others would silently mean something else, and given this it is refused.
 
     Raises:
         AdapterError: every tensor that is missing, unexpected, of another shape or dtype, or not finite;
@@ -199,18 +225,12 @@ def read_peft(
     heads = _head_names(folder, config)
     problems = _variant_problems(config, heads)
     problems += _number_problems(config) or _rank_problems(config, modules)
-    template = None if template_folder is None else Path(template_folder)
-    if template is not None:
-        problems += _template_problems(config, read_config(template))
     with _open_weights(folder / WEIGHTS) as weights:
         bad = _tensor_problems(weights, modules, heads)
         problems += bad.values()
         for name in (weight_name(module.name, letter) for module in modules for letter in _LETTERS):
             if name not in bad:
                 problems += _infinite(name, weights.get_tensor(name))
-        trains_a = any(module.trains_a for module in modules)
-        if template is not None and not trains_a:
-            problems += _frozen_problems(weights, template, modules, bad)
         if problems:
             raise AdapterError(
                 f"the adapter {folder} doesn't fit the bundle",
@@ -226,21 +246,33 @@ def read_peft(
     return adapter
 
 
-def read_any(folder: Path | str, modules: Sequence[AdaptedModule], template_folder: Path | str) -> Adapter:
-    """Read an adapter of a bundle's model from any PEFT folder, to write text with it.
+def read_compatible_adapter(
+    folder: Path | str,
+    modules: Sequence[AdaptedModule],
+    template_folder: Path | str,
+    *,
+    generates: bool = False,
+) -> Adapter:
+    """Read an adapter for a bundle from any PEFT folder of the bundle's model; every verb reads with this.
+
+    What the folder lacks changes nothing and can be trained: a module, or the ranks above a lower one, have
+    the bundle's own `lora_a` and a `lora_b` of zeros.
 
     Args:
         folder: of plain LoRA, in float32, float16 or bfloat16; of the bundle's modules or some of them, and
             of its rank or a lower one.
         modules: what the bundle adapts.
         template_folder: the bundle's own adapter.
+        generates: whether it is only generated with, for which programs take any `lora_a`. Programs that
+            train and score have that of a LoRA-FA bundle inside them.
 
     Returns:
         The adapter, with a `lora_a` if it isn't the bundle's.
 
     Raises:
         AdapterError: it is damaged or a variant of LoRA; it was trained on another model, as far as hash or
-            commit tell; or its rank is higher, or its modules are others or of other sizes.
+            commit tell; its rank is higher, or its modules are others or of other sizes; or it has another
+            `lora_a` than the one inside the bundle's programs.
     """
     found, template = read_lora(folder), read_lora(template_folder)
     problems = _base_problems(found.config, read_config(Path(template_folder)))
@@ -257,24 +289,38 @@ def read_any(folder: Path | str, modules: Sequence[AdaptedModule], template_fold
         sizes, expected = ((each.in_features, each.out_features) for each in (module, wanted))
         if sizes != expected:
             problems.append(f"{module.name} is a layer from {sizes[0]} to {sizes[1]}, not {expected}")
+    others: list[str] = []
+    if not problems:
+        adapter = Adapter.zeros(modules)
+        # Programs of LoRA have the bundle's own scale in them, those of LoRA-FA take it within `lora_a`.
+        units = {name: template.scale_of(name) if known[name].trains_a else 1.0 for name in known}
+        frozen = {
+            name: template.lora_a[name] * np.float32(template.scale_of(name) / units[name]) for name in known
+        }
+        lora_a = {name: np.array(matrix) for name, matrix in frozen.items()}
+        for name, matrix in found.lora_a.items():
+            lora_a[name][: len(matrix)] = matrix * np.float32(found.scale_of(name) / units[name])
+            adapter.lora_b[name][: len(matrix)] = found.lora_b[name].T
+        for name, trained in (adapter.lora_a or {}).items():
+            np.copyto(trained, lora_a[name])
+        others = [
+            module.name
+            for module in modules
+            if not module.trains_a and not np.array_equal(lora_a[module.name], frozen[module.name])
+        ]
+        if others and not generates:
+            problems.append(
+                f"lora_A of {len(others)} of {len(modules)} modules, or its scale, differs from the one "
+                f"inside the bundle, which is frozen there; the first is {others[0]}"
+            )
     if problems:
         raise AdapterError(
             f"the adapter {folder} doesn't fit the bundle",
             problems,
-            remedy="export a bundle from it with --start-adapter, or give one of this model",
+            remedy="export a bundle from it with --start-adapter, or give one of this model"
+            + ("; a bundle of --adapter lora takes any lora_A" if others else ""),
         )
-    adapter = Adapter.zeros(modules)
-    lora_a: Mapping[str, FloatArray] = adapter.lora_a or {
-        name: np.zeros_like(matrix) for name, matrix in template.lora_a.items()
-    }
-    for name, matrix in found.lora_a.items():
-        # Programs of LoRA have the bundle's own scale in them, those of LoRA-FA take it within `lora_a`.
-        scale = found.scale_of(name) / (template.scale_of(name) if known[name].trains_a else 1.0)
-        lora_a[name][: len(matrix)] = matrix * np.float32(scale)
-        adapter.lora_b[name][: len(matrix)] = found.lora_b[name].T
-    frozen = scaled_lora_a(template_folder)
-    is_own = all(np.array_equal(lora_a[name], frozen[name]) for name in found.lora_a)
-    return adapter if is_own else Adapter(adapter.modules, adapter.values, lora_a)
+    return Adapter(adapter.modules, adapter.values, lora_a) if others else adapter
 
 
 def scaled_lora_a(folder: Path | str) -> dict[str, FloatArray]:
@@ -477,45 +523,19 @@ def _variant_problems(config: Mapping[str, Any], heads: Collection[str] = ()) ->
     return problems
 
 
-def _template_problems(config: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """In what a configuration differs from that of the bundle's own adapter, whose scale is in the bundle."""
-    problems = [
-        f"{CONFIG} has {name} {shown(config.get(name))}, the bundle was exported with "
-        f"{shown(expected.get(name))}"
-        for name in ("lora_alpha", "alpha_pattern", "use_rslora")
-        # PEFT writes a pattern without entries, and what isn't set.
-        if (config.get(name) or None) != (expected.get(name) or None)
-    ]
-    return problems + _base_problems(config, expected)
-
-
-def _frozen_problems(
-    weights: Any, template: Path, modules: Sequence[AdaptedModule], bad: Container[str]
-) -> list[str]:
-    """Whether the `lora_A` of a file are those inside the bundle; those among `bad` are none anyway."""
-    frozen = read_arrays(template / WEIGHTS)
-    names = [name for module in modules if (name := weight_name(module.name, "A")) not in bad]
-    others = [name for name in names if not np.array_equal(weights.get_tensor(name), frozen.get(name, ()))]
-    return [
-        f"lora_A of {len(others)} of {len(modules)} modules differs from the one inside the bundle, "
-        f"which is frozen there; the first is {first}"
-        for first in others[:1]
-    ]
-
-
 def _base_problems(config: Mapping[str, Any], template: Mapping[str, Any]) -> list[str]:
     """Whether an adapter was trained on another model than its bundle's, as far as hash or commit tell."""
-    named, expected = (each.get("base_model_name_or_path") for each in (config, template))
-    if not isinstance(named, str) or not isinstance(expected, str):
+    named, expected = named_base(config), named_base(template)
+    if named is None or expected is None:
         return []
-    commits = [each.get("revision") for each in (config, template)]
-    hashes = [each.partition(HASH_MARK)[2] for each in (named, expected)]
+    hashes, commits = (named.sha256, expected.sha256), (named.commit, expected.commit)
     if (all(hashes) and hashes[0] != hashes[1]) or (
-        named == expected and all(isinstance(each, str) for each in commits) and commits[0] != commits[1]
+        named.name == expected.name and all(commits) and commits[0] != commits[1]
     ):
         given, wanted = (
-            f"{shown(name)}{f' of {shown(commit)}' if commit else ''}"
-            for name, commit in zip((named, expected), commits, strict=True)
+            f"{shown(each.name)}{f' of {shown(mark)}' if mark else ''}"
+            for each in (named, expected)
+            for mark in [each.sha256 or each.commit]
         )
         return [f"{CONFIG} names the base model {given}, the bundle was exported from {wanted}"]
     return []

@@ -9,6 +9,7 @@ checkpoints/step-000120/    a PEFT folder
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from copy import deepcopy
@@ -21,6 +22,7 @@ import numpy as np
 from prge.engine import Array, FloatArray
 from prge.errors import AdapterError
 from prge.files.adapter import Adapter
+from prge.files.curves import merit_of
 from prge.files.documents import read_json
 from prge.files.journal import Journal, Record, decode_array
 from prge.files.peft import HEAD, read_arrays, read_peft, write_peft
@@ -45,6 +47,7 @@ class Progress:
     evaluations_since_best: int = 0
     first_loss: float | None = None
     smoothed_loss: float | None = None
+    best_loss: float | None = None
 
     def count_step(self, loss: float) -> None:
         """Take note of a step and its loss."""
@@ -54,23 +57,34 @@ class Progress:
             self.first_loss = loss
         self.step += 1
 
-    def judge(self, step: int, value: float) -> bool:
+    def judge(self, record: Record) -> bool:
         """Take note of an evaluation; whether it is the best so far. Judging twice changes nothing."""
+        step = int(record["step"])
         if step <= self.judged:
             return step == self.best_step
         self.judged = step
-        if self.best_value is None or value > self.best_value:
-            self.best_step, self.best_value, self.evaluations_since_best = step, value, 0
+        if self.best_value is None or merit_of(record) > self._best_merit:
+            self.best_step, self.best_value = step, float(record["value"])
+            self.best_loss, self.evaluations_since_best = float(record["loss"]), 0
             return True
         self.evaluations_since_best += 1
         return False
+
+    @property
+    def _best_merit(self) -> tuple[float, float]:
+        # A checkpoint of an earlier version knows no loss: of equal ones its step stays the best.
+        loss = -math.inf if self.best_loss is None else self.best_loss
+        return merit_of({"value": self.best_value, "loss": loss})
 
     @classmethod
     def read(cls, path: Path) -> Progress:
         """What a checkpoint's state.json says; raises OSError, ValueError or TypeError if no run says so."""
         progress = cls(**read_json(path))
         counts = (progress.step, progress.judged, progress.best_step, progress.evaluations_since_best)
-        losses = (progress.best_value, progress.first_loss, progress.smoothed_loss)
+        losses = (
+            *(progress.best_value, progress.best_loss),
+            *(progress.first_loss, progress.smoothed_loss),
+        )
         if not all(type(count) is int and -1 <= count <= progress.step + 1 for count in counts):
             raise ValueError("its steps and counts are none of a run")
         if not all(loss is None or isinstance(loss, float) for loss in losses):
@@ -141,7 +155,7 @@ class TrainingState:
 
     def judge(self, record: Record) -> bool:
         """Take note of an evaluation; see Progress.judge."""
-        return self.progress.judge(record["step"], float(record["value"]))
+        return self.progress.judge(record)
 
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:

@@ -14,14 +14,18 @@ with their weights into the score of a candidate:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prge.contract import Contract
 from prge.engine import Array, IntArray
+
+LossNormalisation = Literal["example", "token"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,19 @@ class Example:
         return sequence.tokens[: sequence.targets[0].position + 1]
 
 
+def tokens_sha256(examples: Sequence[Example]) -> str:
+    """What tells examples apart by their tokens, targets and weights."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(repr((example.candidates, example.label, example.weight, example.liked)).encode())
+        for sequence in example.sequences:
+            targets = [(each.position, each.token, each.candidate) for each in sequence.targets]
+            digest.update(np.array([len(sequence.tokens), len(targets), *sequence.tokens], "<i4").tobytes())
+            digest.update(np.array(targets, "<i4").tobytes())
+            digest.update(np.array([each.weight for each in sequence.targets], "<f8").tobytes())
+    return digest.hexdigest()
+
+
 def labels_of(examples: Sequence[Example]) -> IntArray:
     """The right candidate of each example, i64 [examples]; -1 for a completion."""
     return np.array([-1 if example.label is None else example.label for example in examples], np.int64)
@@ -80,6 +97,21 @@ def labels_of(examples: Sequence[Example]) -> IntArray:
 def weights_of(examples: Sequence[Example]) -> NDArray[np.float64]:
     """How much each example counts, f64 [examples]."""
     return np.array([example.weight for example in examples], np.float64)
+
+
+def target_count(examples: Sequence[Example]) -> int:
+    """Target tokens of some examples."""
+    return sum(len(sequence.targets) for example in examples for sequence in example.sequences)
+
+
+def weighted_by_tokens(examples: Sequence[Example]) -> list[Example]:
+    """Completions with weights by which their mean loss becomes the mean loss of all their target tokens.
+
+    The loss of a completion is a mean over its own tokens; its weight is multiplied by its share of all
+    target tokens, times the number of examples.
+    """
+    mean = target_count(examples) / len(examples)
+    return [replace(each, weight=each.weight * target_count([each]) / mean) for each in examples]
 
 
 def token_count(examples: Sequence[Example]) -> int:

@@ -53,7 +53,7 @@ class Momentum:
 
 
 class Adam:
-    """Adam (Kingma and Ba 2015, arXiv 1412.6980) with bias correction, no weight decay."""
+    """Adam (Kingma and Ba 2015, arXiv 1412.6980) with bias correction."""
 
     def __init__(self, size: int, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8) -> None:
         self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
@@ -120,15 +120,39 @@ class OwnRates:
         values += self.rates * (moved - values)
 
 
+class DecoupledDecay:
+    """Another optimizer whose values shrink before each of its updates: values *= 1 - learning_rate * decay.
+
+    With Adam this is AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) as PyTorch computes it.
+    """
+
+    def __init__(self, inner: Optimizer, decay: float) -> None:
+        self.inner, self.decay = inner, decay
+        self.state = inner.state
+
+    def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
+        """Change `values` in place by one step."""
+        values *= np.float32(1 - learning_rate * self.decay)
+        self.inner.update(values, gradient, learning_rate)
+
+
 def make_optimizer(
-    name: OptimizerName, size: int, momentum: float = 0.9, beta1: float = 0.9, beta2: float = 0.999
+    name: OptimizerName,
+    size: int,
+    momentum: float = 0.9,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    weight_decay: float = 0.0,
 ) -> Optimizer:
-    """The optimizer of that name over `size` values."""
+    """The optimizer of that name over `size` values, all of which decay where any do."""
+    optimizer: Optimizer
     if name == "sgd":
-        return SGD()
-    if name == "momentum":
-        return Momentum(size, momentum)
-    return AdamNorm(size, beta1, beta2) if name == "adam-norm" else Adam(size, beta1, beta2)
+        optimizer = SGD()
+    elif name == "momentum":
+        optimizer = Momentum(size, momentum)
+    else:
+        optimizer = AdamNorm(size, beta1, beta2) if name == "adam-norm" else Adam(size, beta1, beta2)
+    return DecoupledDecay(optimizer, weight_decay) if weight_decay else optimizer
 
 
 def usual_warmup(steps: int) -> int:

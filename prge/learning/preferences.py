@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from prge.engine import Float64Array
 from prge.errors import ConfigError
-from prge.learning.examples import Example
+from prge.learning.examples import Example, LossNormalisation
 from prge.learning.objectives import CROSS_ENTROPY, Objective
 
 ObjectiveName = Literal["auto", "completion", "candidates", "dpo", "ipo", "simpo", "orpo", "kto"]
@@ -40,7 +40,8 @@ class Preference(ABC):
     """Implements Objective by rewards of answers.
 
     `compares` says if rewards need a reference. A development pair whose loss is below `enough` is right:
-    what lowers it further takes the model away from its start, and makes no step a better one.
+    what lowers it further takes the model away from its start, and decides only between steps that are equal
+    otherwise.
     """
 
     beta: float
@@ -209,6 +210,10 @@ class ObjectiveFlags:
     """dpo: share of pairs that may be the wrong way round."""
     gamma: float = 1.0
     """simpo: margin to reach, in units of the reward."""
+    loss_normalisation: LossNormalisation = "example"
+    """Of completions, texts and chats. example: the loss of a step is the mean of its examples' means over
+    tokens; token: the mean over all target tokens of the step, accumulated calls included, as transformers
+    and TRL have it."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +259,10 @@ def make_objective(name: ObjectiveName, flags: ObjectiveFlags) -> Objective:
         and each not in own
         and not (entry and each == "beta")
     ]
+    if flags.loss_normalisation == "token" and name != "completion":
+        problems.append(
+            f"--loss-normalisation token is for completions, texts and chats; the objective is {name}"
+        )
     if problems:
         raise ConfigError("these settings can't be used:", problems, remedy="leave them out")
     if entry is None:

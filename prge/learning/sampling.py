@@ -9,9 +9,8 @@ import numpy as np
 
 from prge.contract import Contract
 from prge.engine import IntArray
-from prge.errors import ConfigError
 from prge.learning.estimators.directions import philox
-from prge.learning.examples import Batch, Example, make_batch
+from prge.learning.examples import Batch, Example, LossNormalisation, make_batch, weighted_by_tokens
 
 # Directions use streams counted from 0 under the key (seed, step); row orders take the last stream.
 _ROW_ORDER_STREAM = 2**64 - 1
@@ -24,29 +23,45 @@ def row_order(seed: int, epoch: int, rows: int) -> IntArray:
     return np.argsort(keys, kind="stable")
 
 
-def check_batch(contract: Contract, examples: Sequence[Example]) -> int:
-    """The most sequences of one example; raises ConfigError if a batch has no room for them."""
-    widest = max(examples, key=lambda example: len(example.sequences))
-    sequences = len(widest.sequences)
-    if sequences > contract.batch_size:
-        raise ConfigError(
-            "the batch is too small for the data",
-            [f"row {widest.row} has {sequences} sequences, batch_size is {contract.batch_size}"],
-            remedy=f"give --batch-size {sequences} or more",
-        )
-    return sequences
+def most_sequences(examples: Sequence[Example]) -> int:
+    """Sequences of the example that has most of them; 1 without examples."""
+    return max((len(example.sequences) for example in examples), default=1)
 
 
 class Sampler:
-    """Batches of a step: `calls` batches of as many whole examples as fit the bundle's rows.
+    """Batches of a step: the step's examples, divided among its calls.
 
     Every epoch is a new permutation; a step may span the end of one and the start of the next.
+
+    Args:
+        examples: the training examples.
+        contract: of the calls.
+        seed: of the order.
+        calls: batches of a step.
+        pad: the token that fills rows up.
+        batch_size: examples of a step, a multiple of `calls`; default: as many as the calls have room for.
+        normalisation: `token` weights the examples of a step by their target tokens, all calls together.
+
+    Raises:
+        ValueError: a call has no room for its examples.
     """
 
     def __init__(
-        self, examples: Sequence[Example], contract: Contract, seed: int, calls: int = 1, pad: int = 0
+        self,
+        examples: Sequence[Example],
+        contract: Contract,
+        seed: int,
+        calls: int = 1,
+        pad: int = 0,
+        *,
+        batch_size: int | None = None,
+        normalisation: LossNormalisation = "example",
     ) -> None:
-        self.per_call = contract.batch_size // check_batch(contract, examples)
+        room = contract.batch_size // most_sequences(examples)
+        self.per_call = room if batch_size is None else batch_size // calls
+        if not 1 <= self.per_call <= room:
+            raise ValueError(f"a call has {self.per_call} examples, and room for {room}")
+        self.normalisation = normalisation
         self.examples = examples
         self.contract = contract
         self.seed = seed
@@ -66,7 +81,9 @@ class Sampler:
 
     def batches(self, step: int) -> list[Batch]:
         """The batches of step `step`, counted from 0."""
-        chosen = self.chosen(step)
+        chosen: Sequence[Example] = self.chosen(step)
+        if self.normalisation == "token":
+            chosen = weighted_by_tokens(chosen)
         return [
             make_batch(chosen[start : start + self.per_call], self.contract, pad=self.pad)
             for start in range(0, len(chosen), self.per_call)

@@ -94,7 +94,7 @@ def train(
         step = learner.progress.step
         if _due(step, settings) and (evaluation := learner.evaluate()):
             record, fresh = evaluation
-            if learner.progress.judge(step, record["value"]):
+            if learner.progress.judge(record):
                 learner.save(best=True)
             observer.on_evaluation(record, fresh)
         if settings.patience and learner.progress.evaluations_since_best >= settings.patience:

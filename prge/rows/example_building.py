@@ -2,7 +2,8 @@
 
     text                  every token after the first is learnt; `begin` is context
     prompt, completion    the completion is learnt, with the end-of-sequence token after it
-    messages              what the assistant wrote is learnt
+    messages              what the assistant wrote is learnt, an example for each way that its template has
+                          to render the turns
     Alpaca, ShareGPT      become one of the two above (forms.py)
     a task's candidates   one-token candidates share a sequence, a target each at the prompt's last token;
                           longer ones have a sequence each, weights 1 / tokens
@@ -71,6 +72,8 @@ class BuildOptions:
     """Leave out rows that can't be used, as long as there are others; the report has them."""
     objective: ObjectiveName | None = None
     """What is learnt of the rows; None: not of preferences, which are refused."""
+    date: str | None = None
+    """Day that a chat template takes for today, in ISO 8601; None: today."""
 
 
 def load_examples(
@@ -134,7 +137,7 @@ def build_examples(
         usual, objective = "truncate", cast(ObjectiveName, task.objective)
     else:
         asked = options.objective or "completion"
-        form, chat = _form_of(rows, tokenizer, contract, source, renamed or {}, asked)
+        form, chat = _form_of(rows, tokenizer, contract, source, renamed or {}, asked, options.date)
         objective = _objective_of(form, options, source)
         read = (*form.columns, *form.optional)
         kind = form.name + (", as messages" if form.chat == "takes" and chat is not None else "")
@@ -146,7 +149,10 @@ def build_examples(
     overflow = usual if options.overflow == "auto" else options.overflow
     reading = Reading(tokenizer, contract, overflow, options.append_eos)
     columns = columns_text(read, present, renamed or {})
-    report = DataReport(f"{source} ({kind})", reading.length, columns, objective)
+    unread = tuple(column for column in present if column not in read)
+    report = DataReport(
+        f"{source} ({kind})", reading.length, columns, objective, read=tuple(read), unread=unread
+    )
     examples = _built(rows, partial(make, reading), report)
     if report.unusable and not (options.skip_unusable and examples):
         raise DataError(
@@ -194,7 +200,7 @@ def _of_form(
     """Examples of a row without a task, with the weight that the row has."""
     if objective in PREFERENCES:
         form.check(row)
-        made = (rating if objective == "kto" else pair)(chat, reading, row)
+        made = (rating if objective == "kto" else pair)(form, chat, reading, row)
     else:
         made = _learnt_of(form, chat, reading, row)
     if WEIGHT not in form.optional or row.fields.get(WEIGHT) is None:
@@ -272,6 +278,7 @@ def _form_of(
     source: str,
     renamed: Mapping[str, str],
     objective: ObjectiveName,
+    date: str | None,
 ) -> tuple[Form, ChatTemplate | None]:
     """The form of rows without a task, and the template of those that are messages."""
     what = f"{source} can't be used"
@@ -285,7 +292,8 @@ def _form_of(
     if not form.chat:
         return form, None
     if tokenizer.chat_template is not None:
-        return form, _chat_template(tokenizer.chat_template, tokenizer)
+        chat = _chat_template(tokenizer.chat_template, tokenizer, date)
+        return form.rendered_by(chat.variables, present_columns(rows)), chat
     if form.chat == "needs":
         raise DataError(
             what,
@@ -295,13 +303,13 @@ def _form_of(
     return form, None
 
 
-def _chat_template(source: str, tokenizer: Tokenizer) -> ChatTemplate:
+def _chat_template(source: str, tokenizer: Tokenizer, date: str | None) -> ChatTemplate:
     """The compiled chat template; only rows of messages need jinja2."""
     try:
         from prge.rows.chat import ChatTemplate
     except ImportError:
         raise DataError("rows of messages need the package jinja2", [], remedy="pip install jinja2") from None
-    return ChatTemplate(source, tokenizer.special_tokens)
+    return ChatTemplate(source, tokenizer.special_tokens, date)
 
 
 def _check_task(

@@ -4,23 +4,26 @@
     messages              messages, each with role and content
     ShareGPT              conversations, each turn with from and value, or role and content: messages
     ratings               prompt, completion and label
-    prompt and completion
-    Alpaca                instruction, output, and input where there is one: messages where the model has a
-                          chat template, else a prompt under headings and its completion
+    prompt and completion texts; or lists of messages: messages, of which the completion is learnt
+    Alpaca                instruction, output, and input, system and history where they are there: messages
+                          where the model has a chat template, else a prompt under headings and its completion
     text
 
-A file has one form: the first of these whose columns are there.
+A file has one form: the first of these whose columns are there. Rows that become messages may have further
+columns: `system`, and what their chat template is given: `tools`, `chat_template_kwargs`, and any column that
+has the name of a variable of the template, such as `enable_thinking`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from prge.errors import DataError, printable, shortened, shown
+from prge.files.documents import DocumentError, parse_json
 from prge.learning.preferences import ObjectiveName, Preferring
-from prge.rows.preferences import pair_fields, rating_fields
+from prge.rows.preferences import as_messages, pair_fields, rating_fields
 from prge.rows.readers import Row
 from prge.rows.task import RowError
 
@@ -30,8 +33,15 @@ SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
     "system": "system",
+    "tool": "tool",
 }
 Fields = Mapping[str, Any]
+WEIGHT, SYSTEM, TOOLS, TEMPLATE_KWARGS = "weight", "system", "tools", "chat_template_kwargs"
+HISTORY = "history"
+# Columns that have a meaning of their own, whatever a template calls by these names.
+_OF_CHATS = frozenset({WEIGHT, SYSTEM, TOOLS, TEMPLATE_KWARGS, HISTORY})
+# Arguments that a row's columns are, or that say how it is rendered.
+_GIVEN = frozenset({"messages", "add_generation_prompt"})
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,8 @@ class Form:
     `asked` are the columns that a prompt is made of; `plain` makes the fields `text`, `prompt` and
     `completion`, or `messages` of a row's, for a model with a chat template or without. `chat` says if it
     needs such a template, or takes it where there is one. `prefers` says what of its rows are preferences;
-    `plain` makes of these what is liked.
+    `plain` makes of these what is liked. `of_chats` are optional columns of rows that become messages, and
+    `variables` those among them that the template knows by their names.
     """
 
     name: str
@@ -51,13 +62,27 @@ class Form:
     optional: tuple[str, ...] = ()
     chat: Literal["needs", "takes", ""] = ""
     prefers: Preferring = ""
+    of_chats: tuple[str, ...] = (SYSTEM, TOOLS, TEMPLATE_KWARGS)
+    variables: tuple[str, ...] = ()
+
+    def rendered_by(self, variables: Collection[str], present: Collection[str]) -> Form:
+        """The same form for rows that a chat template with these variables renders.
+
+        Args:
+            variables: that the template reads.
+            present: columns of the rows.
+        """
+        known = {*self.columns, *self.optional, *self.of_chats, *_OF_CHATS}
+        given = tuple(name for name in present if name in variables and name not in known)
+        optional = (*self.optional, *(name for name in self.of_chats if name not in self.optional), *given)
+        return replace(self, optional=optional, variables=given)
 
     def needed(self, asked: bool) -> tuple[str, ...]:
         """Columns that a row must have; `asked`: it may lack what is to be answered."""
         return self.asked if asked else self.columns
 
     def row(self, row: Row, *, chat: bool, asked: bool = False) -> Row:
-        """A row as text, prompt and completion, or messages.
+        """A row as text, prompt and completion, or messages with `chat_template_kwargs` where it has some.
 
         Args:
             row: of a file of this form.
@@ -68,7 +93,13 @@ class Form:
             RowError: it lacks a column, or has what isn't of this form.
         """
         self.check(row, asked)
-        return Row(row.number, self.plain(self.own(row).fields, chat))
+        fields = self.own(row).fields
+        made = self.plain(fields, chat)
+        if "messages" in made:
+            made = {"messages": with_system(fields.get(SYSTEM), made["messages"])}
+            if variables := template_variables(fields, self.variables):
+                made[TEMPLATE_KWARGS] = variables
+        return Row(row.number, made)
 
     def check(self, row: Row, asked: bool = False) -> None:
         """Raise RowError if a row lacks a column; see `needed`."""
@@ -87,23 +118,98 @@ def _as_it_is(fields: Fields, chat: bool) -> Fields:
     return fields
 
 
+def _of_messages(fields: Fields, chat: bool) -> Fields:
+    return {"messages": _decoded("messages", fields["messages"])}
+
+
+def _of_completion(fields: Fields, chat: bool) -> Fields:
+    prompt, completion = fields.get("prompt"), fields.get("completion")
+    if not isinstance(prompt, list) and not isinstance(completion, list):
+        return fields
+    asked, answer = as_messages(prompt, "user"), as_messages(completion, "assistant")
+    for name, said in (("prompt", asked), ("completion", [] if completion is None else answer)):
+        if not isinstance(said, list):
+            raise RowError(f"its {name} is {shown(said)}, must be a text or a list of messages")
+    if asked and isinstance(asked[-1], Mapping) and asked[-1].get("role") == "assistant":
+        raise RowError("its prompt ends with an answer: put that into the completion, or leave it out")
+    return {"messages": [*unlearnt(asked), *(answer or [])]}
+
+
+def unlearnt(messages: Sequence[Any]) -> list[Any]:
+    """Messages, of which none is learnt."""
+    return [
+        {**each, "train": False} if isinstance(each, Mapping) and each.get("role") == "assistant" else each
+        for each in messages
+    ]
+
+
 def _of_turns(fields: Fields, chat: bool) -> Fields:
-    turns = fields["conversations"]
+    turns = _decoded("conversations", fields["conversations"])
     if not isinstance(turns, list) or not turns:
         raise RowError("conversations must be a list of at least one turn")
     return {"messages": [_message(number, turn) for number, turn in enumerate(turns, 1)]}
 
 
-def _message(number: int, turn: object) -> dict[str, str]:
-    speaker, content = None, None
-    if isinstance(turn, dict):
-        speaker = turn.get("from", turn.get("role"))
-        content = turn.get("value", turn.get("content"))
-    if not isinstance(speaker, str) or not isinstance(content, str):
+def _message(number: int, turn: object) -> Mapping[str, Any]:
+    speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
+    if not isinstance(turn, dict) or not isinstance(speaker, str) or not {"value", "role"} & turn.keys():
         raise RowError(f"turn {number} is {shown(turn)}, must have from and value, both texts")
     if speaker.lower() not in SPEAKERS:
         raise RowError(f"turn {number} is from {shown(speaker)}; known are {', '.join(SPEAKERS)}")
-    return {"role": SPEAKERS[speaker.lower()], "content": content}
+    content = turn.get("value", turn.get("content"))
+    rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    return {**rest, "role": SPEAKERS[speaker.lower()], "content": content}
+
+
+def _decoded(column: str, value: Any, needed: str = "a list") -> Any:
+    """What a column holds, which in a table may be JSON text; raises RowError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value)
+    except DocumentError as error:
+        raise RowError(f"{column} must be {needed}, or JSON of one, not {shown(value)}: {error}") from None
+
+
+def with_system(system: Any, messages: Any) -> Any:
+    """Messages after the text of a column `system`, where it has one.
+
+    Raises:
+        RowError: it is no text, or the messages begin with another one of the system.
+    """
+    if system is None or system == "" or not isinstance(messages, list):
+        return messages
+    if not isinstance(system, str):
+        raise RowError(f"{SYSTEM} must be a text, not {shown(system)}")
+    first = messages[0] if messages and isinstance(messages[0], dict) else {}
+    if first.get("role") != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if first.get("content") != system:
+        raise RowError(f"its column {SYSTEM} and its system message differ: leave one of them out")
+    return messages
+
+
+def template_variables(fields: Fields, names: Collection[str] = ()) -> dict[str, Any]:
+    """What a row's chat template is given beside the messages.
+
+    Args:
+        fields: of the row.
+        names: of columns that are variables of the template.
+
+    Raises:
+        RowError: tools are no list, or chat_template_kwargs are no mapping of names that are free.
+    """
+    found = {name: fields[name] for name in names if fields.get(name) is not None}
+    kwargs = _decoded(TEMPLATE_KWARGS, fields.get(TEMPLATE_KWARGS) or {}, "a mapping")
+    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+        raise RowError(f"{TEMPLATE_KWARGS} must be a mapping of names to values, not {shown(kwargs)}")
+    if taken := _GIVEN & kwargs.keys():
+        raise RowError(f"{TEMPLATE_KWARGS} must not name {', '.join(sorted(taken))}: the row itself gives it")
+    found |= {name: value for name, value in kwargs.items() if value is not None}
+    tools = _decoded(TOOLS, fields.get(TOOLS) or found.get(TOOLS) or [])
+    if not isinstance(tools, list):
+        raise RowError(f"{TOOLS} must be a list, or JSON of one, not {shown(tools)}")
+    return {**found, TOOLS: tools} if tools else {name: found[name] for name in found if name != TOOLS}
 
 
 def _of_instruction(fields: Fields, chat: bool) -> Fields:
@@ -113,14 +219,31 @@ def _of_instruction(fields: Fields, chat: bool) -> Fields:
     if not asked:
         raise RowError("its instruction is empty: there is nothing to answer")
     answer = text_of(fields, "output") if "output" in fields else ""
+    earlier = list(_history(fields))
     if not chat:
-        headings = (("Instruction", instruction), ("Input", given))
+        system = text_of(fields, SYSTEM) if fields.get(SYSTEM) else ""
+        turns = [(("Instruction", question), ("Response", reply)) for question, reply in earlier]
+        headings = [heading for turn in turns for heading in turn]
+        headings += [("Instruction", instruction), ("Input", given)]
         parts = [f"### {heading}:\n{text}\n\n" for heading, text in headings if text.strip()]
+        parts = [f"{system}\n\n", *parts] if system else parts
         return {"prompt": "".join([*parts, "### Response:\n"]), "completion": answer}
     if "output" in fields and not answer:
         raise RowError("its output is empty: there is nothing to learn from")
-    roles = (("user", "\n\n".join(asked)), ("assistant", answer))
+    turns = [*earlier, ("\n\n".join(asked), answer)]
+    roles = [(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
     return {"messages": [{"role": role, "content": text} for role, text in roles if text]}
+
+
+def _history(fields: Fields) -> Iterator[tuple[str, str]]:
+    """Earlier questions with their answers; raises RowError."""
+    history = _decoded(HISTORY, fields.get(HISTORY) or [])
+    if not isinstance(history, list):
+        raise RowError(f"{HISTORY} must be a list of questions with their answers, not {shown(history)}")
+    for each in history:
+        if not isinstance(each, list) or len(each) != 2 or not all(isinstance(text, str) for text in each):
+            raise RowError(f"{HISTORY} must have lists of a question and its answer, not {shown(each)}")
+        yield each[0], each[1]
 
 
 def _of_pair(fields: Fields, chat: bool) -> Fields:
@@ -135,7 +258,7 @@ def _of_rating(fields: Fields, chat: bool) -> Fields:
 
 def _answered(prompt: Any, answer: Any) -> Fields:
     if isinstance(prompt, list):
-        return {"messages": [*prompt, *answer]}
+        return {"messages": [*unlearnt(prompt), *answer]}
     return {"prompt": prompt, "completion": answer}
 
 
@@ -148,16 +271,17 @@ def text_of(fields: Fields, column: str) -> str:
     return value
 
 
-TEXT = Form("text", ("text",), ("text",), _as_it_is)
-WEIGHT = "weight"
+TEXT = Form("text", ("text",), ("text",), _as_it_is, of_chats=())
 _PAIR, _RATING = ("chosen", "rejected"), ("prompt", "completion", "label")
+_TURNS, _INSTRUCTION = ("conversations",), ("instruction", "output")
+_BESIDE_INSTRUCTION = ("input", SYSTEM, HISTORY, WEIGHT)
 FORMS = (
     Form("pairs", _PAIR, _PAIR, _of_pair, ("prompt", WEIGHT), prefers="pairs"),
-    Form("messages", ("messages",), ("messages",), _as_it_is, (WEIGHT,), "needs"),
-    Form("ShareGPT", ("conversations",), ("conversations",), _of_turns, chat="needs"),
+    Form("messages", ("messages",), ("messages",), _of_messages, (WEIGHT,), "needs"),
+    Form("ShareGPT", _TURNS, _TURNS, _of_turns, (WEIGHT,), "needs"),
     Form("ratings", _RATING, _RATING, _of_rating, (WEIGHT,), prefers="ratings"),
-    Form("prompt and completion", ("prompt", "completion"), ("prompt",), _as_it_is, (WEIGHT,)),
-    Form("Alpaca", ("instruction", "output"), ("instruction",), _of_instruction, ("input",), "takes"),
+    Form("prompt and completion", ("prompt", "completion"), ("prompt",), _of_completion, (WEIGHT,)),
+    Form("Alpaca", _INSTRUCTION, _INSTRUCTION[:1], _of_instruction, _BESIDE_INSTRUCTION, "takes"),
     TEXT,
 )
 
@@ -183,7 +307,7 @@ def find_form(
         DataError: their columns are of no form, or of several.
     """
     what = f"{source} can't be used"
-    forms = [form for form in FORMS if set(named) <= {*form.columns, *form.optional}]
+    forms = [form for form in FORMS if set(named) <= {*form.columns, *form.optional, *form.of_chats}]
     if objective == "completion":
         forms = [form for form in forms if form.prefers != "ratings"]
     found = {
@@ -201,7 +325,7 @@ def find_form(
         raise DataError(what, [f"it mixes rows of several forms: {names}"], remedy="make a file of each")
     form = next(form for form in forms if form in found)
     holds_messages = any(isinstance(row.fields.get(column), list) for row in rows for column in form.columns)
-    return replace(form, chat="needs") if form.prefers and holds_messages else form
+    return replace(form, chat="needs") if form is not TEXT and not form.chat and holds_messages else form
 
 
 def present_columns(rows: Sequence[Row]) -> list[str]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prge.learning.examples import Example, TokenSequence
-from prge.rows.conversations import conversation
+from prge.rows.conversations import Conversation, encoded, rendered
+from prge.rows.forms import SYSTEM, Form, template_variables, with_system
 from prge.rows.preferences import OTHER, pair_fields, rating_fields
 from prge.rows.readers import Row
 from prge.rows.report import PROMPT_CUT
@@ -21,40 +22,40 @@ if TYPE_CHECKING:
     from prge.rows.chat import ChatTemplate
 
 
-def pair(chat: ChatTemplate | None, reading: Reading, row: Row) -> Made:
+def pair(form: Form, chat: ChatTemplate | None, reading: Reading, row: Row) -> Made:
     """The example of a pair: the chosen answer, then the rejected one."""
     fields = pair_fields(row.fields)
-    return _compared(chat, reading, row.number, fields["prompt"], [fields["chosen"], fields["rejected"]])
+    return _compared(form, chat, reading, row, fields["prompt"], [fields["chosen"], fields["rejected"]])
 
 
-def rating(chat: ChatTemplate | None, reading: Reading, row: Row) -> Made:
+def rating(form: Form, chat: ChatTemplate | None, reading: Reading, row: Row) -> Made:
     """The example of a row of `rated_rows`: the answer, then that of the other row after the same prompt."""
     # A pair that can't be used tells why.
     fields = rating_fields(row.fields) if OTHER in row.fields else pair_fields(row.fields)
     if type(fields[OTHER]) is not type(fields["prompt"]):
         raise RowError("it and the row before are not both texts or both messages")
-    made = _compared(chat, reading, row.number, fields["prompt"], [fields["completion"], fields[OTHER]])
+    made = _compared(form, chat, reading, row, fields["prompt"], [fields["completion"], fields[OTHER]])
     rated = tuple(replace(each, label=None, liked=fields["label"]) for each in made.examples)
     return replace(made, examples=rated, label=str(fields["label"]).lower())
 
 
 def _compared(
-    chat: ChatTemplate | None, reading: Reading, row: int, prompt: Any, answers: Sequence[Any]
+    form: Form, chat: ChatTemplate | None, reading: Reading, row: Row, prompt: Any, answers: Sequence[Any]
 ) -> Made:
     """An example of answers to one prompt, which is cut alike for all of them."""
     if isinstance(prompt, list):
-        masked = _spoken(chat, reading, row, prompt, answers)
+        masked = _spoken(form, chat, reading, row, prompt, answers)
     else:
         masked = [completed(reading, prompt, answer) for answer in answers]
     events: tuple[str, ...] = ()
     if reading.overflow != "error" and (cut := _beyond(reading, masked)):
         events = (PROMPT_CUT,)
         masked = [_without(each, cut) for each in masked]
-    made = [learnt(reading, row, each) for each in masked]
+    made = [learnt(reading, row.number, each) for each in masked]
     sequences = [_candidate(each.examples[0].sequences[0], index) for index, each in enumerate(made)]
     events += tuple(event for each in made for event in each.events if event not in events)
     return Made(
-        (Example(row, tuple(sequences), len(sequences), 0),),
+        (Example(row.number, tuple(sequences), len(sequences), 0),),
         tuple(dict.fromkeys(events)),
         sum(each.dropped for each in made),
         sum(each.unknown for each in made),
@@ -62,20 +63,38 @@ def _compared(
 
 
 def _spoken(
-    chat: ChatTemplate | None, reading: Reading, row: int, prompt: list[Any], answers: Sequence[list[Any]]
+    form: Form,
+    chat: ChatTemplate | None,
+    reading: Reading,
+    row: Row,
+    prompt: list[Any],
+    answers: Sequence[list[Any]],
 ) -> list[Masked]:
     """Conversations of which what follows the prompt is learnt."""
-    from prge.rows.chat import ASSISTANT, check_messages
+    from prge.rows.chat import check_messages, learnt_turns
 
     if chat is None:
         raise RowError("it holds messages and the model has no chat template")
+    variables = template_variables(row.fields, form.variables)
     try:
-        asked = check_messages(prompt, answered=False)
+        asked = check_messages(with_system(row.fields.get(SYSTEM), prompt), answered=False)
         whole = [check_messages([*asked, *answer]) for answer in answers]
     except ValueError as error:
         raise RowError(str(error)) from None
-    before = sum(message["role"] == ASSISTANT for message in asked)
-    return [conversation(reading, chat, row, messages, before) for messages in whole]
+    masked = []
+    for messages in whole:
+        turns = [index for index in learnt_turns(messages) if index >= len(asked)]
+        if not turns:
+            raise RowError("one of its answers has no message of the assistant's that is learnt")
+        conversation = Conversation(row.number, messages, turns, variables)
+        texts = rendered(chat, conversation)
+        if len(texts) > 1 or len(texts[0].turns) < len(turns):
+            raise RowError(
+                "one of its answers has several turns, which the chat template renders otherwise once others "
+                "follow: end it after the first one"
+            )
+        masked.append(encoded(reading, conversation, texts[0]))
+    return masked
 
 
 def _beyond(reading: Reading, masked: Sequence[Masked]) -> int:

@@ -24,6 +24,8 @@ _LABELS = {"true": True, "false": False, "1": True, "0": False}
 def pair_fields(fields: Fields, chat: bool = False) -> Fields:
     """A pair as `prompt`, `chosen` and `rejected`, all texts or all messages; raises RowError."""
     prompt, chosen, rejected = fields.get("prompt"), fields["chosen"], fields["rejected"]
+    if isinstance(prompt, list) and isinstance(chosen, str) and isinstance(rejected, str):
+        chosen, rejected = as_messages(chosen, "assistant"), as_messages(rejected, "assistant")
     _check_alike({"chosen": chosen, "rejected": rejected})
     if chosen == rejected:
         raise RowError("its chosen and rejected are equal: nothing is preferred")
@@ -45,6 +47,10 @@ def pair_fields(fields: Fields, chat: bool = False) -> Fields:
 def rating_fields(fields: Fields, chat: bool = False) -> Fields:
     """A rated answer as `prompt`, `completion` and `label`, true or false; raises RowError."""
     prompt, completion, label = fields["prompt"], fields["completion"], fields["label"]
+    if isinstance(prompt, list) != isinstance(completion, list):
+        prompt, completion = as_messages(prompt, "user"), as_messages(completion, "assistant")
+        other = {OTHER: as_messages(fields[OTHER], "assistant")} if OTHER in fields else {}
+        fields = {**fields, "prompt": prompt, "completion": completion, **other}
     _check_alike({"prompt": prompt, "completion": completion})
     _check_said("completion", completion)
     known = _LABELS.get(str(label).lower()) if isinstance(label, bool | int | str) else None
@@ -84,6 +90,11 @@ def rated_rows(rows: Sequence[Row], are_pairs: bool) -> list[Row]:
         found.append(Row(row.number, {**row.fields, OTHER: other}))
         other = own or other
     return found + broken
+
+
+def as_messages(said: Any, role: str) -> Any:
+    """Messages, where a text stands for one of a role; what is neither stays as it is."""
+    return [{"role": role, "content": said}] if isinstance(said, str) and said.strip() else said
 
 
 def _check_alike(said: Mapping[str, object]) -> None:

@@ -1,26 +1,30 @@
 """Rows of a data file: jsonl, json, csv or tsv in UTF-8, or parquet, with their numbers.
 
-A row's number is its line in a jsonl file, else its place, in csv and tsv after the header, all from 1. A
-json file is a list of rows, or of texts, which are rows with the column text; or it is jsonl by another name.
-A tsv whose header has no quotes is read without quoting, as SST-2's files need: their texts hold quotes.
+A row's number is its line in a jsonl file, else its place, in csv and tsv after the header, all from 1. What
+a file of JSON may hold, whatever its name says, is listed in json_rows.py. A tsv whose header has no quotes
+is read without quoting, as SST-2's files need: their texts hold quotes. A column without a name, such as the
+index that pandas writes, is called as pandas calls it: `Unnamed: 0`.
+
+A column that is null is one that the row lacks: `datasets` gives every row the columns of all rows.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from prge.errors import LONGEST_LINE, ConfigError, DataError, shortened
-from prge.files.documents import DocumentError, parse_json
 from prge.host.packages import install_extra
 from prge.rows.feedback import whole_lines
+from prge.rows.json_rows import numbered_items
 
 JSON, PARQUET = ".json", ".parquet"
 LINES = (".jsonl", ".ndjson")
@@ -29,12 +33,57 @@ UTF8_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 LONGEST_FIELD = 2**31 - 1
 
+Part = Literal["train", "dev", "test"]
+# What a folder calls the file of a part, and a data set or a JSON object its rows.
+PART_NAMES: Mapping[Part, tuple[str, ...]] = {
+    "train": ("train",),
+    "dev": ("valid", "validation", "dev", "val"),
+    "test": ("test",),
+}
+ALL_PART_NAMES = [name for names in PART_NAMES.values() for name in names]
+
 Item = TypeVar("Item")
+
+
+class RowNumber(int):
+    """The number of a row of several files: as an integer unique in all of them, as a text `2 of b.jsonl`."""
+
+    def __new__(cls, value: int, in_file: int, file: str) -> RowNumber:
+        """Make the number.
+
+        Args:
+            value: unique in all files.
+            in_file: the row's number in its file, from 1.
+            file: the path of the file.
+        """
+        number = super().__new__(cls, value)
+        number.in_file, number.file = in_file, file
+        return number
+
+    in_file: int
+    file: str
+
+    def __str__(self) -> str:
+        return f"{self.in_file} of {self.file}"
+
+    def __getnewargs__(self) -> tuple[int, int, str]:  # type: ignore[override]
+        return int(self), self.in_file, self.file
+
+
+def place_of_row(number: int) -> dict[str, Any]:
+    """A row's number under the name `row` for a line of JSON, with its `file` where there are several."""
+    if isinstance(number, RowNumber):
+        return {"file": number.file, "row": number.in_file}
+    return {"row": number}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a data file: its number there, from 1, and its columns."""
+    """One row of a data file: its number there, from 1, and its columns.
+
+    Values are JSON's. Those of tables may be others, such as a date, or bytes that are no UTF-8: no column
+    that is read may hold one.
+    """
 
     number: int
     fields: Mapping[str, Any]
@@ -63,12 +112,13 @@ class Selection:
             raise ConfigError("the selection of rows can't be used", problems)
 
 
-def read_rows(path: Path | str, broken: list[str] | None = None) -> list[Row]:
+def read_rows(path: Path | str, broken: list[str] | None = None, part: Part = "train") -> list[Row]:
     """Read every row of a file of one of the `FORMATS`.
 
     Args:
         path: of the file.
         broken: takes what is wrong with broken rows, which are left out then.
+        part: which rows of a JSON object that has rows under `train`, `valid` and `test`.
 
     Raises:
         DataError: no such file, another format or encoding, no rows, or broken rows (all are named).
@@ -85,16 +135,16 @@ def read_rows(path: Path | str, broken: list[str] | None = None) -> list[Row]:
         raise DataError(f"{path} can't be read as data", ["there is no such file"], remedy="check the path")
     problems: list[str] = [] if broken is None else broken
     text = "" if suffix == PARQUET else read_text(path, whole=suffix in LINES)
+    numbered: Iterator[tuple[int, Mapping[str, Any]]]
     if suffix == PARQUET:
-        rows = _parquet_rows(path)
-    elif suffix == JSON and text.lstrip().startswith("["):
-        rows = list(_listed_rows(text, problems))
+        numbered = _parquet_rows(path)
     elif suffix in (*LINES, JSON):
-        rows = list(_json_rows(text, problems))
+        numbered = numbered_items(text, problems, PART_NAMES[part], ALL_PART_NAMES)
     elif suffix == ".tsv" and '"' not in text.split("\n", 1)[0]:
-        rows = list(_table_rows(_plain_records(text), problems))
+        numbered = _table_rows(_plain_records(text), problems)
     else:
-        rows = list(_table_rows(_quoted_records(text, "\t" if suffix == ".tsv" else ","), problems))
+        numbered = _table_rows(_quoted_records(text, "\t" if suffix == ".tsv" else ","), problems)
+    rows = [Row(number, without_nulls(fields)) for number, fields in numbered]
     if problems and (broken is None or not rows):
         raise DataError(
             f"{path} has rows that can't be read", problems, remedy="correct or remove these rows"
@@ -151,42 +201,7 @@ def read_text(path: Path, whole: bool = False) -> str:
         ) from None
 
 
-def _json_rows(text: str, problems: list[str]) -> Iterator[Row]:
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            fields = parse_json(line)
-        except DocumentError as error:
-            problems.append(f"row {number}: {error}")
-        else:
-            if isinstance(fields, dict):
-                yield Row(number, fields)
-            else:
-                problems.append(
-                    f"row {number}: is a JSON {_json_type(fields)}, must be an object with columns"
-                )
-
-
-def _listed_rows(text: str, problems: list[str]) -> Iterator[Row]:
-    """The rows of a JSON list."""
-    try:
-        items = parse_json(text)
-    except DocumentError as error:
-        problems.append(str(error))
-        return
-    for number, item in enumerate(items, 1):
-        if isinstance(item, dict):
-            yield Row(number, item)
-        elif isinstance(item, str):
-            yield Row(number, {"text": item})
-        else:
-            problems.append(
-                f"row {number}: is a JSON {_json_type(item)}, must be an object with columns, or a text"
-            )
-
-
-def _parquet_rows(path: Path) -> list[Row]:
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     what = f"{path} can't be read as data"
     try:
         import pyarrow
@@ -207,21 +222,46 @@ def _parquet_rows(path: Path) -> list[Row]:
     twice = sorted(name for name, count in Counter(table.column_names).items() if count > 1)
     if twice:
         raise DataError(what, [f"it has columns twice: {', '.join(map(repr, twice))}"])
-    return [Row(number, plain_value(fields)) for number, fields in enumerate(table.to_pylist(), 1)]
+    # Row by row: a table of Python objects takes several times the room of one of Arrow's.
+    places = enumerate((fields for batch in table.to_batches() for fields in batch.to_pylist()), 1)
+    return ((number, table_value(fields)) for number, fields in places)
 
 
-def plain_value(value: Any) -> Any:
-    """A value with JSON's types alone; what else a table may hold, such as dates, as texts."""
+def table_value(value: Any) -> Any:
+    """A value of a table: bytes that are UTF-8 become text, and a number that is none becomes null.
+
+    All else that JSON has no type for stays as it is, so that whoever wants a text refuses it.
+    """
     if isinstance(value, dict):
-        return {str(name): plain_value(each) for name, each in value.items()}
+        return {str(name): table_value(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [plain_value(each) for each in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+        return [table_value(each) for each in value]
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return value
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _json_type(value: object) -> str:
-    names = {list: "list", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
+def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's columns without those that are null."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def json_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's columns that JSON can hold."""
+    return {name: value for name, value in fields.items() if _is_json(value)}
+
+
+def _is_json(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_json, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, bool | int | str)
 
 
 def _plain_records(text: str) -> Iterator[tuple[int, list[str] | str]]:
@@ -250,7 +290,9 @@ def _quoted_records(text: str, delimiter: str) -> Iterator[tuple[int, list[str] 
         line = reader.line_num + 1
 
 
-def _table_rows(records: Iterator[tuple[int, list[str] | str]], problems: list[str]) -> Iterator[Row]:
+def _table_rows(
+    records: Iterator[tuple[int, list[str] | str]], problems: list[str]
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
     header: list[str] | None = None
     names, number = "", 0
     for line, record in records:
@@ -259,13 +301,11 @@ def _table_rows(records: Iterator[tuple[int, list[str] | str]], problems: list[s
                 f"row {number + 1} (line {line}): {record}" if header else f"line {line}: {record}"
             )
         elif header is None:
-            header = [name.strip() for name in record]
+            header = [name.strip() or f"Unnamed: {place}" for place, name in enumerate(record)]
             names = shortened(", ".join(header), LONGEST_LINE)
-            twice = sorted(name for name, count in Counter(header).items() if count > 1 or not name)
+            twice = sorted(name for name, count in Counter(header).items() if count > 1)
             if twice:
-                problems.append(
-                    f"line {line}: the header has empty or repeated columns: {', '.join(map(repr, twice))}"
-                )
+                problems.append(f"line {line}: the header repeats columns: {', '.join(map(repr, twice))}")
         else:
             number += 1
             if len(record) != len(header):
@@ -274,4 +314,4 @@ def _table_rows(records: Iterator[tuple[int, list[str] | str]], problems: list[s
                     + names
                 )
             else:
-                yield Row(number, dict(zip(header, record, strict=True)))
+                yield number, dict(zip(header, record, strict=True))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+from prge.host.terminal import best_effort
 from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
+from prge.rows.forms import column_names
 from prge.rows.tokenizer import Tokenizer
 
 SHOWN_ROWS = 5
@@ -18,7 +22,8 @@ ENCODER_CUT = "texts cut at the end"
 SPLIT = "longer than the bundle takes, split into several examples"
 TURNS_SPLIT = "chats longer than the bundle takes, split between turns into several examples"
 TURNS_CUT = "chats without their older turns, not learnt"
-CUTS = (PROMPT_CUT, END_CUT, ENCODER_CUT, TURNS_CUT)
+CONTEXT_CUT = "chats whose older turns don't fit before the answers that are learnt"
+CUTS = (PROMPT_CUT, END_CUT, ENCODER_CUT, TURNS_CUT, CONTEXT_CUT)
 # What KTO learns of labels that are all alike.
 ONE_RATING = {
     "true": "all labels are true: KTO raises these answers far above other ones, and nothing says what isn't "
@@ -27,14 +32,15 @@ ONE_RATING = {
 }
 _LONGER = "an export with a larger --sequence-length keeps them whole"
 _SPLIT = "--overflow split keeps them, or " + _LONGER
-MENDS = {PROMPT_CUT: _LONGER, END_CUT: _SPLIT, TURNS_CUT: _SPLIT, ENCODER_CUT: _LONGER}
+MENDS = {PROMPT_CUT: _LONGER, END_CUT: _SPLIT, TURNS_CUT: _SPLIT, ENCODER_CUT: _LONGER, CONTEXT_CUT: _LONGER}
 
 
 @dataclass
 class DataReport:
     """What became of the rows, for a person to read before training.
 
-    `kind` says what they are, `columns` which of theirs were read, `objective` what is learnt of them;
+    `kind` says what they are, `columns` which of theirs were read and which not, in words, `read` which a row
+    of this kind may have, `unread` which of theirs were not read, `objective` what is learnt of them;
     `dropped` target tokens didn't fit, `unknown` ones the tokenizer can't spell, `unusable` rows were left
     out.
     """
@@ -52,6 +58,8 @@ class DataReport:
     classes: Counter[str] = field(default_factory=Counter)
     notes: dict[str, list[int]] = field(default_factory=dict)
     unusable: dict[int, str] = field(default_factory=dict)
+    read: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     def note(self, event: str, row: int) -> None:
         """Record that something was done to a row; once a row."""
@@ -111,6 +119,18 @@ class DataReport:
             mend = f"; {MENDS[event]}" if event in MENDS else ""
             lines.append(f"{event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown}){mend}")
         return lines
+
+
+def warn_unread(report: DataReport) -> None:
+    """Print once which columns of rows aren't read, where nothing else of the report is printed."""
+    if report.unread:
+        _print_once(f"{report.kind}: columns that are not read: {column_names(report.unread)}")
+
+
+@cache
+def _print_once(line: str) -> None:
+    with best_effort(sys.stderr):
+        print(line, file=sys.stderr, flush=True)
 
 
 def unknown_note(unknown: int, targets: int) -> str:

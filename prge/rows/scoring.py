@@ -12,7 +12,7 @@ from prge.engine import Answering
 from prge.files.adapter import Adapter
 from prge.files.curves import SCORES
 from prge.learning.evaluation import Scores, score
-from prge.learning.examples import Example
+from prge.learning.examples import Example, LossNormalisation
 from prge.learning.head import Head
 from prge.learning.objectives import CROSS_ENTROPY, Objective
 from prge.learning.preferences import Preference, lengths_of, liked_of, references_of
@@ -34,8 +34,12 @@ def evaluate(
     pad: int = 0,
     select: Literal["metric", "loss"] = "metric",
     objective: Objective = CROSS_ENTROPY,
+    normalisation: LossNormalisation = "example",
 ) -> tuple[dict[str, Any], Scores]:
     """Score examples: a record with `loss`, the metric by its name, and `value`, where more is better.
+
+    With the normalisation `token` the loss of completions is the mean over all their target tokens, and the
+    perplexity its exponential.
 
     Without a task, and for completions, the metric is the perplexity per token. Preferences have several
     figures; their value is that of the loss, less the nats a token that the chosen answers fell.
@@ -50,6 +54,8 @@ def evaluate(
         value = -math.fsum(too_high) / len(examples) - _harm(scored, examples)
         return {**record, **preference_figures(objective, scored, examples), "value": value}, scored
     if task is None or examples[0].label is None:
+        if normalisation == "token":
+            record["loss"] = float((scored.losses * scored.tokens).sum() / scored.tokens.sum())
         lost = [-float(each[0]) for each in scored.scores]
         name, metric = "perplexity", perplexity(lost, scored.tokens.tolist())
         better = -metric
@@ -57,7 +63,7 @@ def evaluate(
         name, metric = metric_of(task, examples, scored)
         better = metric
     record[name] = metric
-    record["value"] = better if select == "metric" else -scored.loss
+    record["value"] = better if select == "metric" else -record["loss"]
     return record, scored
 
 

@@ -9,6 +9,7 @@ MeZO (arXiv 2305.17333), in wording of their own.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import string
 from collections.abc import Callable, Mapping
@@ -286,12 +287,10 @@ class Task:
             keys = [str(index) for index in range(len(self.candidates(row)))]
             if value in self.choices:
                 return self.choices.index(value)
-        # A csv file's True and a JSON file's true both mean the key true, or 1.
-        for spelling in (
-            _key(value),
-            _key(value).lower(),
-            str(int(value)) if isinstance(value, bool) else "",
-        ):
+        # A csv file's True and a JSON file's true both mean the key true, or 1; pandas makes 1.0 of 1 in a
+        # column that lacks some values.
+        is_whole = isinstance(value, bool) or (isinstance(value, float) and value.is_integer())
+        for spelling in (_key(value), _key(value).lower(), str(int(value)) if is_whole else ""):
             if spelling in keys:
                 return keys.index(spelling)
         raise RowError(f"column {self.label_column!r} is {shown(value)}, the task knows {', '.join(keys)}")
@@ -423,6 +422,6 @@ def _text(row: Mapping[str, Any], column: str) -> str:
     value = _column(row, column)
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, (str, int, float)):
+    if isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
         return str(value)
     raise RowError(f"column {column!r} is a {type(value).__name__}, must be a text")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -12,9 +13,11 @@ from prge.rows.readers import Selection
 from prge.rows.sources import hub_names
 from prge.rows.windows import Overflow
 from prge.verbs.bounds import bound_problems
+from prge.verbs.kinds import Day, Paths
 from prge.verbs.settings import part_of, with_whole_paths
 
 Flags = TypeVar("Flags", bound="TrainingFlags")
+Rows = TypeVar("Rows", bound="RowsFlags")
 # Settings that name rows, which need be no path.
 _ROWS = ("train", "dev", "test")
 
@@ -28,6 +31,13 @@ class RowsFlags:
     messages, Alpaca's or ShareGPT's, a pair of answers or a rated one."""
     columns: list[str] = field(default_factory=list)
     """Names for columns of the rows: prompt=question completion=answer."""
+    date: Day | None = None
+    """Day that a chat template takes for today; default: that of the run that is gone on with or scored, else
+    today."""
+
+    def dated(self: Rows) -> Rows:
+        """The same settings with today's date where they have none."""
+        return self if self.date else replace(self, date=Day(date.today().isoformat()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +91,9 @@ class OptimizerFlags:
     """momentum's coefficient, and adam's beta1."""
     beta2: float | None = None
     """adam's second coefficient; default: 0.98 with exact gradients, else 0.999."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, as AdamW's: before each update the values shrink by this times the learning
+    rate. All trained matrices decay: lora_b, and lora_a where it is trained."""
     lora_plus: float = 1.0
     """Bundles of `--adapter lora`: learning rate of lora_b in units of that of lora_a, such as 16 (LoRA+)."""
 
@@ -91,12 +104,12 @@ class TrainingFlags(OverflowFlags, RateFlags, RowsFlags):
 
     bundle: Path
     """Folder that `prge export` wrote."""
-    train: Path
-    """Training rows: jsonl, json, csv, tsv or parquet; a folder with files train, valid and test; or the
-    name of a data set of the hub."""
+    train: Paths
+    """Training rows: jsonl, json, csv, tsv or parquet, several files one after another; a folder with files
+    train, valid and test; or the name of a data set of the hub."""
     out: Path
     """Run folder to make."""
-    dev: Path | None = None
+    dev: Paths | None = None
     """Development rows, scored on the way; the best step on them becomes the result. Of a folder the file
     valid, of a data set the split validation."""
 

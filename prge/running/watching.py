@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
@@ -12,7 +12,7 @@ from types import TracebackType
 import numpy as np
 
 from prge.errors import DivergenceError, PrgeError
-from prge.files.curves import score_of
+from prge.files.curves import merit_of, score_of
 from prge.files.journal import Journal, Record, decode_array
 from prge.files.run_folder import RunLog, write_summary
 from prge.host.interrupts import ignore_interrupts
@@ -172,7 +172,7 @@ class Watcher:
             return
         if record["step"] == 0:
             self._before = record
-        if self._best is None or record["value"] > self._best["value"]:
+        if self._best is None or merit_of(record) > merit_of(self._best):
             self._best = record
 
     def _shown(self, record: Record) -> dict[str, float | str | None]:
@@ -181,7 +181,8 @@ class Watcher:
         if self._best is not None:
             # What steps are judged by, which may be another than the metric.
             by_loss = self.settings.select == "loss"
-            shown["best"] = self._best["loss"] if by_loss else score_of(self._best)[1]
+            name, best = ("loss", self._best["loss"]) if by_loss else score_of(self._best)
+            shown[f"best dev {name.replace('_', ' ')}"] = best
         if self._examples and "rows" in record:
             shown["epoch"] = f"{self.steps * len(record['rows']) / self._examples:.2f}"
         peak = self.log.memory.peak
@@ -265,6 +266,17 @@ def graceful_stop(watcher: Watcher) -> Iterator[None]:
         for number, handler in before.items():
             if signal.getsignal(number) is stop:
                 signal.signal(number, handler)
+
+
+def describe_changes(before: Sequence[str], after: Sequence[str]) -> str:
+    """How many sampled answers training changed, in a sentence; empty without answers to compare."""
+    pairs = list(zip(before, after, strict=False))
+    changed = sum(first != second for first, second in pairs)
+    if not pairs:
+        return ""
+    if not changed:
+        return f"note: training changed none of the {len(pairs)} sampled answers"
+    return f"{changed} of {len(pairs)} sampled answers changed"
 
 
 def evaluation_table(records: Mapping[str, Record], final: int | None) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prge.errors import DataError
 from prge.rows.tokenizer import Tokenizer
@@ -34,10 +34,15 @@ class Prompts:
 
     A chat template runs in a child process that is forked at its first use: use it before an engine computes,
     by asking for `chat`.
+
+    Args:
+        tokenizer: of the model.
+        date: day that the template takes for today, in ISO 8601; None: that on which it renders.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, date: str | None = None) -> None:
         self._tokenizer = tokenizer
+        self._date = date
 
     @cached_property
     def chat(self) -> ChatTemplate | None:
@@ -56,7 +61,7 @@ class Prompts:
             raise DataError(
                 "a chat template needs the package jinja2", [], remedy="pip install jinja2"
             ) from None
-        return ChatTemplate(source, self._tokenizer.special_tokens)
+        return ChatTemplate(source, self._tokenizer.special_tokens, self._date)
 
     def of_text(self, text: str, *, most: int | None = None) -> Prompt:
         """A text as it is, after the model's `begin`.
@@ -66,16 +71,20 @@ class Prompts:
         tokens = self._tokenizer.ids(text, before=self._tokenizer.begin, most=most)
         return Prompt(tuple(tokens.tolist()))
 
-    def of_messages(self, messages: Sequence[Message]) -> Prompt:
+    def of_messages(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> Prompt:
         """A conversation up to where the assistant answers; control tokens in messages are read as such.
+
+        Args:
+            messages: that end with what is to be answered.
+            variables: that the chat template is given, `tools` among them.
 
         Raises:
             DataError, BundleError: as `rendered`.
         """
-        return self.of_rendered(self.rendered(messages))
+        return self.of_rendered(self.rendered(messages, variables))
 
-    def rendered(self, messages: Sequence[Message]) -> str:
-        """The text of a conversation in the chat template.
+    def rendered(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
+        """The text of a conversation in the chat template; `variables` as of `of_messages`.
 
         Raises:
             DataError: the model has no chat template, or it refuses the messages.
@@ -88,7 +97,12 @@ class Prompts:
                 remedy="export with --chat-template plain, use a chat model, or give a text as the prompt",
             )
         _ = self._after_turn  # from here on the template isn't asked
-        return self.chat.render(messages, add_generation_prompt=True)
+        return self.chat.render(messages, add_generation_prompt=True, variables=variables or {})
+
+    def check_answered(self, messages: Sequence[Message]) -> None:
+        """Raise DataError where a conversation can't be learnt from, whose last message is an answer."""
+        if self.chat is not None:
+            self.chat.renderings(messages, [len(messages) - 1])
 
     def of_rendered(self, text: str, *, most: int | None = None) -> Prompt:
         """What the template made of a conversation, as tokens; `most` as of texts."""

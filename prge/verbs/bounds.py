@@ -56,6 +56,7 @@ BOUNDS: Mapping[str, Range] = {
         ("warmup", "evaluate_every", "evaluate_at", "checkpoint_every", "sample_every", "patience"),
         _COUNT_OR_NONE,
     ),
+    "weight_decay": Range(0, 1000),
     **dict.fromkeys(("calls", "batches", "search_trials", "threads"), _PASSES),
     **dict.fromkeys(("head_folds", "lines", "sample_rows"), Range(0, 10_000)),
     **dict.fromkeys(("rank", "axes", "queries", "copies", "tokens"), _SIZE),

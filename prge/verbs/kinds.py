@@ -5,13 +5,18 @@ from __future__ import annotations
 import re
 import types
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NewType, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, NewType, TypeAlias, Union, get_args, get_origin
 
 from prge.files.documents import parse_yaml
 
 # A number of bytes, which may be given with a unit: 200MB.
 Bytes = NewType("Bytes", int)
+# One path, or several where several words are given.
+Paths: TypeAlias = Path | tuple[Path, ...]
+# A date as ISO 8601 writes it.
+Day = NewType("Day", str)
 
 # What `converted` raises.
 MISFITS = (AttributeError, TypeError, ValueError, OverflowError)
@@ -32,6 +37,7 @@ _TYPES = {
     float: _Type("a number", "X", (int, float, str)),
     bool: _Type("true or false", "", (bool,)),
     str: _Type("a text", "TEXT", (str,)),
+    Day: _Type("a date, such as 2026-11-27", "DATE", (str,)),
     Path: _Type("a path", "PATH", (str, Path)),
     types.NoneType: _Type("null", "", ()),
 }
@@ -41,6 +47,10 @@ def converted(value: Any, kind: Any) -> Any:
     """A value from a flag, from YAML or from Python as its field's type; raises one of `MISFITS`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if len(_members(kind)) > 1:
+        if Path in arguments and isinstance(value, (list, tuple)):
+            if not value:
+                raise TypeError
+            value = value[0] if len(value) == 1 else value
         if types.NoneType in arguments and value in (None, "null"):
             return None
         for member in arguments:
@@ -60,6 +70,8 @@ def converted(value: Any, kind: Any) -> Any:
         raise TypeError
     if kind is Path and value == "":  # which would be the folder that one stands in
         raise TypeError
+    if kind is Day:
+        return date.fromisoformat(value).isoformat()
     return _bytes_of(str(value)) if kind is Bytes else kind(value)
 
 
@@ -98,7 +110,8 @@ def metavar(kind: Any) -> str:
     if is_list(kind) and len(_members(kind)) == 1:
         return f"{metavar(get_args(kind)[0])}..."
     if len(_members(kind)) > 1:
-        return metavar(get_args(kind)[0])
+        several = "..." if Path in get_args(kind) and is_list(kind) else ""
+        return metavar(get_args(kind)[0]) + several
     return _TYPES[kind].metavar if kind in _TYPES else "VALUE"
 
 

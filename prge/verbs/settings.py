@@ -14,8 +14,9 @@
 gives `--bundle`, `--learning-rate`, `--config FILE` (a YAML mapping with the keys bundle and learning_rate;
 flags win over it), `--print-config` and `--help`. The string under a field is its help; a field without a
 default is required; a bool field is set by its bare flag and cleared by `--no-<flag>`; a list or tuple field
-takes several values, after one flag or several. Settings that verbs share are in a base of their own, which
-help shows as a group. What else a class may have:
+takes several values, after one flag or several. A word that no setting takes is an error. Of a flag that
+takes one value and is given again the last one counts, which is said. Settings that verbs share are in a base
+of their own, which help shows as a group. What else a class may have:
 
 ONE_OF    of the names in each entry one must be given
 STORED    file of the folder that `resume` names: its settings come first, and the folder is `out`
@@ -32,13 +33,17 @@ import dataclasses
 import itertools
 import json
 import re
+import shlex
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from prge.errors import ConfigError, RunError, shortened, shown
+from prge.errors import LONGEST_VALUE, ConfigError, RunError, shortened, shown
 from prge.files.documents import DocumentError, read_yaml
+from prge.host.terminal import best_effort
 from prge.verbs.bounds import bound_problems, flag
 from prge.verbs.habits import nearest, setting_meant
 from prge.verbs.helping import field_help, is_required, show_settings
@@ -81,6 +86,9 @@ def parse_settings(
     if "help" in own:
         show_settings(settings_type, kinds, prog, positional)
         raise SystemExit(0)
+    with best_effort(sys.stderr):
+        for line in _given_again(words, kinds):
+            print(f"{prog}: {line}", file=sys.stderr)
     files = [Path(entry.value) for entry in words if entry.key == "config"]
     given = [entry for path in files for entry in _read_file(path, settings_type, problems)]
     given += [entry for entry in words if entry.key in kinds]
@@ -127,11 +135,13 @@ def with_whole_paths(
         texts: names of texts that are paths where there is such a file.
         places: names of texts that are paths where there is such a file or folder.
     """
-    paths: dict[str, Any] = {
-        item.name: value.resolve()
-        for item in dataclasses.fields(settings)  # type: ignore[arg-type]
-        if isinstance(value := getattr(settings, item.name), Path) and item.name not in leave
-    }
+    paths: dict[str, Any] = {}
+    for item in dataclasses.fields(settings):  # type: ignore[arg-type]
+        value = getattr(settings, item.name)
+        if isinstance(value, Path) and item.name not in leave:
+            paths[item.name] = value.resolve()
+        elif isinstance(value, tuple) and value and all(isinstance(each, Path) for each in value):
+            paths[item.name] = tuple(each.resolve() for each in value)
     for name in (*texts, *places):
         path = Path(getattr(settings, name, None) or "")
         if path.is_file() or (name in places and path.name and path.exists()):
@@ -166,6 +176,21 @@ class _Given(NamedTuple):
     value: Any
 
 
+class _Loose(NamedTuple):
+    """A word of a command line that no flag takes.
+
+    `quoted` is the flag before it with all words up to the next flag as one, where that flag takes one.
+    """
+
+    word: str
+    quoted: str = ""
+
+    def problem(self) -> str:
+        """What is wrong with it where no setting is left that is given without a flag."""
+        hint = f" Quote a value with spaces: {shortened(self.quoted, LONGEST_VALUE)}" if self.quoted else ""
+        return f"{shown(self.word)} stands alone: which flag does it belong to?{hint}"
+
+
 def _kinds(settings_type: type[Any]) -> dict[str, Any]:
     """Type of each field, in order."""
     hints = get_type_hints(settings_type)
@@ -176,15 +201,20 @@ def _read_words(
     argv: Sequence[str], kinds: Mapping[str, Any], positional: Sequence[str], problems: list[str]
 ) -> list[_Given]:
     """Take a command line apart."""
-    given, loose, words = [], [], list(argv)
+    given: list[_Given] = []
+    loose: list[_Loose] = []
+    words, before = list(argv), None
     while words:
         word = words.pop(0)
         if word == "--":
-            loose += words
+            loose += [_Loose(each) for each in words]
             break
         if not _is_flag(word):
-            loose.append(word)
+            following = itertools.takewhile(lambda word: not _is_flag(word), words)
+            loose.append(_Loose(word, _quoted(before, [word, *following], kinds)))
+            before = None
             continue
+        before = None
         name, equals, value = ("--help" if word == "-h" else word).partition("=")
         key = name.lstrip("-").replace("-", "_")
         is_negated = key not in kinds and kinds.get(key.removeprefix("no_")) is bool
@@ -212,16 +242,45 @@ def _read_words(
         elif is_list(kind):
             earlier = [entry.value for entry in given if entry.key == key and isinstance(entry.value, list)]
             given.append(_Given(name, key, [*(earlier[-1] if earlier else ()), *values]))
+            if not values:
+                problems.append(f"{name} needs a value: {described(kind)}")
         elif values:
-            given.append(_Given(name, key, values[0]))
+            given.append(before := _Given(name, key, values[0]))
         else:
             problems.append(f"{name} needs a value: {described(kind)}")
-    for key in positional[: len(loose)]:
-        taken = loose[:] if is_list(kinds[key]) else loose[:1]
-        given.append(_Given(key.upper(), key, taken if is_list(kinds[key]) else taken[0]))
-        del loose[: len(taken)]
-    problems += [f"{shown(word)} stands alone: which flag does it belong to?" for word in loose]
+    by_flag = {entry.key for entry in given}
+    for key in positional:
+        if loose and key not in by_flag:
+            taken = loose[:] if is_list(kinds[key]) else loose[:1]
+            texts = [each.word for each in taken]
+            given.append(_Given(key.upper(), key, texts if is_list(kinds[key]) else texts[0]))
+            del loose[: len(taken)]
+    problems += [each.problem() for each in loose]
     return given
+
+
+def _quoted(before: _Given | None, words: Sequence[str], kinds: Mapping[str, Any]) -> str:
+    """A flag with its value and the words after it as one value; empty where its type has no such values."""
+    if before is None:
+        return ""
+    value = " ".join([before.value, *words])
+    with suppress(*MISFITS):
+        converted(value, kinds[before.key])
+        return shlex.join([before.where, value])
+    return ""
+
+
+def _given_again(given: Sequence[_Given], kinds: Mapping[str, Any]) -> list[str]:
+    """A line for every setting of a command line that takes one value and is given different ones."""
+    values: dict[str, list[Any]] = {}
+    for entry in given:
+        if entry.key in kinds and entry.value is not _MISNAMED and not is_list(kinds[entry.key]):
+            values.setdefault(entry.key, []).append(entry.value)
+    return [
+        f"{flag(key)} is given {len(each)} times, the last one counts: {', '.join(map(shown, each))}"
+        for key, each in values.items()
+        if any(other != each[0] for other in each)
+    ]
 
 
 def _read_file(path: Path, settings_type: type[Any], problems: list[str]) -> list[_Given]:
@@ -295,8 +354,15 @@ def _build(
             values[entry.key] = converted(entry.value, kinds[entry.key])
         except MISFITS:
             problems.append(f"{entry.where} must be {described(kinds[entry.key])}, not {shown(entry.value)}")
+    # A list takes all words up to the next flag, one too that was meant for a setting without a flag.
+    taken = "".join(
+        f"; {entry.where} took {shown(entry.value[-1])}, too"
+        for entry in given
+        if entry.where == flag(entry.key) and isinstance(entry.value, list) and len(entry.value) > 1
+        if Path(str(entry.value[-1])).exists()
+    )
     problems += [
-        f"{flag(item.name)} is missing: {described(kinds[item.name])}"
+        f"{flag(item.name)} is missing: {described(kinds[item.name])}{taken}"
         for item in dataclasses.fields(settings_type)  # type: ignore[arg-type]
         if is_required(item) and item.name not in values
     ]

@@ -39,7 +39,7 @@ LOCAL_STEPS = 10
 def rounds(source: Path, folder: Path, plan: Plan, devices: int) -> dict[str, float]:
     """Take a plan's rounds with so many devices."""
     bundle = open_bundle(source)
-    adapter = read_peft(bundle.adapter, bundle.chain.modules, bundle.adapter)
+    adapter = read_peft(bundle.adapter, bundle.chain.modules)
     agreement = Agreement("bench", plan, bundle.sha256)
     begin_fleet(folder, bundle, agreement, adapter)
     size = LOCAL_STEPS * int(np.prod(plan.shape)) if plan.by_scalars else adapter.size

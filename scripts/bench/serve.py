@@ -117,7 +117,7 @@ def speaker_texts(method: str, folder: Path, count: int, prompt: int, new: int, 
     yield ()
     opened = open_bundle(folder / "bundle")
     speaker = open_speaker(opened, threads, "native", slots=count)
-    adapter = read_peft(opened.adapter, opened.chain.modules, opened.adapter)
+    adapter = read_peft(opened.adapter, opened.chain.modules)
     prompts = np.random.default_rng(0).integers(0, speaker.vocabulary_size, (count, prompt)).tolist()
     while True:
         sequences = [speaker.open(adapter) for _ in range(count)]
@@ -153,7 +153,7 @@ def drafted_texts(method: str, folder: Path, prompt: int, new: int, threads: int
     yield ()
     opened = open_bundle(folder / "bundle")
     speaker = DictatedSpeaker(open_speaker(opened, threads, "native"))
-    adapter = read_peft(opened.adapter, opened.chain.modules, opened.adapter)
+    adapter = read_peft(opened.adapter, opened.chain.modules)
     generator, random = Generator(speaker, tokenizer), np.random.default_rng(0)
     while True:
         seconds = []

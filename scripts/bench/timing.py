@@ -121,7 +121,7 @@ def timed_step(
     bundle = open_bundle(folder)
     plan = plan_run(bundle, [], settings)
     engines = open_engines(bundle, plan.contract, threads, "auto", memory)
-    adapter = read_peft(bundle.adapter, bundle.chain.modules, bundle.adapter)
+    adapter = read_peft(bundle.adapter, bundle.chain.modules)
     random = np.random.default_rng(0)
     adapter.values[:] = random.standard_normal(adapter.size) * 0.01
     examples = []

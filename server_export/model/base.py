@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.errors import BundleError
-from prge.files.peft import HASH_MARK
-from server_export.model.files import CONFIG, find_files
+from prge.files.peft import HASH_MARK, named_base
+from server_export.model.files import CONFIG, find_files, is_local
+from server_export.model.gguf_header import SUFFIX
 
 if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
@@ -39,6 +40,12 @@ class BaseModel:
         return False
 
     @property
+    def source(self) -> dict[str, Any]:
+        """What the name alone says of a GGUF file, nothing of another model; see `LoadedModel.source`."""
+        is_file = self.revision is None and self.name.endswith(SUFFIX)
+        return {"format": "gguf", "file": Path(self.name).name} if is_file else {}
+
+    @property
     def label(self) -> str:
         """What others may know of it: the hub id, or the folder's name without its place."""
         return self.name if self.revision is not None else Path(self.name).resolve().name
@@ -47,10 +54,17 @@ class BaseModel:
         """A manifest's names for it, without a folder's place."""
         return {"name_or_path": self.label, "revision": self.revision, "sha256": self.sha256}
 
-    def in_peft(self) -> dict[str, str]:
-        """PEFT's names for it; a folder's is no hub id, so that nothing else is loaded in its place."""
+    def in_peft(self, tells_place: bool = False) -> dict[str, str]:
+        """PEFT's names for it.
+
+        A folder's is its path if `tells_place`, which transformers and PEFT load; else a name with the hash,
+        which is no hub id, so that nothing else is loaded in its place.
+        """
         if self.revision is not None:
             return {"base_model_name_or_path": self.name, "revision": self.revision}
+        if tells_place and self.sha256 and Path(self.name).is_dir():
+            path = str(Path(self.name).resolve())
+            return {"base_model_name_or_path": path, "revision": f"{HASH_MARK[1:]}{self.sha256}"}
         return {
             "base_model_name_or_path": f"{self.label}{HASH_MARK}{self.sha256}" if self.sha256 else self.name
         }
@@ -63,9 +77,9 @@ class BaseModel:
         """
         from server_export.model.loading import load_model
 
-        if self.revision is None and not Path(self.name).is_dir():
+        if self.revision is None and not is_local(self.name):
             content = f" with the content {self.sha256}" if self.sha256 else ""
-            raise BundleError(f"there is no folder {self.name}{content}")
+            raise BundleError(f"there is no folder or file {self.name}{content}")
         loaded = load_model(self.name, pooled=pooled, revision=self.revision, own_head=own_head)
         if self.sha256 is not None and loaded.sha256 != self.sha256:
             raise BundleError(f"the content of {self.name} is another than it was: its SHA-256 differs")
@@ -85,16 +99,12 @@ def base_in_manifest(block: Mapping[str, Any]) -> BaseModel | None:
 
 def base_in_peft(config: Mapping[str, Any]) -> BaseModel | None:
     """What an `adapter_config.json` records; of a folder without a hash, what lies there now."""
-    name = config.get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
+    named = named_base(config)
+    if named is None:
         return None
-    folder, _, sha256 = name.partition(HASH_MARK)
-    if sha256:
-        return BaseModel(folder, None, sha256)
-    revision = config.get("revision")
-    if revision is None and Path(name).is_dir():
-        return BaseModel(name, None, find_files(name).sha256())
-    return BaseModel(name, revision if isinstance(revision, str) else None)
+    if named.sha256 is None and named.commit is None and is_local(named.name):
+        return BaseModel(named.name, None, find_files(named.name).sha256())
+    return BaseModel(named.name, named.commit, named.sha256)
 
 
 def model_problems(loaded: LoadedModel, block: Mapping[str, Any]) -> list[str]:

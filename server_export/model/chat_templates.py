@@ -81,10 +81,11 @@ def _problem(source: str, tokenizer: Any) -> str | None:
     try:
         template = ChatTemplate(source, {name: token for name, token in tokens.items() if token is not None})
         asked = template.render(turns[:1], add_generation_prompt=True)
-        text, spans, _ = template.assistant_spans(turns)
+        found = template.renderings(turns)
     except PrgeError as error:
         problems = error.problems if isinstance(error, DataError) else []
         return "; ".join([error.what.splitlines()[0], *problems]).removeprefix("the bundle's ")
-    if _QUESTION not in asked or any(_ANSWER not in text[start:end] for start, end in spans):
+    written = [each.text[start:end] for each in found for start, end in each.spans]
+    if _QUESTION not in asked or not written or any(_ANSWER not in text for text in written):
         return "what the user or the assistant says is not in its text"
     return None

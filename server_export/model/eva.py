@@ -13,7 +13,8 @@ from prge.contract import Contract
 from prge.errors import DataError
 from prge.learning.examples import Example, token_count
 from prge.rows.example_building import BuildOptions, build_examples
-from prge.rows.readers import Selection, read_rows, select_rows
+from prge.rows.readers import Selection, select_rows
+from prge.rows.sources import read_source
 from prge.rows.task import load_task
 from prge.rows.tokenizer import Tokenizer
 from prge.rows.windows import Overflow
@@ -37,11 +38,12 @@ def init_examples(config: ExportConfig, tokenizer: Tokenizer, contract: Contract
     # Of preferences what is liked.
     overflow: Overflow = "split" if task is None or task.is_completion else "truncate"
     options = BuildOptions(overflow, objective=None if task else "completion")
-    rows = select_rows(read_rows(config.init_rows), Selection(shuffle_seed=config.seed))
+    source = read_source(config.init_rows, "train", task=task)
+    rows = select_rows(source.rows, Selection(shuffle_seed=config.seed))
     found: list[Example] = []
     for start in range(0, len(rows), _ROWS):
         part = rows[start : start + _ROWS]
-        examples, _ = build_examples(part, tokenizer, contract, task, options, source=str(config.init_rows))
+        examples, _ = build_examples(part, tokenizer, contract, task, options, source=source.name)
         found += examples
         if token_count(found) >= config.init_tokens:
             break

@@ -1,7 +1,8 @@
 """The files of a model, found and bounded before transformers reads them.
 
-Only `config.json` and safetensors are read: nothing that runs code, nothing outside the model's folder. No
-number of a configuration reaches a library before it was held against its bounds and the weights' own sizes.
+Only `config.json` and safetensors are read, or a GGUF file: nothing that runs code, nothing outside the
+model's folder. No number of a configuration reaches a library before it was held against its bounds and the
+weights' own sizes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,10 +18,13 @@ from typing import Any
 
 import safetensors
 
-from prge.errors import BundleError, shown
+from prge.errors import BundleError, first_line, shown
 from prge.files.bundle import file_sha256
 from prge.files.documents import MOST_JSON_BYTES, DocumentError, read_json
 from prge.files.peft import CONFIG as ADAPTER_CONFIG
+from server_export.model.config_bounds import config_problems
+from server_export.model.gguf_files import gguf_paths, open_gguf
+from server_export.model.gguf_header import SUFFIX
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -32,23 +36,10 @@ _POOLINGS = {"mean_tokens": "mean", "mean": "mean", "cls_token": "first", "cls":
 INDEX = "model.safetensors.index.json"
 # What to do instead of exporting codes: their rounding would be rounded again, and has no one form.
 UNQUANTIZED = "give the checkpoint that was quantized; prge export --quantize 8da4w makes int4 of it"
-_GGUF = "*.gguf"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Of the one question that tells whether the hub answers.
 _SECONDS = 5.0
 _LARGEST_INDEX = 32 << 20
-# Sizes are compared with the weights themselves; what is larger is no size of anything that has weights.
-_LARGEST, _LARGEST_OF_ALL = 1 << 24, (1 << 31) - 1
-_MOST_LAYERS = 512
-_MOST_LABELS = 1 << 16
-# Counts of modules, each of which is made by itself.
-_LAYERS = re.compile(r"(num_|n_)(\w+_)?layers?|(encoder|decoder|text)_layers")
-# Sizes that no model has without.
-_SIZES = re.compile(
-    r"hidden_size|n_embd|dim|d_model|intermediate_size|n_inner|hidden_dim|ffn_dim|vocab_size|head_dim"
-    r"|num_hidden_layers|num_layers|n_layers?|num_attention_heads|num_heads|n_heads?|num_key_value_heads"
-    r"|max_position_embeddings|n_positions|word_embed_proj_dim"
-)
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Numbers of tokens or experts, which are in tables; a weight of that kind is made of codes.
 _NUMBERS, _WEIGHT = "I64", "weight"
@@ -58,11 +49,25 @@ BUFFERS = re.compile(r"(attn\.(masked_)?bias|position_ids|rotary_emb\.inv_freq)$
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A folder with a model; `revision` is the commit of one that came from a hub."""
+    """A folder with a model; `revision` is the commit of one that came from a hub.
+
+    `gguf` is a GGUF file in its parts; `folder` then has everything but the weights.
+    """
 
     name: str
     folder: Path
     revision: str | None
+    gguf: tuple[Path, ...] = ()
+
+    @property
+    def config_name(self) -> str:
+        """What says how the model is built."""
+        return "header" if self.gguf else CONFIG
+
+    @property
+    def config_path(self) -> str:
+        """The same with its place, for messages."""
+        return f"the header of {self.name}" if self.gguf else str(self.folder / CONFIG)
 
     @property
     def weights(self) -> list[Path]:
@@ -71,21 +76,28 @@ class ModelFiles:
         Raises:
             BundleError: there is none, or the index names one outside the folder.
         """
+        if self.gguf:
+            return list(self.gguf)
         if (self.folder / WEIGHTS).is_file():
             return [self.folder / WEIGHTS]
         if not (self.folder / INDEX).is_file():
             pickled = next((path.name for kind in _PICKLED for path in self.folder.glob(kind)), None)
             reason = f"{pickled} is a pickle, which may run code" if pickled else f"it has no {WEIGHTS}"
-            if any(self.folder.glob(_GGUF)):
-                raise _is_gguf(self.name)
             raise BundleError(
                 f"{self.name} has no weights that can be read: {reason}",
                 remedy="save the model again with `save_pretrained`, which writes safetensors",
             )
         return [self.folder / name for name in shard_names(self.folder / INDEX)]
 
+    @property
+    def source(self) -> dict[str, Any]:
+        """What a manifest says of the file that weights were dequantized from; nothing of other files."""
+        return open_gguf(self.gguf).source() if self.gguf else {}
+
     def sha256(self) -> str:
-        """Hash of the configuration and of all weights."""
+        """Hash of the configuration and of all weights; of a GGUF file, that of its bytes."""
+        if self.gguf:
+            return open_gguf(self.gguf).sha256()
         hashes = [(path.name, file_sha256(path)) for path in [self.folder / CONFIG, *self.weights]]
         return hashlib.sha256(repr(sorted(hashes)).encode()).hexdigest()
 
@@ -100,20 +112,18 @@ class ConfigurationAlone(ModelFiles):
 
 
 def find_files(name: str, revision: str | None = None) -> ModelFiles:
-    """The files of a model: of a folder, or of a hub id, from which they are brought if need be.
+    """The files of a model: of a folder, a GGUF file, or a hub id, from which they are brought if need be.
 
     A revision belongs to a hub id: with one no folder is taken for the model.
 
     Raises:
-        BundleError: there is no such model.
+        PrgeError: there is no such model, or a GGUF file can't be read.
     """
     folder = Path(name)
-    if folder.suffix == ".gguf":
-        raise _is_gguf(name)
+    if revision is None and (gguf := gguf_paths(name)):
+        return ModelFiles(name, open_gguf(gguf).folder, None, gguf)
     if folder.is_dir() and revision is None:
         folder = transformer_folder(folder)
-        if not (folder / CONFIG).is_file() and any(folder.glob(_GGUF)):
-            raise _is_gguf(name)
         reason = "" if (folder / CONFIG).is_file() else f"it has no {CONFIG}"
         if (folder / ADAPTER_CONFIG).is_file():
             reason = f"its {ADAPTER_CONFIG} makes it an adapter"
@@ -135,8 +145,22 @@ def find_files(name: str, revision: str | None = None) -> ModelFiles:
     return ModelFiles(name, config.parent, config.parent.name)
 
 
-def _is_gguf(name: str) -> BundleError:
-    return BundleError(f"{name} is a GGUF file, whose weights are codes already", remedy=UNQUANTIZED)
+def is_local(name: str) -> bool:
+    """Whether a name is that of a folder or of a GGUF file on this machine."""
+    return Path(name).is_dir() or (Path(name).suffix == SUFFIX and Path(name).exists())
+
+
+def local_folder(name: str, revision: str | None = None) -> Path | None:
+    """The folder with the configuration and the tokenizer of a model on this machine; None of a hub id.
+
+    Raises:
+        PrgeError: a GGUF file can't be read.
+    """
+    if revision is not None:
+        return None
+    if gguf := gguf_paths(name):
+        return open_gguf(gguf).folder
+    return transformer_folder(Path(name)) if Path(name).is_dir() else None
 
 
 def transformer_folder(folder: Path) -> Path:
@@ -221,15 +245,16 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
         BundleError: it is damaged, or a number is out of bounds.
     """
     path = files.folder / CONFIG
+    place = files.config_path
     # Bounds of time steps are infinite where a model has none.
     config = _json_of(path, infinite=True)
     if not isinstance(config, dict):
-        raise BundleError(f"{path} can't be read: it is no JSON object", remedy="copy the model again")
-    problems = [problem for name, value in _flat(config) if (problem := _problem(name, value))]
+        raise BundleError(f"{place} can't be read: it is no JSON object", remedy="copy the model again")
+    problems = config_problems(config)
     if "transformers_weights" in config:
         problems.append("transformers_weights names other weights than those beside it")
     if problems:
-        raise BundleError(f"{path} describes no model: {'; '.join(problems[:5])}", remedy="give another one")
+        raise BundleError(f"{place} describes no model: {'; '.join(problems)}", remedy="give another one")
     return config
 
 
@@ -269,6 +294,9 @@ def stored_numbers(files: ModelFiles, names: Collection[str] | None = None) -> i
     Raises:
         BundleError: a file is missing, damaged, or quantized.
     """
+    if files.gguf:
+        tensors = open_gguf(files.gguf).header.tensors
+        return sum(each.numel for name, each in tensors.items() if names is None or name in names)
     total = 0
     for path in files.weights:
         if not path.is_file():
@@ -294,32 +322,6 @@ def _json_of(path: Path, most_bytes: int = MOST_JSON_BYTES, infinite: bool = Fal
         return read_json(path, most_bytes, infinite)
     except (OSError, DocumentError) as error:
         raise BundleError(f"{path} can't be read: {error}", remedy="copy the model again") from None
-
-
-def _problem(name: str, value: object) -> str:
-    """What is wrong with a number of a configuration, if anything is."""
-    is_layers = _LAYERS.fullmatch(name) is not None
-    if _SIZES.fullmatch(name) and value is not None and not isinstance(value, list):
-        most = _MOST_LAYERS if is_layers else _LARGEST
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            return f"{name} is {shown(value)}, must be a whole number from 1 to {most}"
-    elif isinstance(value, int) and "theta" not in name:
-        most = _MOST_LAYERS if is_layers else _MOST_LABELS if name == "num_labels" else _LARGEST_OF_ALL
-        if abs(value) > most:
-            return f"{name} is {shown(value)}, must be at most {most}"
-    return ""
-
-
-def _flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Names and values of a document, without the lists and mappings that hold them."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(inner, str(key))
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _flat(inner, f"{name} (in a list)")
-    else:
-        yield name, value
 
 
 def _are_texts(mapping: Mapping[str, object]) -> bool:
@@ -356,9 +358,3 @@ def hub_answers() -> bool:
     except Exception:  # the library's client changed its exceptions with its version
         return False
     return True
-
-
-def first_line(error: Exception) -> str:
-    """What an exception of a library says first."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prge.errors import BundleError, shown
+from prge.errors import BundleError, first_line, shown
 from server_export.model.classifier import (
     Classifier,
     chooses_a_class,
@@ -23,15 +23,16 @@ from server_export.model.classifier import (
 from server_export.model.experts import expert_layers
 from server_export.model.files import (
     BUFFERS,
+    GENERATION_CONFIG,
     UNQUANTIZED,
     ModelFiles,
     fetch_weights,
     find_files,
-    first_line,
     read_config,
     stored_numbers,
 )
-from server_export.model.weights import stored_of, stored_part, stored_paths
+from server_export.model.stored import stored_tensors
+from server_export.model.weights import stored_of, stored_part
 
 _DECODER_HEADS = ("ForCausalLM", "LMHeadModel")
 # Heads that a model without one has no use for.
@@ -52,6 +53,7 @@ class LoadedModel:
     `revision` is the commit of a hub id, `sha256` the content of a folder; the outline of one has none.
     `part_of` is the type of a checkpoint that holds more, such as images, of which this is the text part;
     `key_mapping` is what transformers is to be told of its names then, once the weights are there.
+    `source` tells of the GGUF file that weights are dequantized from, nothing of other models.
     `classifier` is the last layer of an encoder's own classification head, whose other layers `model` has.
     """
 
@@ -63,6 +65,7 @@ class LoadedModel:
     part_of: str | None = None
     key_mapping: Mapping[str, str] = field(default_factory=dict)
     classifier: Classifier | None = None
+    source: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> Any:
@@ -85,6 +88,8 @@ def load_model(
         BundleError: there is no model, it is of a kind that a program can't be made of, or its weights are
             not all there, not all used, or not finite.
     """
+    from transformers import GenerationConfig
+
     files = find_files(name_or_path, revision)
     opened, outline, classifier = _opened(files, pooled, own_head)
     fetch_weights(files)
@@ -92,8 +97,8 @@ def load_model(
     given: dict[str, Any] = {"config": opened.config, "use_safetensors": True}
     try:
         loader = _loader(opened)
-        if opened.part_of is not None:
-            # transformers finds the text part of some checkpoints only.
+        if opened.part_of is not None or files.gguf:
+            # transformers finds the text part of some checkpoints only, and saves no model of a GGUF file.
             loader, given["state_dict"] = type(outline), stored_part(files, outline)
         model, report = loader.from_pretrained(
             None if "state_dict" in given else str(files.folder),
@@ -109,10 +114,13 @@ def load_model(
             f"{name_or_path} can't be loaded as {opened.kind}: {first_line(error)}",
             remedy="give the folder or hub id of a complete transformers checkpoint",
         ) from None
-    _check_weights(name_or_path, model, report, opened, [*stored_paths(files)])
+    if "state_dict" in given and (files.folder / GENERATION_CONFIG).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(files.folder), local_files_only=True)
+    _check_weights(name_or_path, model, report, opened, stored_tensors(files).names)
     if classifier is not None:
         classifier = without_last(model, classifier)
     loaded = prepare_model(model, name_or_path, opened.is_decoder, files.revision, opened.part_of, classifier)
+    loaded = replace(loaded, source=files.source)
     return loaded if files.revision else replace(loaded, sha256=files.sha256())
 
 
@@ -128,7 +136,10 @@ def outline_model(
     opened, outline, classifier = _opened(files, pooled, own_head)
     for name in _other_parts(outline):
         outline.set_submodule(name, nn.Identity())
-    return prepare_model(outline, name_or_path, opened.is_decoder, files.revision, opened.part_of, classifier)
+    loaded = prepare_model(
+        outline, name_or_path, opened.is_decoder, files.revision, opened.part_of, classifier
+    )
+    return replace(loaded, source=files.source)
 
 
 def read_use_cache(name_or_path: str, revision: str | None = None) -> bool:
@@ -363,8 +374,8 @@ def check_size(files: ModelFiles, outline: nn.Module, part_of: str | None = None
     buffers = sum(buffer.numel() * buffer.itemsize for buffer in outline.buffers())
     if needed > stored:
         raise BundleError(
-            f"{files.name} has weights for another model: its config.json describes {needed:,} numbers, the "
-            f"weights hold {stored:,}",
+            f"{files.name} has weights for another model: its {files.config_name} describes {needed:,} "
+            f"numbers, the weights hold {stored:,}",
             remedy="copy the model again",
         )
     if buffers > _MOST_BUFFER_BYTES:

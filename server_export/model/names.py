@@ -80,7 +80,9 @@ class Source:
         return {given: row for group in groups.values() for row, given in enumerate(group)} if is_list else {}
 
 
-def sources(model: nn.Module, stored: Collection[str]) -> dict[str, Source]:
+def sources(
+    model: nn.Module, stored: Collection[str], conversions: Sequence[Any] | None = None
+) -> dict[str, Source]:
     """Where each tensor of a model comes from, by its name; those that aren't stored are left out.
 
     Of a checkpoint that holds more than the model, such as one of texts and images, its part is taken.
@@ -88,9 +90,10 @@ def sources(model: nn.Module, stored: Collection[str]) -> dict[str, Source]:
     Args:
         model: of transformers, which may lack its weights.
         stored: names in the files.
+        conversions: transformers', from these names to the model's; by default those of its checkpoints.
     """
-    found = _sources(model, {name: name for name in stored})
-    if _table(model) in found:
+    found = _sources(model, {name: name for name in stored}, conversions)
+    if conversions is not None or _table(model) in found:
         return found
     place, beside = _place_of_part(model, stored)
     prefix = _base_prefix(model)
@@ -110,7 +113,9 @@ def key_mapping(model: nn.Module, stored: Collection[str]) -> dict[str, str]:
     return {f"^{re.escape(name)}": given for name, given in renamed.items()}
 
 
-def _sources(model: Any, names: Mapping[str, str]) -> dict[str, Source]:
+def _sources(
+    model: Any, names: Mapping[str, str], conversions: Sequence[Any] | None = None
+) -> dict[str, Source]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -119,7 +124,7 @@ def _sources(model: Any, names: Mapping[str, str]) -> dict[str, Source]:
         rename_source_key,
     )
 
-    entries = get_model_conversion_mapping(model)
+    entries = get_model_conversion_mapping(model) if conversions is None else conversions
     renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}

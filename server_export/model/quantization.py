@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from server_export.model.adapted import replace_module
+from server_export.model.adapted import conv1d_names, convert_conv1d, replace_module
 
 GROUP_SIZE = 32
 # Below this an int8 table saves nothing that anybody would notice.
@@ -138,12 +138,18 @@ def dequantize(module: nn.Module) -> None:
 def round_base(model: nn.Module, scheme: str) -> None:
     """Give a model's layers and embedding table the values that `quantize` leaves, as floats, in place.
 
-    A head that shared its weight with the table has its own afterwards: they are rounded differently.
+    A head that shared its weight with the table has its own afterwards: they are rounded differently. GPT-2's
+    Conv1D layers stay what they are.
     """
     if scheme == "fp32":
         return
+    convolutions = {name: model.get_submodule(name) for name in conv1d_names(model)}
+    convert_conv1d(model)
     quantize_layers(model, scheme)
     _dequantize_layers(model)
+    for name, layer in convolutions.items():
+        layer.weight.data = model.get_submodule(name).weight.detach().t().contiguous()
+        replace_module(model, name, layer)
     embedding = model.get_input_embeddings()
     table = embedding.weight.detach()
     if _is_large(table):

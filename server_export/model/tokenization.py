@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prge.errors import BundleError, ConfigError
+from prge.errors import BundleError, ConfigError, first_line
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer
 from prge.rows.tokenizer import load_tokenizer as read_tokenizer
-from server_export.model.files import first_line, hub_answers, transformer_folder
+from server_export.model.files import hub_answers, local_folder
 from server_export.settings import PrependBos
 
 SAMPLES = (
@@ -31,13 +31,13 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
     """
     from transformers import AutoTokenizer
 
-    is_folder = revision is None and Path(name_or_path).is_dir()
+    folder = local_folder(name_or_path, revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            transformer_folder(Path(name_or_path)) if is_folder else name_or_path,
+            folder or name_or_path,
             revision=revision,
             trust_remote_code=False,
-            local_files_only=is_folder or not hub_answers(),
+            local_files_only=folder is not None or not hub_answers(),
         )
     except Exception as error:  # transformers raises many kinds here, ImportError included
         raise BundleError(

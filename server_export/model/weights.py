@@ -1,21 +1,20 @@
-"""A model's weights, read from its safetensors files one at a time: the whole model is never in memory."""
+"""A model's weights, read from its files one at a time: the whole model is never in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from prge.errors import BundleError
 from server_export.model.classifier import Classifier
-from server_export.model.files import ModelFiles, first_line
+from server_export.model.files import ModelFiles
 from server_export.model.names import Outline, key_mapping, sources
+from server_export.model.stored import stored_tensors
 
 
 class Weights:
@@ -39,8 +38,8 @@ class Weights:
         self._outline = Outline(model)
         self._tied = _tied_names(model)
         self.buffers = _buffers(model)
-        self._paths = stored_paths(files)
-        self._sources = sources(model, self._paths)
+        self._stored = stored_tensors(files)
+        self._sources = sources(model, self._stored.names, self._stored.conversions)
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
         """A parameter, or a number that the architecture says, f32; a weight of a linear layer is [out, in].
@@ -58,9 +57,9 @@ class Weights:
         source = self._sources[known]
         if source.conversion is None:
             (stored,) = source.stored.values()
-            tensor = self._stored(stored, rows)
+            tensor = self._stored.read(stored, rows)
         else:
-            tensor = source.made(self._stored, self._outline, rows)[known]
+            tensor = source.made(self._stored.read, self._outline, rows)[known]
         tensor = tensor.to(torch.float32)
         if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
             raise BundleError(
@@ -80,8 +79,10 @@ class Weights:
             yield from self.read(name).split(rows)
             return
         (stored,) = self._sources[known].stored.values()
-        with safe_open(str(self._paths[stored]), framework="pt") as reader:
-            shape = reader.get_slice(stored).get_shape()
+        shape = self._stored.shape(stored)
+        if shape is None:
+            yield from self.read(name).split(rows)
+            return
         self._check_shape(name, shape)
         for start in range(0, shape[0], rows):
             yield self.read(name, range(start, min(start + rows, shape[0])))
@@ -97,44 +98,22 @@ class Weights:
         described = self._outline.shapes.get(name, tuple(shape))
         if tuple(shape) != described:
             raise BundleError(
-                f"{name} of {self.files.name} is {list(shape)}, its config.json describes {list(described)}",
+                f"{name} of {self.files.name} is {list(shape)}, its {self.files.config_name} describes "
+                f"{list(described)}",
                 remedy="copy the model again",
             )
-
-    def _stored(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
-        # Opened again and again: pages that were read stay in memory as long as a file is open.
-        with safe_open(str(self._paths[name]), framework="pt") as reader:
-            if isinstance(rows, range):
-                tensor: torch.Tensor = reader.get_slice(name)[rows.start : rows.stop]
-            else:
-                tensor = reader.get_tensor(name)[... if rows is None else list(rows)]
-        return tensor
-
-
-def stored_paths(files: ModelFiles) -> dict[str, Path]:
-    """The file of each stored tensor by its name; raises BundleError where one can't be read."""
-    paths: dict[str, Path] = {}
-    for path in files.weights:
-        try:
-            with safe_open(str(path), framework="pt") as reader:
-                paths.update(dict.fromkeys(reader.keys(), path))
-        except (OSError, ValueError, RuntimeError) as error:
-            raise BundleError(
-                f"{path} can't be read: {first_line(error)}", remedy="copy the model again"
-            ) from None
-    return paths
 
 
 def stored_of(files: ModelFiles, model: nn.Module) -> set[str]:
     """Names of the stored tensors that a model is made of."""
-    return {
-        name for source in sources(model, stored_paths(files)).values() for name in source.stored.values()
-    }
+    stored = stored_tensors(files)
+    found = sources(model, stored.names, stored.conversions)
+    return {name for source in found.values() for name in source.stored.values()}
 
 
 def mapping_of(files: ModelFiles, model: nn.Module) -> dict[str, str]:
     """See `server_export.model.names.key_mapping`."""
-    return key_mapping(model, stored_paths(files))
+    return key_mapping(model, stored_tensors(files).names)
 
 
 def with_numbers(classifier: Classifier, model: nn.Module, files: ModelFiles) -> Classifier:
@@ -154,14 +133,29 @@ def with_numbers(classifier: Classifier, model: nn.Module, files: ModelFiles) ->
 
 
 def stored_part(files: ModelFiles, model: nn.Module) -> dict[str, Any]:
-    """What transformers loads a model of, that is a part of what is stored: tensors that lie in the files."""
-    paths = stored_paths(files)
-    readers = {path: safe_open(str(path), framework="pt") for path in {*paths.values()}}
+    """What transformers loads a model of that it can't find in the files itself, read when it is asked for.
+
+    A part of a checkpoint by the names that the files have, or what a GGUF file holds by those of the model.
+    """
+    stored = stored_tensors(files)
+    found = sources(model, stored.names, stored.conversions)
+    if files.gguf:
+        weights = Weights(files, model)
+        return {name: _Later(weights.read, name) for source in found.values() for name in source.targets}
     return {
-        given: readers[paths[stored]].get_slice(stored)
-        for source in sources(model, paths).values()
-        for given, stored in source.stored.items()
+        given: _Later(stored.read, name) for source in found.values() for given, name in source.stored.items()
     }
+
+
+@dataclass(frozen=True)
+class _Later:
+    """A tensor that is read when transformers takes it."""
+
+    read: Callable[[str], torch.Tensor]
+    name: str
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return self.read(self.name)
 
 
 class _WithoutParameters(TorchFunctionMode):

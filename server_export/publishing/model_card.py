@@ -17,6 +17,7 @@ from prge.learning.estimators.table import ESTIMATORS, EstimatorName
 from prge.learning.preferences import PREFERENCES
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE
 from server_export.model.base import BaseModel
+from server_export.publishing.settings import Weights
 
 TEMPLATE = Path(__file__).with_name("card.md")
 _WHAT = {
@@ -29,7 +30,8 @@ _WHAT = {
 # Settings of a run that a card tells; all others are somebody's files, or say nothing of the result.
 _SETTINGS = (
     *("steps", "seed", "learning_rate", "schedule", "warmup", "optimizer", "momentum", "beta2"),
-    *("batch_size", "calls", "clip", "patience", "head_learning_rate", "head_folds"),
+    *("weight_decay", "batch_size", "calls", "loss_normalisation", "clip", "patience"),
+    *("head_learning_rate", "head_folds"),
 )
 
 
@@ -40,7 +42,9 @@ class CardFacts:
     `head_layer` is the layer of the base model's own classification head that is trained, or whose input is;
     `has_own_classes` says that it is for the classes of that head.
     `run` is the run's `run.json`, empty where there is none; `step` is that which the adapter is of, where
-    that is known; `num_bos` is how many tokens begin a prompt.
+    that is known; `num_bos` is how many tokens begin a prompt. `source` describes the GGUF file that the base
+    model's weights were dequantized from. `weights` are those of a merged model, `scheme` is the quantization
+    of a program, `trained_scheme` that of the bundle that the adapter was trained with, where there is one.
     """
 
     name: str
@@ -59,6 +63,10 @@ class CardFacts:
     has_chat_template: bool = False
     is_part: bool = False
     key_mapping: Mapping[str, str] = field(default_factory=dict)
+    source: Mapping[str, Any] = field(default_factory=dict)
+    weights: Weights = "trained"
+    scheme: str | None = None
+    trained_scheme: str | None = None
 
 
 def model_card(facts: CardFacts) -> str:
@@ -73,7 +81,9 @@ def model_card(facts: CardFacts) -> str:
             "tags": dict.fromkeys(ESTIMATORS[each].tag for _, each in _estimators(facts.run)),
             "what": _WHAT[facts.format].format(base=_base(facts.base)),
             "trainer": _trainer(facts.run),
-            "training": list(_training(facts.run, facts.step)),
+            "training": [*_training(facts.run, facts.step), *_dequantized(facts)],
+            "file": _text(facts.source.get("file", "")),
+            "precision": _precision(facts),
             "chat_template": CHAT_TEMPLATE_FILE,
             "facts": told,
         }
@@ -124,6 +134,45 @@ def _training(run: Mapping[str, Any], step: int | None) -> Iterator[str]:
         yield f"On development rows: {name.replace('_', ' ')} {start:.4g} before, {end:.4g} at best."
 
 
+def _dequantized(facts: CardFacts) -> Iterator[str]:
+    """That the base model is what a GGUF file stands for."""
+    if facts.source:
+        weights = "The weights here are" if facts.format == "merged" else "The base model is"
+        kinds = f", in {_text(facts.source['description'])}," if "description" in facts.source else ""
+        yield (
+            f"{weights} what the GGUF file {_text(facts.source.get('file'))} stands for: its weights{kinds} "
+            "were dequantized, and the adapter was trained with them. With the weights that the file was "
+            "made of answers can differ."
+        )
+
+
+def _precision(facts: CardFacts) -> str:
+    """What the adapter was trained against, and how far answers of this folder may be from that; or empty."""
+    scheme = facts.trained_scheme
+    if scheme is None:
+        scheme = mapping(mapping(facts.run.get("run")).get("quantization")).get("scheme")
+    if not isinstance(scheme, str) or scheme == "fp32" or facts.scheme == scheme:
+        return ""
+    trained = (
+        f"The adapter was trained and scored against frozen weights that are rounded to {_text(scheme)}, in "
+        "an engine that rounds the inputs of layers to int8 too."
+    )
+    if facts.format == "merged" and facts.weights == "trained" and facts.trained_scheme is not None:
+        return (
+            f"{trained} The weights here are those, as floats, with the adapter added. The inputs of layers "
+            "are rounded in the engine alone, so that answers can still differ a little from those that were "
+            "scored."
+        )
+    if facts.format == "merged":
+        return f"{trained} Here it is merged into the original weights, with which answers can differ."
+    if facts.scheme is not None:
+        return f"{trained} The weights here are in {_text(facts.scheme)}, with which answers can differ."
+    return (
+        f"{trained} With the original weights of the base model answers can differ: "
+        "`prge publish --format merged` writes a model with the weights that it was trained against."
+    )
+
+
 def _estimators(run: Mapping[str, Any]) -> list[tuple[int, EstimatorName]]:
     """The estimators that steps were taken with, each with its first step; those that a card can tell of."""
     stretches = mapping(run.get("run")).get("estimators")
@@ -158,6 +207,9 @@ def _facts(facts: CardFacts) -> Iterator[tuple[str, str]]:
             yield "base model commit", facts.base.revision
     elif facts.base.sha256:
         yield "base model sha256", facts.base.sha256
+    if facts.source:
+        yield "base model file", _text(facts.source.get("file"))
+        yield "base model weights", _text(["GGUF", *filter(None, [facts.source.get("description")])])
     for key, name in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "target modules")):
         if facts.adapter.get(key) is not None:
             yield name, _text(facts.adapter[key])

@@ -9,6 +9,8 @@ from typing import Literal
 from prge.errors import ConfigError
 from prge.verbs.bounds import bound_problems
 
+Weights = Literal["trained", "original"]
+
 
 @dataclass(frozen=True)
 class PublishConfig:
@@ -32,6 +34,11 @@ class PublishConfig:
     format: Literal["peft", "merged", "program", "llm", "gguf"] = "peft"
     """peft: an adapter for PEFT; gguf: an adapter for llama.cpp; merged: a Hugging Face model; program: an
     encoder as an ExecuTorch program; llm: a decoder as one, for ExecuTorch's LLM runner and its apps."""
+
+    weights: Weights | None = None
+    """merged: the frozen weights that the adapter is merged into. trained: the values that the bundle's
+    quantization leaves of them, as floats, which training and scores have seen; original: those of the base
+    model. Default: trained."""
 
     sequence_length: int | None = None
     """program, llm: tokens that it takes, an llm's answer among them; without it the bundle's length, for an
@@ -58,6 +65,8 @@ class PublishConfig:
                 for name in ("sequence_length", "quantize")
                 if getattr(self, name) is not None
             ]
+        if self.weights is not None and self.format != "merged":
+            problems.append(f"weights is for the format merged, but format is {self.format}")
         if self.public and self.push is None:
             problems.append("--public belongs to --push")
         if problems:

@@ -13,7 +13,6 @@ import numpy as np
 from prge.contract import AdaptedModule
 from prge.engine import Array
 from prge.errors import AdapterError, BundleError, ConfigError, RunError
-from prge.files.adapter import Adapter
 from prge.files.bundle import MANIFEST, Bundle, open_bundle
 from prge.files.chain import OWN_HEAD
 from prge.files.documents import mapping, read_yaml
@@ -21,12 +20,13 @@ from prge.files.peft import (
     CONFIG,
     HEAD,
     PREFIX,
+    PeftAdapter,
     find_adapter,
     lora_scale,
     read_arrays,
+    read_compatible_adapter,
     read_config,
     read_lora,
-    read_peft,
     run_of,
 )
 from prge.files.tuned import bundle_at, tuning_at
@@ -55,8 +55,7 @@ class Trained:
     folder: Path
     run: Path | None
     bundle: Bundle | None
-    modules: tuple[AdaptedModule, ...]
-    adapter: Adapter
+    adapter: PeftAdapter
     config: dict[str, Any]
     base: BaseModel
     recorded: BaseModel | None
@@ -121,8 +120,10 @@ def read_trained(config: PublishConfig) -> Trained:
     run = run_of(folder)
     tuning = tuning_at(Path(config.source))
     bundle = _find_bundle(config.bundle or (tuning.bundle if tuning else None), run)
-    modules = bundle.chain.modules if bundle is not None else read_lora(folder).modules
-    adapter = read_peft(folder, modules, bundle.adapter if bundle is not None else None)
+    found = read_lora(folder)
+    if bundle is not None:
+        # Whether it fits; published is what the folder holds.
+        read_compatible_adapter(folder, bundle.chain.modules, bundle.adapter, generates=True)
     settings = read_config(folder)
     model = bundle.manifest.get("model", {}) if bundle is not None else {}
     recorded = base_in_manifest(model) or base_in_peft(settings)
@@ -138,7 +139,7 @@ def read_trained(config: PublishConfig) -> Trained:
         )
     if config.revision is not None:
         base = BaseModel(base.name, config.revision)
-    return Trained(folder, run, bundle, modules, adapter, settings, base, recorded)
+    return Trained(folder, run, bundle, found, settings, base, recorded)
 
 
 def load_base(trained: Trained) -> LoadedModel:
@@ -164,7 +165,7 @@ def load_base(trained: Trained) -> LoadedModel:
         raise BundleError(f"the base model can't be loaded: {error.what}", remedy=remedy) from None
     problems = model_problems(loaded, trained.bundle.manifest.get("model", {})) if trained.bundle else []
     if not problems:
-        problems = _layer_problems(loaded.model, trained.modules)
+        problems = _layer_problems(loaded.model, trained.adapter.modules)
     if not problems and trained.bundle is not None:
         problems = _record_problems(loaded, trained)
     elif not problems and trained.recorded is not None:
@@ -225,7 +226,7 @@ def load_peft(loaded: LoadedModel, trained: Trained) -> Any:
     problems += [
         f"PEFT has other values for {name}"
         for name, values in needed.items()
-        if name in layers and not np.array_equal(layers[name].T, values)
+        if name in layers and not np.array_equal(layers[name], values)
     ]
     if problems:
         raise AdapterError(

@@ -12,6 +12,7 @@ from prge.files.run_folder import DECISIONS, write_json
 from prge.host.progress import duration
 from prge.host.terminal import best_effort
 from prge.rows.scoring import displacement
+from prge.running.watching import describe_changes
 from prge.verbs.settings import parse_settings
 from server_export.tune.settings import TuneSettings
 
@@ -47,6 +48,9 @@ def _samples(samples: Mapping[str, Any]) -> Iterator[str]:
         yield f"  after   {shown(after['text'])}"
         if "right" in after:
             yield f"  right   {shown(after['right'])}"
+    texts = [[each["text"] for each in samples.get(time, ())] for time in ("before", "after")]
+    if changes := describe_changes(*texts):
+        yield changes
 
 
 def _text(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
@@ -61,6 +65,12 @@ def _text(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
     if fallen := displacement(after):
         yield f"note: {fallen}"
     yield from _samples(result["samples"] or {})
+    if scheme := result["quantization"]:
+        yield (
+            f"note: it was trained and scored against weights in {scheme}; with the original weights answers "
+            f"can differ. `prge publish {out} --format merged --out FOLDER` writes a model with the weights "
+            "that it was trained against"
+        )
     memory = result["peak_mb"]
     yield f"\n{duration(result['seconds'])}" + (f", at most {memory:.0f} MB while training" if memory else "")
     yield f"adapter  {out / 'adapter'}   loads with peft.PeftModel.from_pretrained"

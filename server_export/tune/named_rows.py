@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from prge.contract import Contract
 from prge.errors import DataError
 from prge.learning.examples import Example
+from prge.learning.preferences import make_objective
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.forms import find_form
 from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.report import DataReport
-from prge.rows.sources import Part, Source, files_of_part, read_source
+from prge.rows.sources import Part, Source, holding_part, read_source
 from prge.rows.splitting import split_rows
 from prge.rows.task import load_task
 from prge.rows.tokenizer import Tokenizer
+from prge.verbs.kinds import Paths
 from server_export.tune.settings import TuneSettings
 
 # More tokens than any row has: nothing is cut while rows are measured.
@@ -39,10 +40,10 @@ class NamedRows:
         self._broken: dict[Part, list[str]] = {}
         self.notes: list[str] = []
         self._classes: dict[int, Example] = {}
-        named: dict[Part, Path | None] = {"train": settings.data, "dev": settings.dev, "test": settings.test}
+        named: dict[Part, Paths | None] = {"train": settings.data, "dev": settings.dev, "test": settings.test}
         self._sources: dict[Part, Source] = {}
         for part, given in named.items():
-            where = settings.data if given is None and files_of_part(settings.data, part) else given
+            where = holding_part(settings.data, part) if given is None else given
             if where is not None:
                 self._sources[part] = source = self._read(where, part)
                 called = "" if part == "train" else f"{part}: "
@@ -65,7 +66,7 @@ class NamedRows:
             rows,
             tokenizer,
             _unbounded(contract),
-            BuildOptions("auto", objective=self._settings.objective),
+            BuildOptions("auto", objective=self._settings.objective, date=self._settings.date),
         )
         return [example.sequences[0].tokens for example in examples]
 
@@ -74,11 +75,14 @@ class NamedRows:
 
         Raises:
             DataError: there are such rows, and the settings don't say to skip them; all are named.
+            ConfigError: settings belong to another objective than that of the rows.
         """
         longest = 0
         problems: dict[str, list[str]] = {}
         for part, source in self._sources.items():
-            options = BuildOptions("auto", skip_unusable=True, objective=self._settings.objective)
+            options = BuildOptions(
+                "auto", skip_unusable=True, objective=self._settings.objective, date=self._settings.date
+            )
             examples, report = self._built(part, source.rows, tokenizer, _unbounded(contract), options)
             found = [
                 *self._broken.pop(part, ()),
@@ -93,6 +97,7 @@ class NamedRows:
                 kept = [row for row in source.rows if row.number not in report.unusable]
                 self._sources[part] = replace(source, rows=kept)
             if part == "train":
+                make_objective(report.objective, self._settings)
                 longest = max(report.lengths)
                 self._classes = {each.row: each for each in examples} if contract.is_encoder else {}
         if problems and self._settings.on_bad_row == "stop":
@@ -117,11 +122,17 @@ class NamedRows:
         """
         settings = self._settings
         options = BuildOptions(
-            settings.overflow, max_dropped=settings.max_dropped, objective=settings.objective
+            settings.overflow,
+            max_dropped=settings.max_dropped,
+            objective=settings.objective,
+            date=settings.date,
         )
         for part, source in self._sources.items():
             _, report = self._built(part, source.rows, tokenizer, contract, options)
+            self.notes.append(f"{source.name}: columns: {report.columns}")
             self.notes += [f"{source.name}: {event}" for event in report.events()]
+            if not self._task:
+                self._sources[part] = replace(source, rows=[_only(row, report.read) for row in source.rows])
         parts: dict[Part, list[Row]] = {part: source.rows for part, source in self._sources.items()}
         if "dev" not in parts:
             columns = self._task.needed_columns() if self._task else None
@@ -143,14 +154,15 @@ class NamedRows:
                 remedy="give rows of every class, at least two where development rows are split off",
             )
 
-    def _read(self, where: Path, part: Part) -> Source:
-        """The rows that a user names; without a task with the columns of their form alone."""
+    def _read(self, where: Paths, part: Part) -> Source:
+        """The rows that a user names."""
         broken = self._broken.setdefault(part, [])
-        source = read_source(where, part, self._settings.columns, broken, self._settings.objective)
-        if self._task:
-            return source
-        form = find_form(source.rows, source.name, source.renamed, objective=self._settings.objective)
-        return replace(source, rows=[form.own(row) for row in source.rows])
+        source = read_source(
+            where, part, self._settings.columns, broken, self._settings.objective, self._task
+        )
+        if not self._task:  # rows of no form are refused before anything else is done
+            find_form(source.rows, source.name, source.renamed, objective=self._settings.objective)
+        return source
 
     def _built(
         self,
@@ -171,6 +183,11 @@ class NamedRows:
             source=source.name,
             renamed=source.renamed,
         )
+
+
+def _only(row: Row, columns: Sequence[str]) -> Row:
+    """A row with some columns alone."""
+    return Row(row.number, {name: row.fields[name] for name in columns if name in row.fields})
 
 
 def _unbounded(contract: Contract) -> Contract:

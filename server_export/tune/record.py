@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ _NOT_IDENTITY = {"out", "resume", "json", "threads"}
 # The stage that first depends on a setting or has to do with a decision; all others: the bundle.
 _OF_SEARCH = (
     *("minutes", "steps", "epochs", "batch_size", "head_folds", "seed", "on", "phone_folder", "memory"),
-    *("rows_of_a_call", "weights_memory"),
+    *("rows_of_a_call", "weights_memory", "loss_normalisation", "weight_decay"),
 )
 _STAGE_OF = {**dict.fromkeys(_OF_SEARCH, "search"), "learning_rate": "run"}
 
@@ -50,7 +50,9 @@ class Record:
         if not self._path.is_file():
             return
         content = _read(self._path)
-        before = content["settings"]
+        # What an earlier version didn't know was as it is where nobody says otherwise.
+        usual = {item.name: item.default for item in fields(TuneSettings) if item.default is not MISSING}
+        before = json.loads(json.dumps(usual, default=str)) | content["settings"]
         changed = {
             name: _STAGE_OF.get(name, "bundle")
             for name in sorted((before.keys() | now.keys()) - _NOT_IDENTITY)
@@ -63,10 +65,15 @@ class Record:
             if stage in done
         ]
         if problems:
+            is_exported = (settings.out / "bundle").is_dir() and "bundle" not in {
+                stage for stage in changed.values() if stage in done
+            }
+            reuse = f", with --bundle {settings.out / 'bundle'} instead of --model, which saves the export"
             raise ConfigError(
                 f"{settings.out} holds a tuning with other settings, and what is done depends on them:",
                 problems,
-                remedy=f"go on with it: prge tune --resume {settings.out}; or give another --out",
+                remedy=f"go on with it: prge tune --resume {settings.out}; or give another --out"
+                + (reuse if is_exported else ""),
             )
         if changed and "bundle" not in done:
             return  # nothing is made: all of it begins again

@@ -7,30 +7,39 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prge.contract import Contract
 from prge.host.atomic import new_folder, write_file
 from prge.learning.preferences import ObjectiveName
 from prge.rows.example_building import BuildOptions, build_examples
-from prge.rows.forms import find_form
-from prge.rows.readers import Row, read_rows
+from prge.rows.forms import find_form, present_columns
+from prge.rows.readers import Row, json_fields, read_rows
 from prge.rows.sources import Part
 from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import Tokenizer
 from prge.rows.windows import Overflow
+from prge.text.prompts import Prompts
 from server_export.tune.decisions import RowFacts
+
+if TYPE_CHECKING:
+    from prge.rows.chat import ChatTemplate
 
 SAMPLES, _WORDS = 3, 8
 
 
 @dataclass(frozen=True)
 class RowFiles:
-    """The folder of the rows. `task` is the name or file that the user gave, `objective` what is learnt."""
+    """The folder of the rows.
+
+    `task` is the name or file that the user gave, `objective` what is learnt, `date` what chat templates take
+    for today.
+    """
 
     folder: Path
     task: str | None
     objective: ObjectiveName = "auto"
+    date: str | None = None
 
     @property
     def train(self) -> Path:
@@ -60,14 +69,12 @@ class RowFiles:
         return task is not None and not task.is_completion
 
     def write(self, parts: Mapping[Part, Sequence[Row]]) -> None:
-        """Write all parts, each row on the line that it has in the user's file: errors and notes name it."""
+        """Write the rows of all parts, a line each."""
         with new_folder(self.folder, overwrite=True) as folder:
             for part, rows in parts.items():
-                lines = [""] * max((row.number for row in rows), default=0)
-                for row in rows:
-                    lines[row.number - 1] = json.dumps(dict(row.fields), ensure_ascii=False)
+                lines = [json.dumps(json_fields(row.fields), ensure_ascii=False) + "\n" for row in rows]
                 if rows:
-                    (folder / f"{part}.jsonl").write_text("\n".join([*lines, ""]), encoding="utf-8")
+                    (folder / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
         self.folder.chmod(0o700)
 
     @property
@@ -86,7 +93,7 @@ class RowFiles:
             tokenizer,
             contract,
             self._task(),
-            BuildOptions(overflow, objective=self.objective),
+            BuildOptions(overflow, objective=self.objective, date=self.date),
             source=str(self.train),
         )
         lengths = [len(sequence.tokens) for example in examples for sequence in example.sequences]
@@ -110,22 +117,24 @@ class RowFiles:
         """Write prompts of the first development rows; returns their file."""
         rows = read_rows(self.dev or self.train)[:SAMPLES]
         path = self.folder / "prompts.jsonl"
-        prompts = self._prompts(rows, tokenizer.chat_template is not None)
+        prompts = self._prompts(rows, Prompts(tokenizer, self.date).chat)
         write_file(
             path, "".join(json.dumps(dict(each), ensure_ascii=False) + "\n" for each in prompts).encode()
         )
         return path
 
-    def _prompts(self, rows: Sequence[Row], chat: bool) -> Iterator[Mapping[str, Any]]:
+    def _prompts(self, rows: Sequence[Row], chat: ChatTemplate | None) -> Iterator[Mapping[str, Any]]:
         task = self._task()
         form = find_form(rows, str(self.folder)) if task is None else None
+        if form is not None and form.chat and chat is not None:
+            form = form.rendered_by(chat.variables, present_columns(rows))
         for row in rows:
             if task is not None or form is None:
                 yield {"prompt": task.prompt(row.fields) if task else ""}
                 continue
-            fields = form.row(row, chat=chat).fields
+            fields = form.row(row, chat=chat is not None).fields
             if "messages" in fields:
-                yield {"messages": _asked(fields["messages"])}
+                yield {**fields, "messages": _asked(fields["messages"])}
             else:
                 # Of a text its beginning.
                 yield {"prompt": fields.get("prompt") or " ".join(str(fields["text"]).split(" ")[:_WORDS])}

@@ -12,9 +12,9 @@ from prge.learning.estimators.table import EstimatorName
 from prge.learning.preferences import ObjectiveFlags
 from prge.rows.sources import hub_names
 from prge.rows.windows import Overflow
-from prge.running.training_flags import RowsFlags, TrainingFlags
+from prge.running.training_flags import OptimizerFlags, RowsFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
-from prge.verbs.kinds import Bytes
+from prge.verbs.kinds import Bytes, Paths
 from prge.verbs.settings import with_whole_paths
 from server_export.settings import SCHEMES, AdapterKind, Init, PrependBos
 
@@ -31,19 +31,19 @@ class TuneSettings(ObjectiveFlags, RowsFlags):
     ONE_OF: ClassVar = (("model", "bundle"),)
     STORED: ClassVar = CONFIG
 
-    data: Path
-    """Training rows: a file, a folder with files train, valid and test, of which the two others are taken as
-    well, or a data set of the hub."""
+    data: Paths
+    """Training rows: a file, or several one after another; a folder with files train, valid and test, of
+    which the two others are taken as well; or a data set of the hub."""
     out: Path
     """Folder for bundle, run, adapter and report."""
     model: str | None = None
     """Folder or hub id of a transformers causal language model or encoder."""
     bundle: Path | None = None
     """Bundle that `prge export` wrote, instead of a model."""
-    dev: Path | None = None
+    dev: Paths | None = None
     """Development rows, which choose the learning rate and the step. Default: a part of the training rows,
     by a hash of their content."""
-    test: Path | None = None
+    test: Paths | None = None
     """Rows that are scored once before and once after. Default: the development rows."""
     on_bad_row: OnBadRow = "stop"
     """What becomes of rows that can't be read or learnt from: stop before anything is made, or skip them. All
@@ -85,7 +85,8 @@ class TuneSettings(ObjectiveFlags, RowsFlags):
     estimator: EstimatorName | None = None
     """Default: exact, the gradient by backpropagation."""
     batch_size: int | None = None
-    """Rows of a step; those that don't fit into memory together are added up. Default: by their number."""
+    """Examples of an optimizer step; those that don't fit into memory together are added up. Default: by the
+    number of rows."""
     head_folds: int | None = None
     """Encoders: folds of the heads that score training rows; 0: none. Default: 10, none where a class has few
     rows."""
@@ -95,6 +96,8 @@ class TuneSettings(ObjectiveFlags, RowsFlags):
     """Times that the final run sees every training row, instead of --steps; may be a part, such as 0.5."""
     learning_rate: float | None = None
     """Peak learning rate. Default: found by short runs."""
+    weight_decay: float = OptimizerFlags.weight_decay
+    """Decoupled weight decay, as AdamW's: of all trained matrices."""
     seed: int = 42
     """Of the order of rows and of random numbers."""
     threads: int | None = None

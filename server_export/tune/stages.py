@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,10 @@ class _Tuning:
     """The stages; each finds what it needs in the folder and the record."""
 
     def __init__(self, settings: TuneSettings) -> None:
-        self._settings = settings
         self._record = Record(settings)
-        self._rows = RowFiles(settings.out / "rows", settings.task, settings.objective)
+        date = self._record.found("date", lambda: settings.dated().date)
+        self._settings = settings = replace(settings, date=date)
+        self._rows = RowFiles(settings.out / "rows", settings.task, settings.objective, date)
         self._parts: dict[Part, list[Row]] = {}
         self._notes: list[str] | None = None
         self._folder = settings.bundle or settings.out / "bundle"
@@ -169,7 +170,7 @@ class _Tuning:
             and settings.estimator in having("queries")
             and GUIDE not in read_manifest(self._folder)["files"]
         ):
-            rows = {"data": self._rows.train, "task": settings.task}
+            rows = {"data": self._rows.train, "task": settings.task, "date": settings.date}
             self._verb("guide", {"bundle": self._folder, "model": settings.model, **rows})
         print(f"bundle {open_bundle(self._folder).folder}")
 
@@ -250,6 +251,7 @@ class _Tuning:
         elif not path.is_file():
             partial = path.with_suffix(".partial")
             scored = {"bundle": self._folder, "data": rows, "task": self._settings.task, "adapter": adapter}
+            scored["date"] = self._settings.date
             scored |= {**self._given("overflow", "threads", *_OBJECTIVE), "beta": self._record.value("beta")}
             self._verb("eval", {**scored, "json": partial}, name)
             partial.rename(path)
@@ -349,20 +351,20 @@ class _Tuning:
         """Settings of every run."""
         value, rows = self._record.value, self._rows
         batch, of_a_call = value("batch_size"), value("rows_of_a_call")
-        facts = RowFacts(**self._record.known("facts"))
         heads = self._settings.out / (self._record.known("heads") or "")
         return {
-            **self._given("overflow", "max_dropped", *_OBJECTIVE),
+            **self._given("overflow", "max_dropped", "weight_decay", *_OBJECTIVE),
             "beta": value("beta"),
             "heads_of": heads if heads.is_file() else None,
             "bundle": self._folder,
             "train": rows.train,
             "dev": rows.dev,
             "task": self._settings.task,
+            "date": self._settings.date,
             "dev_limit": None if rows.dev is None else _DEV_ROWS,
             "estimator": value("estimator"),
             "head_folds": value("head_folds"),
-            "batch_size": of_a_call * facts.widest,
+            "batch_size": batch,
             "calls": batch // of_a_call,
             "memory": value("weights_memory"),
             # Of few development rows a metric is often the same.
@@ -402,6 +404,7 @@ class _Tuning:
             "seconds": self._record.seconds,
             "final_step": runs[-1]["train"].get("final_step"),
             "bundle": str(self._folder),
+            "quantization": open_bundle(self._folder).quantization,
             "run_on_phone": self._place.run_name(out / "run") if isinstance(self._place, Phone) else None,
             "samples": runs[-1]["train"].get("samples"),
             "next": shlex.join(["prge", *self._next()]),

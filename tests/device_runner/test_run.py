@@ -9,6 +9,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from prge.files.journal import Journal, encode_array
 from prge.files.peft import read_peft
 from prge.files.run_folder import run_lock
 from prge.learning.estimators.guide import Guide, add_guide
+from prge.running import training_flags
 from prge.verbs.settings import parse_settings
 from tests.bundles import read_json, rehash, write_manifest
 from tests.device_runner.numpy_device import BATCH, QUERIES, Device, Killed, write_films
@@ -480,6 +482,59 @@ def test_a_run_isnt_resumed_with_another_chat_template(settings: RunSettings, tm
     (settings.bundle / "tokenizer/chat_template.jinja").write_text("{{ messages }}")
     with pytest.raises(BundleError, match=r"chat_template.jinja has \d+ bytes, the manifest says"):
         run(replace(chat, resume=chat.out))
+
+
+def _today(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
+    """Let it be a day."""
+
+    class Today(date):
+        @classmethod
+        def today(cls) -> date:
+            return date.fromisoformat(day)
+
+    monkeypatch.setattr(training_flags, "date", Today)
+    monkeypatch.setattr("prge.rows.chat.date", Today)
+
+
+@pytest.mark.parametrize("device", [False], indirect=True, ids=["decoder"])
+def test_a_run_keeps_the_day_that_it_began_on(
+    device: Device,
+    settings: RunSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its chat template writes the date: resumed on another day, it trains and scores the same tokens."""
+    device.replaces(monkeypatch, evaluate_verb)
+    _list_template(
+        settings.bundle, "{% for m in messages %}{{ m.content }}{{ strftime_now(' %d') }}|{% endfor %}"
+    )
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "good film"}]
+    rows = "".join(json.dumps({"messages": turns}) + "\n" for _ in range(8))
+    (tmp_path / "chat.jsonl").write_text(rows)
+    chat = replace(settings, train=tmp_path / "chat.jsonl", dev=tmp_path / "chat.jsonl")
+    _today(monkeypatch, "2026-11-27")
+    run(chat)
+    device.calls_left = 12
+    killed = replace(chat, out=tmp_path / "killed")
+    with pytest.raises(Killed):
+        run(killed)
+    device.calls_left = None
+    _today(monkeypatch, "2026-12-03")
+    run(parse_settings(RunSettings, ["--resume", str(killed.out)], "prge run"))
+    assert bits(killed.out) == bits(chat.out)
+    assert "date: '2026-11-27'" in (chat.out / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match="other tokens; chat templates took today for 2026-12-03"):
+        run(replace(killed, resume=killed.out, date="2026-12-03"))
+    words = [f"--bundle={settings.bundle}", f"--data={chat.dev}", f"--adapter={chat.out}"]
+    losses = {}
+    for given in ("", "--date=2026-11-27", "--date=2026-12-03"):
+        evaluate_verb.main([*words, f"--json={tmp_path / 'eval.json'}", *filter(None, [given])])
+        losses[given] = json.loads((tmp_path / "eval.json").read_text())["loss"]
+    assert losses[""] == losses["--date=2026-11-27"] != losses["--date=2026-12-03"]
+    other = replace(chat, out=tmp_path / "other")
+    run(other)
+    assert bits(other.out) != bits(chat.out)
 
 
 @pytest.mark.parametrize("device", [True], indirect=True, ids=["encoder"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from prge.files.peft import read_lora
 from tests.verbs import prge
 from tests.workshop import write_rows
 
@@ -63,15 +65,18 @@ def test_a_batch_has_room_for_all_candidates_of_a_row(
     prge("eval", *words, "--data", quiz / "rows.jsonl", "--adapter", tmp_path / "run")
 
 
-def test_a_batch_that_is_too_small_is_told_before_a_run_begins(
-    quiz: Path, bundle: Path, tmp_path: Path
-) -> None:
-    words = ["--bundle", bundle, "--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl"]
-    done = prge("run", *words, "--out", tmp_path / "run", "--batch-size", 2, check=False)
-    assert done.returncode == 2
-    assert "row 1 has 6 sequences, batch_size is 2" in done.stderr
-    assert "give --batch-size 6 or more" in done.stderr
-    prge("run", *words, "--out", tmp_path / "run", "--batch-size", 6, "--steps", 1)
+def test_a_batch_counts_rows_whatever_their_candidates(quiz: Path, bundle: Path, tmp_path: Path) -> None:
+    words = ["--bundle", bundle, "--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl", "--steps", 1]
+    words += ["--estimator", "exact", "--optimizer", "sgd"]
+    results = {}
+    for calls in (1, 2):
+        out = tmp_path / f"{calls}"
+        prge("run", *words, "--out", out, "--batch-size", 2, "--calls", calls)
+        assert "1 steps of 2 examples" in (out / "log.txt").read_text()
+        assert json.loads((out / "run.json").read_text())["train"]["rows"] == 2 * CHOICES * 3
+        results[calls] = read_lora(out / "final").lora_b
+    for name, lora_b in results[1].items():
+        np.testing.assert_allclose(results[2][name], lora_b, rtol=1e-3, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -85,5 +90,8 @@ def test_a_baseline_takes_a_batch_with_room_for_all_candidates(
     words = ["--bundle", bundle, "--model", workshop / "model", "--method", "backprop-lora-fa"]
     words += ["--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl", "--steps", 2]
     prge("baseline", *words, "--out", tmp_path / "run")
-    small = prge("baseline", *words, "--out", tmp_path / "small", "--batch-size", 2, check=False)
-    assert small.returncode == 2 and "give --batch-size 6 or more" in small.stderr
+    prge("baseline", *words, "--out", tmp_path / "two", "--batch-size", 2)
+    rows = [
+        json.loads((tmp_path / name / "run.json").read_text())["train"]["rows"] for name in ("run", "two")
+    ]
+    assert rows[1] == 2 * rows[0]

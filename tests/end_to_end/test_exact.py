@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
+from prge.files.peft import read_lora
+from prge.rows.example_building import load_examples
+from prge.rows.tokenizer import bundle_tokenizer
 from tests.verbs import prge
 from tests.workshop import write_rows
 
@@ -95,3 +100,55 @@ def test_an_encoder_learns_under_its_head(encoder: Path, tmp_path: Path) -> None
     prge(*words, "--head-folds", 0, "--calls", 4)
     before, *_, after = losses(tmp_path / "run")
     assert after < 0.96 * before
+
+
+def test_a_step_by_tokens_is_that_of_transformers(workshop: Path, tmp_path: Path) -> None:
+    """Rows of unequal lengths in two calls: the gradient of its loss with `num_items_in_batch`."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    rows = [
+        {"prompt": "aa", "completion": " bb cc dd aa bb"},
+        {"prompt": "bb cc", "completion": " a"},
+        {"prompt": "cc dd", "completion": " dd aa"},
+        {"prompt": "dd", "completion": " aa bb cc dd dd cc bb"},
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    bundle = open_bundle(workshop / "bundle")
+    words = ["run", "--bundle", bundle.folder, "--train", tmp_path / "rows.jsonl", "--steps", 1, "--calls", 2]
+    words += ["--batch-size", 4, "--estimator", "exact", "--optimizer", "sgd", "--learning-rate", 1]
+    words += ["--warmup", 0, "--schedule", "constant"]
+    moved = {}
+    for name in ("token", "example"):
+        prge(*words, "--out", tmp_path / name, "--loss-normalisation", name)
+        moved[name] = read_lora(tmp_path / name / "final").lora_b
+    settings = {"loss_normalisation": "token"}
+    with Journal(tmp_path / "token/journal.jsonl", writable=False) as journal:
+        start, step = journal.first("start"), journal.step(0)
+    assert start is not None and step is not None and settings.items() <= start["settings"].items()
+
+    tokenizer, contract = bundle_tokenizer(bundle), bundle.chain.scoring
+    examples, _ = load_examples(tmp_path / "rows.jsonl", tokenizer, contract)
+    sequences = [example.sequences[0] for example in examples]
+    items = sum(len(sequence.targets) for sequence in sequences)
+    assert len({len(sequence.targets) for sequence in sequences}) == 4
+    base = AutoModelForCausalLM.from_pretrained(workshop / "model", dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(bundle.adapter), is_trainable=True).eval()
+    total = 0.0
+    for call in (sequences[:2], sequences[2:]):
+        length = max(len(sequence.tokens) for sequence in call)
+        tokens, labels = torch.zeros(2, length, dtype=torch.long), torch.full((2, length), -100)
+        for row, sequence in enumerate(call):
+            tokens[row, : len(sequence.tokens)] = torch.tensor(sequence.tokens)
+            for target in sequence.targets:
+                labels[row, target.position + 1] = target.token
+        loss = model(input_ids=tokens, labels=labels, num_items_in_batch=torch.tensor(items)).loss
+        loss.backward()
+        total += float(loss)
+    assert step["loss"] == pytest.approx(total, rel=1e-5)
+    for name, found in moved["token"].items():
+        matrix = model.base_model.model.get_submodule(name).lora_B["default"].weight
+        expected = -matrix.grad.numpy()
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
+        assert np.abs(moved["example"][name] - expected).max() > 0.05 * np.abs(expected).max()

@@ -41,6 +41,56 @@ def test_a_run_folder_holds_everything(done: Path) -> None:
     assert "24 rows, 24 examples" in log
 
 
+def test_shards_are_learnt_as_the_whole_file(done: Path, workshop: Path, tmp_path: Path) -> None:
+    lines = (workshop / "train.jsonl").read_text().splitlines(keepends=True)
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    (shards / "a b.jsonl").write_text("".join(lines[:10]))
+    (shards / "c.jsonl").write_text("".join(lines[10:]))
+    words: list[object] = [
+        "--bundle", workshop / "bundle", "--dev", workshop / "dev.jsonl", "--task", workshop / "task.yaml",
+        "--steps", 12, "--evaluate-every", 4, "--checkpoint-every", 5, "--learning-rate", 0.01,
+        "--estimator", "tangent",
+    ]  # fmt: skip
+    trained = ["--train", "a b.jsonl", "c.jsonl", "--out", tmp_path / "run"]
+    said = prge("run", *words, *trained, cwd=shards).stderr
+    whole, sharded = (
+        (run / "final/adapter_model.safetensors").read_bytes() for run in (done, tmp_path / "run")
+    )
+    assert sharded == whole
+    assert "a b.jsonl and c.jsonl" in said + (tmp_path / "run/log.txt").read_text()
+    # From another folder, and not with other rows.
+    prge("run", "--resume", tmp_path / "run", cwd=tmp_path)
+    (shards / "c.jsonl").write_text("".join(lines[11:]))
+    assert prge("run", "--resume", tmp_path / "run", "--steps", 14, check=False).returncode == 2
+    (shards / "c.jsonl").write_text('{"text": 1, "label": 7}\n')
+    bad = prge("run", *words, *trained[:-1], tmp_path / "bad", cwd=shards, check=False)
+    assert bad.returncode == 2 and "row 1 of c.jsonl: " in bad.stderr
+
+
+def test_no_word_is_taken_for_the_bundle(done: Path, workshop: Path, tmp_path: Path) -> None:
+    """`eval` takes its bundle without a flag too, and its rows from several files."""
+    scored: dict[str, float] = {}
+    for name, files in (("twice", ("dev", "train")), ("dev", ("dev",)), ("train", ("train",))):
+        out = tmp_path / f"{name}.json"
+        prge(
+            "eval", "--bundle", workshop / "bundle", "--task", workshop / "task.yaml", "--json", out,
+            "--predictions", tmp_path / "lines.jsonl",
+            "--data", *(workshop / f"{each}.jsonl" for each in files),
+        )  # fmt: skip
+        scored[name] = json.loads(out.read_text())["loss"]
+        lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+        scored[f"{name} rows"] = len(lines)
+        if name == "twice":
+            places = {(line["file"], line["row"]) for line in lines}
+            assert len(places) == len(lines) and (str(workshop / "train.jsonl"), 1) in places
+    total = sum(scored[name] * scored[f"{name} rows"] for name in ("dev", "train"))
+    assert scored["twice rows"] == scored["dev rows"] + scored["train rows"]
+    assert np.isclose(scored["twice"], total / scored["twice rows"], rtol=1e-6)
+    stray = prge("eval", "--bundle", workshop / "bundle", "--adapter", done, "other", check=False)
+    assert stray.returncode == 2 and "'other' stands alone" in stray.stderr
+
+
 def test_lora_a_is_what_it_was(done: Path, workshop: Path) -> None:
     before = read_arrays(workshop / "bundle/adapter/adapter_model.safetensors")
     after = read_arrays(done / "final/adapter_model.safetensors")

@@ -20,6 +20,7 @@ from prge.files.peft import find_adapter, read_lora, read_peft, run_of, write_pe
 from server_export.publish import publish
 from server_export.publishing.settings import PublishConfig
 from tests.bundles import read_json, write_manifest
+from tests.rows import completion
 from tests.server_export.adapters import RANK, trained_adapter, trained_folder
 from tests.server_export.publishing.hub_server import give_environment
 from tests.tiny_models import DECODERS, LENGTH, make_model, save_model
@@ -125,7 +126,9 @@ def test_peft_and_merged_folders_give_the_trained_logits(
         card = (published / "README.md").read_text()
         assert re.search(r"\| base model sha256 +\| [0-9a-f]{64} \|", card)
         for path in published.iterdir():
-            assert str(saved).encode() not in path.read_bytes(), path
+            # A place is told where PEFT looks for one.
+            is_told = path.name == "adapter_config.json"
+            assert (str(saved).encode() in path.read_bytes()) == is_told, path
     from transformers import AutoTokenizer
 
     assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) > 10
@@ -288,8 +291,9 @@ def test_a_run_is_published_with_its_own_bundle_and_facts(
         assert re.search(rf"\| {name} +\| {value} \|", card)
     assert str(tmp_path) not in card
     config = json.loads((folder / "adapter_config.json").read_text())
-    # No folder and no hub id, wherever it is read.
-    assert config["base_model_name_or_path"] == f"llama@sha256:{bundle.manifest['model']['sha256']}"
+    # What loads here, and by its content what can't be taken for another.
+    assert Path(config["base_model_name_or_path"]).is_dir()
+    assert config["revision"] == f"sha256:{bundle.manifest['model']['sha256']}"
     assert config["task_type"] == "CAUSAL_LM"
 
 
@@ -382,3 +386,141 @@ def test_settings_of_another_format_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         PublishConfig(Path("a"), Path("b"), quantize="8da4w", sequence_length=0)
     assert len(caught.value.problems) == 3
+
+
+@pytest.fixture(scope="session")
+def rounded(made_once: Made) -> Path:
+    """Per architecture: a model whose embeddings are tied, its bundle in int4, and an adapter of that."""
+
+    def fill(folder: Path) -> None:
+        from server_export.export import ExportConfig, export
+
+        for architecture in ("llama", "gpt2"):
+            model = str(save_model(folder / architecture, architecture, **TIED[architecture]))
+            settings: dict[str, Any] = {"rank": RANK, "sequence_length": LENGTH, "roles": ["stack"]}
+            out = folder / f"{architecture}-bundle"
+            bundle = open_bundle(export(ExportConfig(model=model, out=out, quantize="8da4w", **settings)))
+            trained_folder(folder / f"{architecture}-trained", bundle.chain.modules, bundle.adapter)
+
+    return made_once("publish-rounded", fill)
+
+
+TIED: dict[str, dict[str, Any]] = {"llama": {"tie_word_embeddings": True}, "gpt2": {}}
+
+
+def constants_of(export_again: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[bytes, Any]:
+    """Weights f32 that an export writes as codes, by the bytes of their shape and values."""
+    from server_export.model import frozen
+
+    found: list[Any] = []
+    for name in ("int4_weight", "int8_weight"):
+        quantize = getattr(frozen, name)
+
+        def noted(weight: Any, quantize: Any = quantize) -> Any:
+            made = quantize(weight)
+            found.append(made.dequantize())
+            return made
+
+        monkeypatch.setattr(frozen, name, noted)
+    export_again()
+    return {str(tuple(each.shape)).encode() + each.numpy().tobytes(): each for each in found}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_a_merged_model_has_the_weights_that_were_trained_against(
+    rounded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """To the bit those that the export writes as codes, for an adapter of zeros; all layers of them."""
+    from server_export.export import ExportConfig, export
+
+    bundle = open_bundle(rounded / f"{architecture}-bundle")
+    model = str(rounded / architecture)
+    settings = {"model": model, "format": "merged", "bundle": bundle.folder}
+    folder = publish(PublishConfig(bundle.adapter, tmp_path / "zeros", **settings))
+    zeros = auto(architecture).from_pretrained(folder).eval()
+
+    def again() -> None:
+        given: dict[str, Any] = {"rank": RANK, "sequence_length": LENGTH, "roles": ["stack"]}
+        export(ExportConfig(model=model, out=tmp_path / "again", quantize="8da4w", **given))
+
+    written = constants_of(again, monkeypatch)
+    layers = {
+        name: module.weight.detach().t().contiguous()
+        if type(module).__name__ == "Conv1D"
+        else module.weight.detach()
+        for name, module in zeros.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D")
+    }
+    missing = [
+        name
+        for name, weight in layers.items()
+        if str(tuple(weight.shape)).encode() + weight.contiguous().numpy().tobytes() not in written
+    ]
+    assert layers and not missing
+    assert zeros.lm_head.weight is not zeros.get_input_embeddings().weight
+
+    # With a trained adapter: the engine's scores, but for what rounds in the engine alone.
+    from device_runner.engines.opening import open_engines
+    from prge.learning.evaluation import score
+
+    source = rounded / f"{architecture}-trained"
+    adapter = read_peft(source, bundle.chain.modules)
+    examples = [completion(row, tokens, 3) for row, tokens in enumerate(rows()[0].tolist(), 1)]
+    engine = open_engines(bundle, None, 1, "auto", None).score
+    expected = np.concatenate(score(engine, adapter, examples).scores)
+    scores = {}
+    for weights in ("trained", "original"):
+        folder = publish(
+            PublishConfig(source, tmp_path / weights, weights=weights, **settings)  # type: ignore[arg-type]
+        )
+        merged = auto(architecture).from_pretrained(folder).eval()
+        with torch.no_grad():
+            logprobs = torch.log_softmax(merged(input_ids=rows()[0]).logits, -1)
+        at = logprobs[:, 2:-1].gather(-1, rows()[0][:, 3:, None])
+        scores[weights] = at.mean((1, 2)).numpy()
+        card = (folder / "README.md").read_text()
+        assert "rounded to 8da4w" in card
+        assert ("original weights, with which answers can differ" in card) == (weights == "original")
+        assert ("rounded in the engine alone" in " ".join(card.split())) == (weights == "trained")
+    distances = {name: float(np.abs(found - expected).max()) for name, found in scores.items()}
+    assert distances["trained"] < 0.02 and distances["trained"] < distances["original"] / 2
+
+
+def test_weights_that_were_not_rounded_are_merged_as_they_are(
+    bundle: Bundle, trained: Path, saved: Path, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"model": str(saved / "llama"), "bundle": bundle.folder, "format": "merged"}
+    folders = [
+        publish(PublishConfig(trained, tmp_path / weights, weights=weights, **given))  # type: ignore[arg-type]
+        for weights in ("trained", "original")
+    ]
+    assert len({file_sha256(folder / "model.safetensors") for folder in folders}) == 1
+    assert "rounded" not in (folders[0] / "README.md").read_text()
+    with pytest.raises(ConfigError, match="weights is for the format merged, but format is peft"):
+        PublishConfig(trained, tmp_path / "peft", weights="original")
+
+
+def test_a_published_adapter_names_a_base_model_that_loads(
+    bundle: Bundle, trained: Path, saved: Path, tmp_path: Path
+) -> None:
+    """By its path, which the hub is not told; the content's hash comes along."""
+    from peft import AutoPeftModelForCausalLM
+
+    given: dict[str, Any] = {"model": str(saved / "llama"), "bundle": bundle.folder}
+    folder = publish(PublishConfig(trained, tmp_path / "peft", **given))
+    model = AutoPeftModelForCausalLM.from_pretrained(str(folder)).eval()
+    adapter = read_lora(trained)
+    for name, lora_b in adapter.lora_b.items():
+        layer = model.base_model.model.get_submodule(name)
+        assert np.array_equal(layer.lora_B["default"].weight.detach().numpy(), lora_b)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str((saved / "llama").resolve())
+    assert config["revision"] == f"sha256:{bundle.manifest['model']['sha256']}"
+    # It goes on being taken by everything that takes the bundle's own.
+    again = publish(PublishConfig(folder, tmp_path / "again", bundle=bundle.folder))
+    assert (again / "adapter_config.json").read_bytes() == (folder / "adapter_config.json").read_bytes()
+    # The hub is told no place.
+    pushed = publish(PublishConfig(trained, tmp_path / "pushed", **given, push="me/adapter"))
+    name = json.loads((pushed / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert name == f"llama@{config['revision']}"
+    assert not any(str(saved).encode() in path.read_bytes() for path in pushed.iterdir())

@@ -77,7 +77,12 @@ def _document(path: Path) -> Any:
 
 
 def _name(path: Any) -> str | None:
-    """The end of a path, which tells nothing of the machine's folders; names of the hub stay as they are."""
+    """The end of a path, which tells nothing of the machine's folders; names of the hub stay as they are.
+
+    Of several paths, their ends.
+    """
+    if isinstance(path, list):
+        return ", ".join(filter(None, map(_name, path)))
     if not isinstance(path, str):
         return None
     return path if path.count("/") == 1 and not path.startswith(("/", ".")) else Path(path).name

@@ -44,8 +44,8 @@ class EstimatorFlags:
     gradient's norm; exact: largest norm of a step's gradient; 0: no clipping. Helps where a step has few
     examples and they differ much."""
     clip_examples: float = 0.0
-    """exact: largest norm of each example's gradient; needs --batch-size 1, examples accumulate over --calls.
-    For differential privacy, which needs noise too, or where few examples are outliers; 0: no clipping."""
+    """exact: largest norm of each example's gradient; every example is a call of its own. For differential
+    privacy, which needs noise too, or where few examples are outliers; 0: no clipping."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ def run(settings: BaselineSettings) -> Path:
         PrgeError: bad input, a folder that holds something else, or a training that diverged.
         KeyboardInterrupt: interrupted by the user.
     """
+    settings = settings.dated()
     bundle = open_bundle(settings.bundle)
     with run_lock(settings.out):
         _make_room(settings.out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from prge.files.bundle import Bundle
 from prge.learning.examples import Example
@@ -14,6 +13,7 @@ from prge.rows.report import show_sample
 from prge.rows.sources import Part, read_source
 from prge.rows.task import Task
 from prge.rows.tokenizer import bundle_tokenizer
+from prge.verbs.kinds import Paths
 from server_export.evidence.baselines.settings import BaselineSettings
 
 
@@ -37,13 +37,14 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings) -> BaselineInputs:
     """
     task = task_of(bundle, settings.task)
     tokenizer = bundle_tokenizer(bundle)
-    options = BuildOptions(settings.overflow, settings.append_eos, settings.max_dropped)
+    options = BuildOptions(settings.overflow, settings.append_eos, settings.max_dropped, date=settings.date)
     contract, seed, texts = bundle.chain.scoring, settings.shuffle_seed, []
 
-    def read(where: Path | None, part: Part, chosen: Selection) -> list[Example]:
+    def read(where: Paths | None, part: Part, chosen: Selection) -> list[Example]:
         if where is None:
             return []
-        rows, training = read_source(where, part, settings.columns), part == "train"
+        rows = read_source(where, part, settings.columns, task=task)
+        training = part == "train"
         examples, report = load_examples(rows, tokenizer, contract, task, chosen, options, training=training)
         texts.append(report.text())
         return examples

@@ -24,6 +24,7 @@ from prge.learning.encoder_heads import Heads, fit_heads
 from prge.learning.examples import Example, make_batch
 from prge.learning.head import Head
 from prge.learning.objectives import BatchLoss
+from prge.learning.sampling import most_sequences
 from server_export.model import readout
 from server_export.model.classifier import states_of
 from server_export.model.loading import LoadedModel
@@ -41,7 +42,7 @@ class ModelProblem:
         base: the model, as `open_base` gives it; a method changes it in place.
         train: training rows as examples of the bundle.
         pad: token to fill rows up with.
-        batch_size: sequences of a step at most, and of a scoring call.
+        batch_size: examples of a step, and a scoring call has as many sequences as the widest take.
         seed: of the run.
         head_folds: encoders: folds of the heads for the training rows.
         head: the checkpoint's own, in the place of fitted ones.
@@ -68,7 +69,7 @@ class ModelProblem:
         # A method trains what it says, whatever the bundle's own adapter is.
         self.modules = tuple(replace(module, trains_a=False) for module in bundle.chain.modules)
         # Evaluations take no more rows at once than steps, so that none of them is what memory peaks at.
-        self.contract = bundle.chain.contract(STACK, batch_size)
+        self.contract = bundle.chain.contract(STACK, batch_size * most_sequences(train))
         self.positions = position_numbers(base, self.contract.sequence_length)
         self.accepted = frozenset(inspect.signature(self.model.forward).parameters)
         start, names = read_lora(bundle.adapter), [module.name for module in self.modules]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from prge.errors import ConfigError
 from prge.learning.estimators.table import ESTIMATORS
 from prge.running.training_flags import TrainingFlags
 from prge.verbs.bounds import flag
+from prge.verbs.kinds import Paths
 from server_export.evidence.baselines.methods import METHODS, BaselineOptimizer, MethodName
 
 # Parameters of the best step, in the run folder while it trains.
@@ -39,7 +39,7 @@ class BaselineSettings(TrainingFlags):
     """Folder or hub id of the model that the bundle was exported from."""
     threads: int | None = None
     """Threads that compute; default: PyTorch's own choice."""
-    test: Path | None = None
+    test: Paths | None = None
     """Test rows, scored once at the end with the result. Of a folder the file test."""
 
     epsilon: float = 1e-3
@@ -53,7 +53,7 @@ class BaselineSettings(TrainingFlags):
     search: SearchName = "greedy"
     """sparse-bp: how what learns is searched under the limit."""
     batch_size: int | None = None
-    """Sequences of a step; default: 4, or as many as the widest row has."""
+    """Examples of a step. Default: as many as have 4 sequences together, at least 1."""
     optimizer: BaselineOptimizer | None = None
     """Default: adam, or what the method alone has."""
     beta2: float = ESTIMATORS["exact"].beta2

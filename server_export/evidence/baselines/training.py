@@ -17,6 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from prge.errors import DivergenceError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
+from prge.files.curves import merit_of
 from prge.files.journal import Record
 from prge.files.peft import HEAD
 from prge.files.run_folder import FINAL, reported
@@ -26,7 +27,7 @@ from prge.learning.checkpoint import Progress, head_arrays
 from prge.learning.estimators.protocol import Measurement
 from prge.learning.examples import Example, token_count
 from prge.learning.optimizers import schedule
-from prge.learning.sampling import Sampler
+from prge.learning.sampling import Sampler, most_sequences
 from prge.learning.training import loss_has_risen, train
 from prge.rows.own_heads import head_of
 from prge.rows.scoring import evaluate
@@ -57,8 +58,8 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
     entry = METHODS[settings.method]
     make = entry.load()
     idle_bytes = resident_bytes()
-    widest = max(len(example.sequences) for example in inputs.train)
-    batch_size = settings.batch_size or max(bundle.chain.bounds.batch, widest)
+    widest = most_sequences(inputs.train)
+    batch_size = settings.batch_size or max(bundle.chain.bounds.batch // widest, 1)
     base = open_base(bundle, settings.model)
     rows, seed = inputs.train, settings.seed
     head = head_of(bundle, bundle.adapter, inputs.task, rows[0].candidates)
@@ -102,7 +103,7 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
 class BaselineLearner:
     """Implements prge.learning.training.Learner: parameters of a model, by a method in PyTorch.
 
-    `rows` are those that were computed; `best` is the evaluation of the best step.
+    `rows` are those that were computed.
     """
 
     def __init__(self, settings: BaselineSettings, inputs: BaselineInputs, method: Method) -> None:
@@ -112,12 +113,17 @@ class BaselineLearner:
         self.method = method
         self.progress = Progress()
         self.rows = method.prior_rows
-        self.best: Record | None = None
+        self._best: Record | None = None
         self._settings = settings
         self._inputs = inputs
         self._file = settings.out / BEST
         self._batch = Sampler(inputs.train, problem.contract, settings.seed, pad=problem.pad).chosen
         self._rate = schedule(settings.schedule, settings.learning_rate, settings.steps, settings.rising)
+
+    @property
+    def best(self) -> Record | None:
+        """The evaluation of the best step."""
+        return self._best and {name: figure for name, figure in self._best.items() if name != "value"}
 
     def step(self) -> tuple[Record, Measurement]:
         """See Learner."""
@@ -143,9 +149,8 @@ class BaselineLearner:
             return None
         scored = self.score(self._inputs.dev)
         record = {"step": self.progress.step, **scored}
-        before = self.progress.best_value
-        if before is None or record["value"] > before:
-            self.best = {name: figure for name, figure in record.items() if name != "value"}
+        if self._best is None or merit_of(record) > merit_of(self._best):
+            self._best = record
         return record, True
 
     def score(self, examples: Sequence[Example]) -> Record:

@@ -40,6 +40,7 @@ def compare(settings: CompareSettings, command: str, verb: Verb = run_verb) -> d
         PrgeError: settings, data or folder can't be used. A method's failure raises nothing: it is recorded.
     """
     comparison = Comparison(settings, verb)
+    settings = comparison.settings
     settings.out.mkdir(parents=True, exist_ok=True)
     with run_lock(settings.out):
         comparison.prepare()

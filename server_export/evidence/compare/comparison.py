@@ -73,8 +73,8 @@ class Comparison:
     """
 
     def __init__(self, settings: CompareSettings, verb: Verb = run_verb) -> None:
-        self.settings = settings
         self.out = settings.out.resolve()
+        self.settings = settings = _dated(settings, self.out / CONFIG)
         self.methods = chosen_methods(settings.methods, settings.batch_size)
         self.verb = verb
         self.rows: dict[str, Path] = {}
@@ -262,6 +262,18 @@ class Comparison:
                 "\n  - ".join([f"{self.out} holds another comparison:", *changed]),
                 remedy="give another folder with --out, or the settings that it was begun with",
             )
+
+
+def _dated(settings: CompareSettings, stored: Path) -> CompareSettings:
+    """The settings with the date that the comparison began with, or with today's for a new one."""
+    if settings.date or not stored.is_file():
+        return settings.dated()
+    try:
+        content = read_yaml(stored)
+    except (OSError, DocumentError):
+        return settings
+    date = content.get("date") if isinstance(content, dict) else None
+    return dataclasses.replace(settings, date=date)
 
 
 def _say(text: str) -> None:

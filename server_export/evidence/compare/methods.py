@@ -188,6 +188,7 @@ def _shared(settings: CompareSettings, bundle: Path) -> dict[str, Any]:
     return {
         "bundle": bundle,
         "task": settings.task_path,
+        "date": settings.date,
         "overflow": settings.overflow,
         "threads": settings.threads,
     }

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from prge.errors import DataError, RunError
 from prge.host.atomic import write_file
-from prge.rows.readers import Row, Selection, select_rows
-from prge.rows.sources import Part, read_source
+from prge.rows.forms import column_names, find_form, present_columns
+from prge.rows.readers import Row, Selection, json_fields, select_rows
+from prge.rows.sources import Part, Source, read_source
+from prge.rows.task import Task, load_task
 from server_export.evidence.compare.settings import CompareSettings
 
 
@@ -28,9 +30,12 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
     chosen: dict[Part, list[Row]] = {}
     taken: dict[tuple[Path, int], Part] = {}
     shared: Counter[str] = Counter()
+    task = load_task(settings.task_path) if settings.task_path else None
     for split, selection in selections.items():
         file = settings.rows_file(split)
-        chosen[split] = select_rows(read_source(file, split, settings.columns).rows, selection)
+        source = read_source(file, split, settings.columns, task=task)
+        chosen[split] = select_rows(source.rows, selection)
+        _tell_unread(source, task)
         others = [taken.setdefault((file.resolve(), row.number), split) for row in chosen[split]]
         shared.update(f"{other} and {split}" for other in others if other != split)
     if shared:
@@ -43,7 +48,9 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
     written: dict[str, Path] = {}
     for split, rows in chosen.items():
         path = written[split] = folder / f"{split}.jsonl"
-        content = "".join(json.dumps(dict(row.fields), ensure_ascii=False) + "\n" for row in rows).encode()
+        content = "".join(
+            json.dumps(json_fields(row.fields), ensure_ascii=False) + "\n" for row in rows
+        ).encode()
         if not path.is_file():
             write_file(path, content)
         elif path.read_bytes() != content:
@@ -52,3 +59,14 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
                 remedy="begin a new comparison in another folder",
             )
     return written
+
+
+def _tell_unread(source: Source, task: Task | None) -> None:
+    """Say which columns no method reads; those that a chat template reads are told by the methods' runs."""
+    if task is not None:
+        read = {*task.needed_columns(), *task.needed_columns(encoder=True)}
+    else:
+        form = find_form(source.rows, source.name, source.renamed)
+        read = {*form.columns, *form.optional, *form.of_chats}
+    if unread := [column for column in present_columns(source.rows) if column not in read]:
+        print(f"{source.name}: columns that are not read: {column_names(unread)}", flush=True)

@@ -166,8 +166,8 @@ class CompareSettings(RowsFlags):
     def _missing_files(self) -> list[str]:
         problems = []
         model = self.model or ""
-        if model.startswith((".", "/", "~")) and not Path(model).is_dir():
-            problems.append(f"--model is {model}, and there is no such folder")
+        if model.startswith((".", "/", "~")) and not (Path(model).is_dir() or Path(model).is_file()):
+            problems.append(f"--model is {model}, and there is no such folder or file")
         if not self.data_folder.is_dir():
             return [*problems, f"--data is {self.data}, and there is no such folder"]
         return problems + [

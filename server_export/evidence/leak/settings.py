@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from prge.errors import ConfigError
 from prge.running.training_flags import RowsFlags
 from prge.verbs.bounds import bound_problems
+from prge.verbs.kinds import Paths
 from server_export.settings import ExportConfig
 
 DEMO = Path(__file__).resolve().parents[2] / "demo_data"
@@ -55,7 +56,7 @@ class LeakSettings(RowsFlags):
     `prge export` draws them, anew for every seed."""
     adapter: Path | None = None
     """PEFT folder of the adapter that the rows are learnt with, such as `final` of a run."""
-    rows: Path | None = None
+    rows: Paths | None = None
     """Rows to attack, which the adversary must not know; demo: test rows of the demo."""
     task: str | None = None
     """Task of the rows, as for `prge run`, with candidates of one token each: its text and its label are
@@ -106,8 +107,8 @@ class LeakSettings(RowsFlags):
         return str(DEMO / "model") if self.model == "demo" else str(self.model)
 
     @property
-    def rows_path(self) -> Path:
-        """The file of rows."""
+    def rows_path(self) -> Paths:
+        """The files of rows."""
         assert self.rows is not None
         return DEMO / "test.jsonl" if str(self.rows) == "demo" else self.rows
 

@@ -12,6 +12,7 @@ from prge.files.bundle import Bundle, open_bundle
 from prge.files.peft import read_lora
 from prge.learning.examples import Example
 from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.report import warn_unread
 from prge.rows.sources import read_source
 from prge.rows.task import load_task
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
@@ -100,8 +101,11 @@ def open_target(settings: LeakSettings) -> Target:
         some = (AdaptedModule("", 1, 1, 1),)
         contract = Contract("stack", "logprobs", 1, 1, _LENGTH, _LENGTH, 0, vocabulary, some)
     task = load_task(settings.task) if settings.task else None
-    rows = read_source(settings.rows_path, "test", settings.columns)
-    examples, _ = load_examples(rows, tokenizer, contract, task, options=BuildOptions("truncate"))
+    rows = read_source(settings.rows_path, "test", settings.columns, task=task)
+    examples, report = load_examples(
+        rows, tokenizer, contract, task, options=BuildOptions("truncate", date=settings.date)
+    )
+    warn_unread(report)
     return Target(settings, bundle, tokenizer, examples)
 
 

@@ -199,9 +199,7 @@ def _there(rig: Rig, runtime: Runtime, bundle: Path, here: Path, work: Path) -> 
     _say("publish")
     _prge("publish", there, "--bundle", bundle, "--model", DEMO / "model", "--out", work / "published")
     opened = open_bundle(bundle)
-    ours, theirs = (
-        read_peft(find_adapter(run), opened.chain.modules, opened.adapter).values for run in (here, there)
-    )
+    ours, theirs = (read_peft(find_adapter(run), opened.chain.modules).values for run in (here, there))
     return {
         "steps": STEPS,
         "max_scalar_difference": _scalar_difference(here, there),

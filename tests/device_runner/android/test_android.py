@@ -87,6 +87,8 @@ def test_which_device(daemon: Daemon) -> None:
     environment = dict(daemon.environment)
     other = daemon.prge("status", "--serial", "nobody", check=2).stderr
     assert f"there is no device nobody; connected: {SERIAL}" in other
+    refused = daemon.prge("status", "--serial", f"{PHONE}:1", check=2).stderr
+    assert f"adb connect: failed to connect to '{PHONE}:1': Connection refused" in refused
     alias = SERIAL.replace(PHONE, PHONE.replace(".0.", "."))  # another spelling of the address
     daemon.adb("connect", alias)
     del daemon.environment["ANDROID_SERIAL"]
@@ -102,7 +104,7 @@ def test_which_device(daemon: Daemon) -> None:
 def test_doctor(daemon: Daemon, phone: Path) -> None:
     checks = json.loads(daemon.prge("doctor", "--json", "--folder", phone).stdout)
     states = {check["name"]: check["state"] for check in checks}
-    assert states["loader"] == states["engine"] == states["storage"] == "ok"
+    assert states["loader"] == states["engine"] == states["storage"] == states["folder"] == "ok"
     # A machine without a battery says so.
     battery = next(check for check in checks if check["name"] == "battery_percent")
     assert battery["state"] == "ok" or "can't be read: no battery" in battery["found"]
@@ -139,7 +141,7 @@ def test_a_run_with_a_difficult_name(
     }  # fmt: skip
     assert all((out / name).read_bytes() == (there / name).read_bytes() for name in names)
     bundle = open_bundle(stack_bundle)
-    assert read_peft(find_adapter(out), bundle.chain.modules, bundle.adapter).values.any()
+    assert read_peft(find_adapter(out), bundle.chain.modules).values.any()
     # Nothing that was pulled tells what the rows say; the log does, and comes if it is asked for.
     first = json.loads((DEMO / "train.jsonl").read_text().splitlines()[0])
     text = next(value for value in first.values() if isinstance(value, str) and len(value) > 20)
@@ -196,6 +198,12 @@ def test_killed_three_times_it_ends_in_the_same_bits(
     assert steps(killed) == 600
 
 
+def but(words: list[object], *flags: str) -> list[object]:
+    """Words without some flags and their values."""
+    dropped = {place + more for place, word in enumerate(words) if word in flags for more in (0, 1)}
+    return [word for place, word in enumerate(words) if place not in dropped]
+
+
 def lost(daemon: Daemon, phone: Path) -> str:
     """What is said when the device has gone: once connected again in vain, it is not listed any more."""
     error = daemon.prge("status", "--folder", phone, check=2).stderr
@@ -225,13 +233,21 @@ def test_rows_on_the_device_and_errors_of_the_driver(
     daemon: Daemon, phone: Path, run_words: list[object], tmp_path: Path
 ) -> None:
     missing = daemon.prge(
-        "run", *run_words, "--train", "/nowhere/rows.jsonl", "--data-on-device", "--out", "x", check=2
+        "run",
+        *but(run_words, "--train"),
+        "--train",
+        "/nowhere/rows.jsonl",
+        "--data-on-device",
+        "--out",
+        "x",
+        check=2,
     )
     assert "no readable /nowhere/rows.jsonl" in missing.stderr
     rows = tmp_path / "rows of the phone.jsonl"
     rows.write_bytes((DEMO / "train.jsonl").read_bytes())
     dev = tmp_path / "dev.jsonl"
     dev.write_bytes((DEMO / "dev.jsonl").read_bytes())
+    run_words = but(run_words, "--train", "--dev")
     there = ["--train", rows, "--dev", dev, "--data-on-device", "--wait"]
     data = sorted(path.name for path in (phone / "data").iterdir())
     daemon.prge("run", *run_words, *there, "--out", "private")

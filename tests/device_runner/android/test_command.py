@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 import subprocess
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from device_runner.android.adb import Adb, Answer
 from device_runner.android.bringing import send_bundle
 from device_runner.android.command import PushSettings, main
 from device_runner.android.device import Phone
+from device_runner.android.preflight import examine
 from device_runner.android.speaking import AndroidChatSettings, chat_on
 from prge.errors import BundleError, DeviceError
 from prge.files.bundle import MANIFEST, open_bundle
@@ -40,6 +45,80 @@ class LocalAdb(Adb):
 @pytest.fixture
 def phone(tmp_path: Path) -> Phone:
     return Phone(LocalAdb(), str(tmp_path / "phone"))
+
+
+@pytest.fixture
+def dead_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A port of adb's server at which something else listens, and says nothing."""
+    if shutil.which("adb") is None:
+        pytest.skip("adb is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up() -> None:
+            try:
+                while True:
+                    listener.accept()[0].close()
+            except OSError:
+                pass
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        monkeypatch.setenv("ANDROID_ADB_SERVER_PORT", str(listener.getsockname()[1]))
+        yield
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("serial", [None, "phone", "127.0.0.1:5555"])
+def test_a_server_of_adb_that_is_dead_is_no_missing_device(dead_server: None, serial: str | None) -> None:
+    with pytest.raises(DeviceError) as caught:
+        Adb(serial)
+    assert caught.value.what.startswith("adb devices failed: adb: failed to check server version: protocol")
+    assert "adb kill-server" in caught.value.remedy
+
+
+def test_ports_are_not_none_where_adb_fails(dead_server: None) -> None:
+    adb = Adb.__new__(Adb)
+    adb.executable, adb.serial, adb.quick_seconds = "adb", "phone", 60.0
+    with pytest.raises(DeviceError, match=r"adb forward --list failed: .*protocol fault"):
+        adb.forwards()
+
+
+def folder_check(phone: Phone) -> tuple[str, str, str]:
+    """What the doctor says of prge's folder."""
+    check = next(check for check in examine(phone) if check.name == "folder")
+    return check.state, check.found, check.remedy
+
+
+def test_the_doctor_runs_a_file_of_the_folder(tmp_path: Path, phone: Phone) -> None:
+    assert folder_check(phone) == ("ok", phone.folder, "")
+    assert list(Path(phone.folder).iterdir()) == []
+    (tmp_path / "file").write_text("")
+    state, _, remedy = folder_check(Phone(LocalAdb(), str(tmp_path / "file" / "prge")))
+    assert (state, remedy) == ("missing", "give a folder that adb's shell may write: --folder")
+
+
+class NoexecAdb(LocalAdb):
+    """Runs what it is asked where a folder is a file system of its own, mounted noexec."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+        mount = 'mount -t tmpfs -o noexec none "$1" && exec sh -c "$2"'
+        self.words = ["unshare", *user, "--mount", "sh", "-c", mount, "sh", str(folder)]
+
+    def shell(self, script: str, seconds: float | None = None, said: str = "") -> Answer:
+        done = subprocess.run([*self.words, script], capture_output=True, text=True, check=False, input=said)
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def test_the_doctor_finds_a_folder_that_is_mounted_noexec(tmp_path: Path) -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare is not installed")
+    adb = NoexecAdb(tmp_path)
+    if (tried := adb.shell("true")).code:
+        pytest.skip(f"no namespaces of mounts: {tried.said}")
+    state, found, remedy = folder_check(Phone(adb, str(tmp_path / "prge")))
+    assert state == "missing" and found.startswith("keeps files and does not run them: ")
+    assert "Permission denied" in found and "noexec" in remedy
 
 
 def test_a_bundle_goes_as_its_manifest_names_it(tmp_path: Path, phone: Phone) -> None:

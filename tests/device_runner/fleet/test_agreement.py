@@ -30,6 +30,7 @@ def test_every_setting_of_a_plan_is_in_the_hash(item: Any) -> None:
         "guided": False,
         "noise": 1.0,
         "unit": "owner",
+        "loss_normalisation": "token",
     }
     beside = {"clip": 1.0, "share_directions": True} if item.name == "noise" else {}
     value = others.get(item.name) or (getattr(Plan, item.name) or 1) / 2
@@ -70,6 +71,7 @@ def test_bytes_that_are_none(content: bytes) -> None:
         ({"noise": 1.0, "clip": 1.0, "estimator": "antithetic"}, "needs --examples 1, it is 4"),
         ({"warmup": 500}, "--warmup is 500, there are only 200 steps"),
         ({"rounds": 0}, "--rounds is 0"),
+        ({"loss_normalisation": "token", "clip": 1.0}, "token takes neither --clip nor --noise"),
         ({"learning_rate": float("nan")}, "--learning-rate"),
     ],
 )

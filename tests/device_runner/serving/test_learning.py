@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import pytest
 from device_runner import run as run_verb
 from device_runner.serving import learning as module
 from device_runner.serving.flags import LearnFlags
-from device_runner.serving.history import FEEDBACK, HISTORY
+from device_runner.serving.history import FEEDBACK, HISTORY, date_of
 from device_runner.serving.learning import Learning, open_learning
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.rounds import held_back, read_kept
@@ -158,9 +159,11 @@ def test_it_goes_on_from_a_run_with_its_rows_and_rate(
         assert begun["learning_rate"] == 0.07 and begun["batch_size"] == 4 and begun["train_limit"] is None
 
 
-def test_texts_and_conversations_are_learnt_together(place: Place) -> None:
+@pytest.mark.parametrize("last", ["", "{{ '!' if loop.last and message.role == 'assistant' }}"])
+def test_texts_and_conversations_are_learnt_together(place: Place, last: str) -> None:
+    """Also where the template renders an answer otherwise once others follow."""
     shutil.rmtree(place.folder / "bundle")
-    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    template = "{% for message in messages %}{{ message.content }}" + last + " {% endfor %}"
     place.device.write_bundle(place.folder / "bundle", chat_template=template)
     messages = [
         {"role": "user", "content": "a"},
@@ -172,6 +175,40 @@ def test_texts_and_conversations_are_learnt_together(place: Place) -> None:
     feedback(place.learn / FEEDBACK, EVERY - 2)
     _, found = place.learnt()
     assert (found["status"], found["learnt"], found["held_back"]["rows"]) == ("served", 3, 1)
+
+
+def test_what_a_template_refuses_is_told(place: Place) -> None:
+    shutil.rmtree(place.folder / "bundle")
+    template = (
+        "{% for m in messages %}{% if m.content == 'e' %}{{ raise_exception('no e') }}{% endif %}"
+        "{{ m.content }} {% endfor %}"
+    )
+    place.device.write_bundle(place.folder / "bundle", chat_template=template)
+    asked = {"messages": [{"role": "user", "content": "c"}]}
+    row = Answered("refused", "m", "", asked, "b", {}).judged(correction="e")
+    append_feedback(place.learn / FEEDBACK, [row])
+    row = Answered("learnt", "m", "", asked, "b", {}).judged(correction="d")
+    append_feedback(place.learn / FEEDBACK, [row])
+    feedback(place.learn / FEEDBACK, EVERY - 2)
+    _, found = place.learnt()
+    assert found["status"] == "served"
+    [line] = (line for line in place.told if "refused" in line)
+    assert line.startswith("feedback refused can't be learnt: the chat template refuses the messages: no e")
+
+
+def test_a_folder_keeps_the_day_that_it_began_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chat templates write the date into rows, which are read again whenever the server starts."""
+    place.open().close()
+
+    class Later(date):
+        @classmethod
+        def today(cls) -> date:
+            return date.fromisoformat("2027-01-02")
+
+    monkeypatch.setattr("prge.running.training_flags.date", Later)
+    learning = place.open()
+    assert learning.date == date_of(place.learn) == date.today().isoformat() != "2027-01-02"
+    learning.close()
 
 
 def test_killed_at_any_time_it_goes_on_to_the_same_bits(place: Place, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from device_runner.session.planning import plan_run, settled
+from device_runner.session.planning import plan_run, sampler_of, settled
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
 from prge.files.bundle import Bundle
@@ -21,7 +21,7 @@ from prge.learning.estimators.table import make_estimator
 from prge.learning.estimators.tangents import Tangents
 from prge.verbs.settings import parse_settings
 from tests.bundles import make_small_chain, opened_bundle
-from tests.rows import classified, long_choice
+from tests.rows import classified, completion, long_choice
 
 CHAIN = opened_bundle()
 
@@ -97,8 +97,10 @@ def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], told: str) -
             {"clip_examples": 1.0, "estimator": "tangent", "batch_size": 1},
             "--clip-examples belongs to --estimator exact, the estimator is tangent",
         ),
-        ({"clip_examples": 1.0}, "--clip-examples needs --batch-size 1, it is not given"),
-        ({"clip_examples": 1.0, "batch_size": 2}, "--clip-examples needs --batch-size 1, it is 2"),
+        (
+            {"clip_examples": 1.0, "loss_normalisation": "token"},
+            "--clip-examples and --loss-normalisation token: an example would count by what others hold",
+        ),
         (
             {"clip_examples": 1.0, "batch_size": 1, "head_learning_rate": 0.1},
             "--clip-examples and --head-learning-rate: the head's gradient isn't clipped",
@@ -163,7 +165,7 @@ def test_estimators_have_what_the_settings_say() -> None:
     assert differences.rule == Antithetic(4, 0.1)
     assert differences.clip == 0.5
     fzoo = make_estimator(settled(_settings(estimator="fzoo"), CHAIN))
-    exact = make_estimator(settled(_settings(clip=0.5, clip_examples=0.1, batch_size=1, calls=4), CHAIN))
+    exact = make_estimator(settled(_settings(clip=0.5, clip_examples=0.1, batch_size=4), CHAIN))
     assert isinstance(exact, Exact)
     assert (exact.clip, exact.clip_examples) == (0.5, 0.1)
     assert isinstance(fzoo, Differences) and fzoo.rule == OneSided(4, 0.01)
@@ -186,13 +188,48 @@ def test_a_run_chooses_its_calls(changes: dict[str, Any], role: str, sizes: tupl
     assert (contract.copies, contract.batch_size, contract.queries) == sizes
 
 
-def test_a_batch_has_room_for_the_widest_example_unless_its_size_is_named() -> None:
-    examples = [long_choice(1, [1], [[2], [3]], 0), long_choice(2, [1], [[n, n] for n in range(6)], 0)]
-    for given, expected in ((None, 6), (9, 9)):
-        plan = plan_run(CHAIN, examples, _settings(batch_size=given))
-        assert plan.contract.batch_size == expected
-    with pytest.raises(ConfigError, match="row 2 has 6 sequences, batch_size is 2"):
-        plan_run(CHAIN, examples, _settings(batch_size=2))
+@pytest.mark.parametrize(
+    ("sequences", "changes", "examples", "calls", "rows"),
+    [
+        (1, {}, 4, 1, 4),
+        (1, {"batch_size": 6, "calls": 3}, 6, 3, 2),
+        (1, {"calls": 3}, 12, 3, 4),
+        # Pairs, and rows of six candidates: an example is one, however many sequences it takes.
+        (2, {}, 2, 1, 4),
+        (2, {"batch_size": 4}, 4, 1, 8),
+        (2, {"batch_size": 4, "calls": 2}, 4, 2, 4),
+        (3, {}, 1, 1, 3),
+        (6, {}, 1, 1, 6),
+        (6, {"batch_size": 2}, 2, 1, 12),
+        (1, {"batch_size": 3, "clip_examples": 0.1, "estimator": "exact"}, 3, 3, 1),
+    ],
+)
+def test_the_batch_size_counts_the_examples_of_a_step(
+    sequences: int, changes: dict[str, Any], examples: int, calls: int, rows: int
+) -> None:
+    narrow = completion(1, [1, 2], 1)
+    widest = long_choice(2, [1], [[n, n] for n in range(sequences)], 0) if sequences > 1 else narrow
+    training = [narrow, widest] * 6
+    plan = plan_run(CHAIN, training, _settings(**changes))
+    assert (plan.batch_size, plan.settings.calls, plan.contract.batch_size) == (examples, calls, rows)
+    batches = sampler_of(plan, training, plan.contract, pad=0).batches(0)
+    assert [batch.examples for batch in batches] == [examples // calls] * calls
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"batch_size": 4, "calls": 3}, "--calls is 3, and a step has 4 examples"),
+        ({"batch_size": 1, "calls": 3}, "give a multiple of 3, or leave --calls out"),
+        (
+            {"batch_size": 4, "calls": 2, "clip_examples": 0.1, "estimator": "exact"},
+            "of which --clip-examples takes one a call",
+        ),
+    ],
+)
+def test_calls_divide_a_step(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){told}"):
+        plan_run(CHAIN, [], _settings(**changes))
 
 
 def test_what_changed_in_a_resumed_run_is_told_by_the_run() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from prge.files.adapter import Adapter
 from prge.files.peft import (
     PeftAdapter,
     find_adapter,
-    read_any,
+    read_compatible_adapter,
     read_lora,
     read_peft,
     run_of,
@@ -87,7 +88,7 @@ def test_read_transposes_lora_b(template: Path) -> None:
 def test_written_then_read_is_the_same(tmp_path: Path, template: Path) -> None:
     adapter = some_adapter()
     write_peft(tmp_path / "out", adapter, template)
-    again = read_peft(tmp_path / "out", MODULES, template)
+    again = read_compatible_adapter(tmp_path / "out", MODULES, template)
     assert np.array_equal(again.values, adapter.values)
     assert (tmp_path / "out/adapter_config.json").read_bytes() == (
         template / "adapter_config.json"
@@ -144,14 +145,37 @@ def test_one_error_lists_every_bad_tensor(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 6
 
 
-def test_an_adapter_of_another_lora_a_or_scale_is_refused(tmp_path: Path, template: Path) -> None:
-    other = write_folder(tmp_path / "other", tensors(seed=5), lora_alpha=8)
-    read_peft(other, MODULES)
-    with pytest.raises(AdapterError) as caught:
-        read_peft(other, MODULES, template)
-    assert len(caught.value.problems) == 2
-    assert "lora_alpha 8, the bundle was exported with 4" in caught.value.problems[0]
-    assert "lora_A of 2 of 2 modules differs from the one inside the bundle" in caught.value.problems[1]
+def test_an_adapter_of_another_lora_a_or_scale_is_generated_with_alone(
+    tmp_path: Path, template: Path
+) -> None:
+    """Programs of LoRA-FA that train and score have the bundle's lora_A inside them."""
+    for name, seed, alpha in (("other", 5, 4), ("scaled", 0, 8)):
+        other = write_folder(tmp_path / name, tensors(seed=seed), lora_alpha=alpha)
+        told = "lora_A of 2 of 2 modules, or its scale, differs from the one inside the bundle"
+        with pytest.raises(AdapterError, match=told):
+            read_compatible_adapter(other, MODULES, template)
+        assert read_compatible_adapter(other, MODULES, template, generates=True).lora_a is not None
+
+
+def test_a_smaller_adapter_of_any_scale_can_be_trained_on(tmp_path: Path, template: Path) -> None:
+    """Of LoRA: it computes what PEFT computes, and what it lacks can still learn."""
+    modules = tuple(replace(module, trains_a=True) for module in MODULES)
+    (module, other) = modules
+    small = (AdaptedModule(module.name, 1, module.in_features, module.out_features),)
+    arrays = tensors(small, seed=3)
+    folder = write_folder(tmp_path / "elsewhere", arrays, r=1, lora_alpha=3, target_modules=["q_proj"])
+    found = read_compatible_adapter(folder, modules, template)
+    lora_a, lora_b = (arrays[f"{PREFIX}{module.name}.lora_{letter}.weight"] for letter in "AB")
+    assert found.lora_a is not None
+    # The bundle's scale is 4 / 2.
+    product = 2 * found.lora_a[module.name].T @ found.lora_b[module.name]
+    np.testing.assert_allclose(product.T, 3 * lora_b @ lora_a, rtol=1e-6)
+    own = {name: tensors()[f"{PREFIX}{name}.lora_A.weight"] for name in (module.name, other.name)}
+    assert np.array_equal(found.lora_a[module.name][1], own[module.name][1])
+    assert np.array_equal(found.lora_a[other.name], own[other.name])
+    assert not found.lora_b[module.name][1].any() and not found.lora_b[other.name].any()
+    # They are what a step moves.
+    assert np.shares_memory(found.lora_a[other.name], found.values)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +186,8 @@ def test_an_adapter_of_another_lora_a_or_scale_is_refused(tmp_path: Path, templa
         (("hub/model", "12"), ("hub/model", "34"), True),
         (("hub/model", "12"), ("hub/model", "12"), False),
         (("hub/model", None), ("hub/model", "34"), False),
+        (("/a/model", "sha256:12"), ("model@sha256:12", None), False),
+        (("/a/model", "sha256:12"), ("model@sha256:34", None), True),
         (("here/model", None), ("model@sha256:12", None), False),
         ((None, None), ("model@sha256:12", None), False),
     ],
@@ -178,10 +204,10 @@ def test_an_adapter_of_another_base_model_is_refused_where_hash_or_commit_tell(
         for folder, each in (("theirs", named), ("ours", expected))
     )
     if not refused:
-        read_peft(theirs, MODULES, ours)
+        read_compatible_adapter(theirs, MODULES, ours)
         return
     with pytest.raises(AdapterError, match=r"names the base model .*, the bundle was exported from"):
-        read_peft(theirs, MODULES, ours)
+        read_compatible_adapter(theirs, MODULES, ours)
 
 
 def test_a_folder_without_an_adapter_says_what_it_needs(tmp_path: Path, template: Path) -> None:
@@ -276,7 +302,7 @@ def test_a_killed_writer_leaves_the_old_or_the_new_folder(tmp_path: Path, templa
         writer.wait()
         writer.stdout.close()
         seed = int((out / "seed.txt").read_bytes())
-        assert np.array_equal(read_peft(out, MODULES, template).values, some_adapter(seed).values)
+        assert np.array_equal(read_peft(out, MODULES).values, some_adapter(seed).values)
     write_peft(out, some_adapter(0), template, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "template"]
 
@@ -372,14 +398,15 @@ def test_an_adapter_with_ranks_of_its_own_goes_out_and_in(tmp_path: Path) -> Non
     modules = read_lora(tmp_path / "start").modules
     trained = random_adapter(modules, 2)
     write_peft(tmp_path / "out", trained, tmp_path / "start")
-    again = read_peft(tmp_path / "out", modules, tmp_path / "start")
-    assert again.values.tobytes() == trained.values.tobytes()
-    written_by_peft(tmp_path / "other", rank_pattern={"0.q_proj": 1}, alpha_pattern={"v_proj": 5})
-    with pytest.raises(AdapterError, match=r"has alpha_pattern .*, the bundle was exported with"):
-        read_peft(tmp_path / "other", modules, tmp_path / "start")
+    again = read_compatible_adapter(tmp_path / "out", modules, tmp_path / "start")
+    assert (
+        again.values.tobytes()
+        == trained.values.tobytes()
+        == read_peft(tmp_path / "out", modules).values.tobytes()
+    )
     written_by_peft(tmp_path / "even")
     with pytest.raises(AdapterError, match=r"has rank 2 for 0\.q_proj, the bundle has 1; 1 of 2 modules"):
-        read_peft(tmp_path / "even", modules, tmp_path / "start")
+        read_peft(tmp_path / "even", modules)
 
 
 def test_peft_loads_what_is_written(tmp_path: Path) -> None:
@@ -505,18 +532,18 @@ def test_damaged_documents_are_refused_in_words(template: Path, name: str, conte
 def test_an_adapter_of_the_bundle_needs_no_lora_a_of_its_own(tmp_path: Path, template: Path) -> None:
     adapter = some_adapter()
     write_peft(tmp_path / "run", adapter, template)
-    found = read_any(tmp_path / "run", MODULES, template)
+    found = read_compatible_adapter(tmp_path / "run", MODULES, template)
     assert found.lora_a is None
     assert found.values.tobytes() == adapter.values.tobytes()
 
 
 def test_an_adapter_from_elsewhere_brings_its_own_lora_a(tmp_path: Path, template: Path) -> None:
-    """Scaled by its own alpha and rank; what it lacks is 0: a rank, and a module."""
+    """Scaled by its own alpha and rank; the lora_b of what it lacks are 0: of a rank, and of a module."""
     (module, other) = MODULES
     small = (AdaptedModule(module.name, 1, module.in_features, module.out_features),)
     arrays = tensors(small, seed=3)
     folder = write_folder(tmp_path / "elsewhere", arrays, r=1, lora_alpha=3, target_modules=["q_proj"])
-    found = read_any(folder, MODULES, template)
+    found = read_compatible_adapter(folder, MODULES, template, generates=True)
     assert found.lora_a is not None
     lora_a, lora_b = (arrays[f"{PREFIX}{module.name}.lora_{letter}.weight"] for letter in "AB")
     product = found.lora_a[module.name].T @ found.lora_b[module.name]
@@ -540,5 +567,5 @@ def test_an_adapter_that_doesnt_fit_is_refused(
 ) -> None:
     folder = write_folder(tmp_path / "elsewhere", tensors(modules), r=modules[0].rank)
     with pytest.raises(AdapterError) as error:
-        read_any(folder, MODULES, template)
+        read_compatible_adapter(folder, MODULES, template)
     assert told in str(error.value)

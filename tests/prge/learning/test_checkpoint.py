@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,21 @@ def test_what_a_killed_process_left_of_any_checkpoint_goes_with_the_next_pruning
         ".step-000003 (mine).1-a.partial",
         "step-000002",
     ]
+
+
+def test_of_equal_values_the_lower_loss_is_the_best() -> None:
+    progress = Progress()
+    records = [(0, -0.2, 0.7), (2, -0.1, 0.5), (4, -0.1, 0.4), (6, -0.1, 0.45), (8, -0.3, 0.1)]
+    best = [progress.judge({"step": step, "value": value, "loss": loss}) for step, value, loss in records]
+    assert best == [True, True, True, False, False]
+    assert (progress.best_step, progress.best_value, progress.best_loss) == (4, -0.1, 0.4)
+    assert progress.evaluations_since_best == 2
+    # Resumed, and judged again, it is the same.
+    again = Progress(**json.loads(json.dumps(asdict(progress))))
+    assert again.judge({"step": 4, "value": -0.1, "loss": 0.4}) and again == progress
+
+
+def test_a_checkpoint_of_before_keeps_its_best_step_among_equals() -> None:
+    progress = Progress(step=2, judged=2, best_step=2, best_value=-0.1)
+    assert not progress.judge({"step": 4, "value": -0.1, "loss": 0.01})
+    assert progress.judge({"step": 6, "value": -0.05, "loss": 0.9})

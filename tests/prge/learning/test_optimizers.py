@@ -32,6 +32,24 @@ def test_steps_equal_torch(name: OptimizerName) -> None:
     np.testing.assert_allclose(values, parameter.detach(), rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("decay", [0.01, 0.5])
+def test_weight_decay_is_that_of_adamw(decay: float) -> None:
+    """In torch the decay is the learning rate's, times the values before the update."""
+    random = np.random.default_rng(0)
+    values = random.normal(size=20).astype(np.float32)
+    parameter = torch.nn.Parameter(torch.tensor(values))
+    reference = torch.optim.AdamW([parameter], lr=0.1, betas=(0.9, 0.98), weight_decay=decay)
+    optimizer = make_optimizer("adam", 20, beta2=0.98, weight_decay=decay)
+    for step in range(30):
+        gradient = random.normal(size=20).astype(np.float32)
+        parameter.grad = torch.tensor(gradient)
+        rate = 0.1 / (step + 1)
+        reference.param_groups[0]["lr"] = rate
+        reference.step()
+        optimizer.update(values, gradient, rate)
+    np.testing.assert_allclose(values, parameter.detach(), rtol=2e-4, atol=2e-5)
+
+
 def test_one_second_moment_keeps_the_direction_of_the_first() -> None:
     """For one value it is Adam; for many, steps point where the first moment does."""
     random = np.random.default_rng(0)
@@ -52,10 +70,11 @@ def test_one_second_moment_keeps_the_direction_of_the_first() -> None:
     np.testing.assert_allclose(one, alone, rtol=1e-4)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adam-norm"])
-def test_state_is_all_there_is_to_keep(name: OptimizerName) -> None:
+def test_state_is_all_there_is_to_keep(name: OptimizerName, decay: float) -> None:
     gradients = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
-    whole, first, second = (make_optimizer(name, 5) for _ in range(3))
+    whole, first, second = (make_optimizer(name, 5, weight_decay=decay) for _ in range(3))
     values, resumed = np.ones(5, np.float32), np.ones(5, np.float32)
     for gradient in gradients:
         whole.update(values, gradient, 0.01)

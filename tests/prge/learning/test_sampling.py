@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from prge.errors import ConfigError
 from prge.learning.sampling import Sampler
 from tests.numpy_engine import NumpyEngine
 from tests.rows import long_choice, random_completions
@@ -42,5 +41,19 @@ def test_candidates_of_an_example_stay_in_one_call() -> None:
     examples = [long_choice(row, [1], [[2, 3], [4, 5], [6, 7]], 0) for row in range(1, 5)]
     sampler = Sampler(examples, NumpyEngine(batch_size=7).contract, seed=0)
     assert sampler.per_call == 2
-    with pytest.raises(ConfigError, match="give --batch-size 3"):
+    with pytest.raises(ValueError, match="a call has 0 examples"):
         Sampler(examples, NumpyEngine(batch_size=2).contract, seed=0)
+
+
+def test_a_step_has_as_many_examples_as_asked_for_in_any_number_of_calls() -> None:
+    examples, contract = random_completions(12), NumpyEngine(batch_size=4).contract
+    steps = {
+        calls: Sampler(examples, contract, seed=1, calls=calls, batch_size=4).batches(1)
+        for calls in (1, 2, 4)
+    }
+    assert {calls: [batch.examples for batch in batches] for calls, batches in steps.items()} == {
+        1: [4], 2: [2, 2], 4: [1] * 4,
+    }  # fmt: skip
+    assert len({tuple(row for batch in batches for row in batch.rows) for batches in steps.values()}) == 1
+    with pytest.raises(ValueError, match="a call has 8 examples, and room for 4"):
+        Sampler(examples, contract, seed=1, batch_size=8)

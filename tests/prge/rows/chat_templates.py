@@ -51,3 +51,74 @@ a: {% generation %}{{ message.content }}{{ eos_token }}
   {%- if loop.index > 5 %}{% break %}{% endif %}
 {%- endfor %}{{ strftime_now('%Y') | length }} {{ ns.count }}{% if add_generation_prompt %}
 a: {% endif %}"""
+
+
+# Of the kinds that don't render a turn as if nothing followed it.
+
+THINKS = """{%- set last = namespace(question=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{% set last.question = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- if tools %}{{ '<|im_start|>system\n' ~ tools | tojson ~ '<|im_end|>\n' }}{% endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' ~ message.role ~ '\n' }}
+    {%- if message.role == 'assistant' and loop.index0 > last.question %}
+        {{- '<think>\n' ~ (message.reasoning_content or '') ~ '\n</think>\n\n' }}
+    {%- endif %}
+    {{- message.content or '' }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>' ~ call.function | tojson ~ '</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
+{%- endif %}"""
+
+ENDS_WITH_EOS = """{% for message in messages %}
+{{- '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
+
+FOLDS_SYSTEM = """{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {%- set said = messages[0].content %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('user and assistant must alternate') }}
+    {%- endif %}
+    {%- if message.role == 'user' %}
+        {%- set before = said ~ '\n\n' if said is defined and loop.last else '' %}
+        {{- '[INST] ' ~ before ~ message.content ~ ' [/INST]' }}
+    {%- else %}
+        {{- ' ' ~ message.content ~ eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+
+DATED = """{{- bos_token }}{{ 'Today is ' ~ strftime_now('%d %b %Y') ~ '.\n' }}
+{%- for message in messages %}
+    {{- '<|im_start|>' ~ message.role ~ '\n' ~ message.content ~ '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+TAGGED = """{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
+        {{- '\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+# As of models of images and texts: a text is read as parts alone.
+OF_PARTS = """{%- for message in messages %}
+    {{- message.role ~ ':' }}
+    {%- for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from prge.errors import BundleError, DataError
-from prge.rows.chat import SECONDS, ChatTemplate, check_messages
+from prge.rows.chat import SECONDS, ChatTemplate, Rendering, check_messages
 from prge.rows.tokenizer import Tokenizer
 from tests.prge.rows.chat_templates import CHATML, EVERYTHING, HEADERS, TURNS
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
@@ -30,6 +30,10 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "two turns": [USER, REPLY, {"role": "user", "content": ""}, {"role": "assistant", "content": "Bye"}],
     "system": [SYSTEM, USER, REPLY],
 }
+
+
+def written_in(found: Rendering) -> list[str]:
+    return [found.text[start:end] for start, end in found.spans]
 
 
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
@@ -63,24 +67,24 @@ def test_same_text_as_transformers(name: str, conversation: str, add_generation_
     ],
 )
 def test_assistant_spans(name: str, written: list[str]) -> None:
-    text, spans, exact = ChatTemplate(TEMPLATES[name], SPECIAL).assistant_spans(CONVERSATIONS["two turns"])
-    assert [text[start:end] for start, end in spans] == written
-    assert exact
+    [found] = ChatTemplate(TEMPLATES[name], SPECIAL).renderings(CONVERSATIONS["two turns"])
+    assert written_in(found) == written
+    assert found.turns == (1, 3) and found.is_exact and not found.is_tagged
 
 
 def test_turn_that_does_not_begin_with_the_generation_prompt() -> None:
     template = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'")
-    text, spans, exact = ChatTemplate(template, SPECIAL).assistant_spans(CONVERSATIONS["answer"])
-    assert not exact
-    assert [text[start:end] for start, end in spans] == [
-        "<|im_start|>assistant\nGrüße!\n\n1 + 1 = 2.<|im_end|>\n"
-    ]
+    [found] = ChatTemplate(template, SPECIAL).renderings(CONVERSATIONS["answer"])
+    assert not found.is_exact
+    assert written_in(found) == ["Grüße!\n\n1 + 1 = 2.<|im_end|>\n"]
 
 
-def test_template_that_rewrites_earlier_turns() -> None:
+def test_a_template_that_rewrites_earlier_turns_gives_a_text_for_each() -> None:
     template = "{% for m in messages %}{{ m.content if loop.last else 'earlier' }}|{% endfor %}"
-    with pytest.raises(DataError, match="it renders message 2 otherwise when more messages follow"):
-        ChatTemplate(template, SPECIAL).assistant_spans(CONVERSATIONS["two turns"])
+    first, second = ChatTemplate(template, SPECIAL).renderings(CONVERSATIONS["two turns"])
+    assert (first.text, first.turns) == ("earlier|Grüße!\n\n1 + 1 = 2.|", (1,))
+    assert (second.text, second.turns) == ("earlier|earlier|earlier|Bye|", (3,))
+    assert [written_in(each)[0] for each in (first, second)] == ["Grüße!\n\n1 + 1 = 2.|", "Bye|"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +118,7 @@ def test_template_that_is_none() -> None:
         ([USER, {"role": "assistant", "content": None}], "message 2 (assistant) has no content that is text"),
         (
             [USER, {"role": "assistant", "content": [{"type": "image"}]}],
-            "message 2 (assistant) has no content",
+            "message 2 (assistant) has a part of the type 'image': only texts are read",
         ),
         ([SYSTEM, USER], "no message has the role 'assistant': there is nothing to learn from"),
     ],
@@ -213,8 +217,8 @@ def test_a_template_that_is_not_needed_any_more_ends_its_child() -> None:
 
 def test_a_long_conversation_has_the_room_that_it_needs() -> None:
     messages = [USER, {"role": "assistant", "content": "Gr\u00fc\u00dfe! \U0001f600 " * 500_000}]
-    text, spans, exact = ChatTemplate(CHATML, SPECIAL).assistant_spans(messages)
-    assert exact and len(spans) == 1 and len(text) > 4_000_000
+    [found] = ChatTemplate(CHATML, SPECIAL).renderings(messages)
+    assert found.is_exact and len(found.spans) == 1 and len(found.text) > 4_000_000
 
 
 @dataclass

@@ -191,7 +191,7 @@ def test_an_answer_of_weight_0_is_read_and_not_learnt() -> None:
     assert learnt(part, tokenizer).startswith("a2") and report.dropped == 0
     chat[3]["weight"] = 0  # type: ignore[assignment]
     (problem,) = problems_of(rows({"messages": chat}), tokenizer, contract(sequence_length=128))
-    assert "none to learn from" in problem
+    assert "every answer has the weight 0, or train false: there is nothing to learn from" in problem
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import json
 import sys
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prge.errors import ConfigError, DataError
-from prge.rows.readers import Row, Selection, read_rows, select_rows
+from prge.rows.forms import text_of
+from prge.rows.readers import Row, Selection, json_fields, read_rows, select_rows
+from prge.rows.task import RowError, Template
 
 Write = Callable[[str, "str | bytes"], Path]
 
@@ -37,18 +42,136 @@ def test_parquet(tmp_path: Path) -> None:
     from pyarrow import parquet
 
     path = tmp_path / "a.parquet"
-    turns = [{"role": "user", "content": "Hi"}]
+    turns, day = [{"role": "user", "content": "Hi"}], datetime.date(2024, 1, 2)
     table = pyarrow.table(
-        {"messages": [turns, None], "n": [1, 2], "day": [datetime.date(2024, 1, 2), None], "b": [0.5, None]}
+        {"messages": [turns, None], "n": [1, 2], "day": [day, None], "b": [0.5, float("nan")]}
     )
     parquet.write_table(table, path)
-    assert read_rows(path) == [
-        Row(1, {"messages": turns, "n": 1, "day": "2024-01-02", "b": 0.5}),
-        Row(2, {"messages": None, "n": 2, "day": None, "b": None}),
-    ]
+    assert read_rows(path) == [Row(1, {"messages": turns, "n": 1, "day": day, "b": 0.5}), Row(2, {"n": 2})]
     path.write_bytes(b"PAR1 no table")
     with pytest.raises(DataError, match="not parquet"):
         read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "told"),
+    [
+        (b"\x89PNG\r\n", "binary", "bytes"),
+        (datetime.datetime(2024, 1, 2), "timestamp[s]", "datetime"),
+        (Decimal("1.50"), "decimal128(4, 2)", "Decimal"),
+        ([("a", "b")], "map<string, string>", "list"),
+        ({"bytes": b"\xff", "path": "a.png"}, "struct<bytes: binary, path: string>", "dict"),
+        (5, "int64", "int"),
+        (True, "bool", "bool"),
+        (2.5, "double", "float"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_row_and_column(
+    tmp_path: Path, value: object, kind: str, told: str
+) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    types = {
+        "binary": pyarrow.binary(),
+        "timestamp[s]": pyarrow.timestamp("s"),
+        "decimal128(4, 2)": pyarrow.decimal128(4, 2),
+        "map<string, string>": pyarrow.map_(pyarrow.string(), pyarrow.string()),
+        "struct<bytes: binary, path: string>": pyarrow.struct(
+            {"bytes": pyarrow.binary(), "path": pyarrow.string()}
+        ),
+        "int64": pyarrow.int64(),
+        "bool": pyarrow.bool_(),
+        "double": pyarrow.float64(),
+    }
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([value], types[kind])}), path)
+    (row,) = read_rows(path)
+    with pytest.raises(RowError, match=f"column 'text' is {told}, must be a text"):
+        text_of(row.fields, "text")
+    if kind not in ("int64", "bool", "double"):
+        with pytest.raises(RowError, match=r"column 'text' is a .*, must be a text"):
+            Template.parse("{text}").render(row.fields)
+
+
+def test_bytes_of_parquet_that_are_utf8_are_texts(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    texts = ["Row 0", "caf\u00e9 \u65e5\u672c"]
+    turns = [[{"role": b"user", "content": text.encode()}] for text in texts]
+    column = pyarrow.array([text.encode() for text in texts], pyarrow.binary())
+    parquet.write_table(pyarrow.table({"text": column, "messages": turns}), path)
+    assert [row.fields["text"] for row in read_rows(path)] == texts
+    assert [row.fields["messages"][0]["content"] for row in read_rows(path)] == texts
+
+
+def test_what_json_can_not_hold_is_not_written(tmp_path: Path) -> None:
+    fields = {
+        "a": 1,
+        "b": [{"c": "d"}],
+        "day": datetime.date(2024, 1, 2),
+        "inf": float("inf"),
+        "x": [b"\xff"],
+    }
+    assert json_fields(fields) == {"a": 1, "b": [{"c": "d"}]}
+
+
+LAYOUTS = {
+    "pretty.json": '[\n  {\n    "text": "one"\n  },\n  {\n    "text": "two"\n  }\n]\n',
+    "pretty.jsonl": '[\n  {\n    "text": "one"\n  },\n  {\n    "text": "two"\n  }\n]\n',
+    "line.jsonl": '[{"text": "one"}, {"text": "two"}]\n',
+    "jq.jsonl": '{\n  "text": "one"\n}\n{\n  "text": "two"\n}\n',
+    "data.json": '{"version": "1.0", "data": [{"text": "one"}, {"text": "two"}]}',
+    "pretty-data.jsonl": '{\n "data": [\n  {"text": "one"},\n  {"text": "two"}\n ]\n}',
+    "train.json": '{"train": [{"text": "one"}, {"text": "two"}]}',
+    "parts.json": '{"train": [{"text": "one"}, {"text": "two"}], "test": [{"text": "three"}]}',
+    "columns.json": '{"text": ["one", "two"]}',
+    "index.json": '{"text": {"0": "one", "1": "two"}}',
+    "split.json": '{"columns": ["text"], "index": [0, 1], "data": [["one"], ["two"]]}',
+    "nulls.jsonl": '{"text": "one", "messages": null}\n{"text": "two", "messages": null}\n',
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_json(write: Write, name: str) -> None:
+    assert read_rows(write(name, LAYOUTS[name])) == [Row(1, {"text": "one"}), Row(2, {"text": "two"})]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]},
+        {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
+        {"text": "one", "data": "two"},
+        {"question": "q", "choices": ["a", "b"]},
+    ],
+)
+def test_a_file_of_one_row_is_one_row(write: Write, fields: dict[str, Any]) -> None:
+    for name, indent in (("a.jsonl", None), ("a.json", 2)):
+        assert read_rows(write(name, json.dumps(fields, indent=indent))) == [Row(1, fields)]
+
+
+def test_parts_of_a_json_file(write: Write) -> None:
+    path = write("a.json", '{"train": [{"text": "one"}], "validation": [{"text": "two"}]}')
+    assert read_rows(path, part="dev") == [Row(1, {"text": "two"})]
+    with pytest.raises(DataError, match="it has rows under train, validation, must have them under test"):
+        read_rows(path, part="test")
+
+
+def test_pandas_layouts_are_those_that_pandas_reads(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    frame = pandas.DataFrame({"text": ["one", "two"], "label": [0, 1]})
+    rows = [Row(1, {"text": "one", "label": 0}), Row(2, {"text": "two", "label": 1})]
+    for orient in ("columns", "records", "split"):
+        frame.to_json(tmp_path / "a.json", orient=orient)
+        assert read_rows(tmp_path / "a.json") == rows, orient
+    frame.to_json(tmp_path / "a.jsonl", orient="records", lines=True)
+    assert read_rows(tmp_path / "a.jsonl") == rows
+    frame.to_csv(tmp_path / "a.csv")
+    assert read_rows(tmp_path / "a.csv")[1].fields == {"Unnamed: 0": "1", "text": "two", "label": "1"}
+    assert list(pandas.read_csv(tmp_path / "a.csv").columns) == [*read_rows(tmp_path / "a.csv")[0].fields]
 
 
 def test_parquet_without_its_library(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +242,7 @@ def test_long_fields(write: Write) -> None:
         (
             "twice.csv",
             "text,text,\na,b,c\n",
-            ["line 1: the header has empty or repeated columns: '', 'text'"],
+            ["line 1: the header repeats columns: 'text'"],
         ),
         ("empty.jsonl", "", ["it has no rows"]),
         ("header.csv", "text,label\n", ["it has no rows"]),
@@ -131,7 +254,10 @@ def test_long_fields(write: Write) -> None:
             '[{"text": "one"}, 2, null]',
             ["row 2: is a JSON number, must", "row 3: is a JSON null, must"],
         ),
-        ("b.json", '[{"text": "one"}', ["not JSON: Expecting ',' delimiter at character 17"]),
+        ("b.json", '[{"text": "one"}', ["row 1: not JSON: Expecting ',' delimiter at character 17"]),
+        ("d.jsonl", '[\n {"text": "one"},\n', ["not JSON: Expecting value at line 3, character 1"]),
+        ("e.jsonl", '{"text": one}\n{"text": "two"}\n', ["row 1: not JSON: Expecting value at character 10"]),
+        ("f.json", '{"columns": ["a"], "data": [[1, 2]]}', ["each list under data must have 1 values"]),
         ("c.json", "[]", ["it has no rows"]),
         ("a.txt", "", ["its name ends in '.txt', known are .jsonl, .ndjson, .json, .csv, .tsv, .parquet"]),
     ],

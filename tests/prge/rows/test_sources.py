@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import pickle
+import re
 import subprocess
 import sys
 import time
@@ -12,8 +16,9 @@ import pytest
 
 from prge.errors import ConfigError, DataError
 from prge.files.bundle import file_sha256
-from prge.rows.readers import Row
-from prge.rows.sources import is_hub_name, parse_columns, read_source, rows_file
+from prge.rows.readers import Row, place_of_row
+from prge.rows.sources import holding_part, is_hub_name, parse_columns, read_source, rows_file
+from prge.rows.task import load_task
 
 Write = Callable[[str, "str | bytes"], Path]
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,6 +61,125 @@ def test_columns_are_renamed(write: Write) -> None:
     source = read_source(path, columns=["prompt=question", "completion=answer"])
     assert source.rows == [Row(1, {"prompt": "q", "completion": "a"})]
     assert source.renamed == {"prompt": "question", "completion": "answer"}
+
+
+def test_several_files_are_one_source_whose_rows_name_their_file(write: Write) -> None:
+    first = write("a.jsonl", '{"text": "one"}\n\n{"text": "two"}\n')
+    second = write("b.csv", "text\nthree\nfour\n")
+    source = read_source((first, second))
+    assert [row.fields["text"] for row in source.rows] == ["one", "two", "three", "four"]
+    assert len({row.number for row in source.rows}) == 4
+    assert [f"row {row.number}" for row in source.rows] == [
+        f"row 1 of {first}", f"row 3 of {first}", f"row 1 of {second}", f"row 2 of {second}",
+    ]  # fmt: skip
+    assert source.name == f"{first} and {second}"
+    assert place_of_row(source.rows[2].number) == {"file": str(second), "row": 1}
+    assert place_of_row(3) == {"row": 3}
+    number = source.rows[1].number
+    assert json.loads(json.dumps(number)) == number
+    assert str(pickle.loads(pickle.dumps(number))) == str(number)
+    # What identifies them is all of them, in their order.
+    digests = {read_source(paths).sha256 for paths in ((first, second), (second, first), (first,), (second,))}
+    assert len(digests) == 4 and file_sha256(first) in digests
+    second.write_text("text\nthree\nFour\n")
+    assert read_source((first, second)).sha256 not in digests
+
+
+def test_several_files_that_can_not_be_read(write: Write, tmp_path: Path) -> None:
+    good, bad = write("good.jsonl", '{"text": "one"}\n'), write("bad.jsonl", '{"text": "two"}\n{"text": }\n')
+    with pytest.raises(DataError) as caught:
+        read_source((good, bad))
+    assert caught.value.problems == [f"{bad}: row 2: not JSON: Expecting value at character 10"]
+    broken: list[str] = []
+    assert len(read_source((bad, good), broken=broken).rows) == 2 and len(broken) == 1
+    with pytest.raises(DataError, match=f"{good} is given twice"):
+        read_source((good, bad, good))
+    with pytest.raises(DataError, match="there is no imdb"):
+        read_source((good, Path("imdb")))
+    write("my rows.jsonl", '{"text": "one"}\n')
+    with pytest.raises(DataError, match=r"(?s)there is no .*my\n.*quote a path that has spaces"):
+        read_source((tmp_path / "my", Path("rows.jsonl")))
+
+
+def test_the_parts_of_several_folders_and_of_json_files(write: Write, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for part in ("train", "valid"):
+            write(f"{name}/{part}.jsonl", f'{{"text": "{part} of {name}"}}\n')
+    folders = (tmp_path / "a", tmp_path / "b")
+    rows = read_source(folders, "dev").rows
+    assert [row.fields["text"] for row in rows] == ["valid of a", "valid of b"]
+    parts = write("parts.json", '{"train": [{"text": "one"}], "test": [{"text": "two"}]}')
+    only = write("only.json", '{"data": [{"text": "one"}]}')
+    assert holding_part(folders, "dev") == folders
+    assert holding_part((*folders, parts), "test") == parts == holding_part(parts, "test")
+    assert holding_part(parts, "dev") is None is holding_part(only, "test")
+    assert read_source(parts, "test").rows == [Row(1, {"text": "two"})]
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+AS_JSON = json.dumps(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "read"),
+    [
+        ({"messages": AS_JSON}, {"messages": MESSAGES}),
+        ({"conversations": '[{"from": "gpt"}]'}, {"conversations": [{"from": "gpt"}]}),
+        ({"prompt": AS_JSON, "completion": AS_JSON}, {"prompt": MESSAGES, "completion": MESSAGES}),
+        (
+            {"prompt": AS_JSON, "chosen": AS_JSON, "rejected": AS_JSON},
+            {"prompt": MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES},
+        ),
+        # A completion that is JSON after a prompt that is none is a text.
+        ({"prompt": "A chat:", "completion": AS_JSON}, {"prompt": "A chat:", "completion": AS_JSON}),
+        ({"prompt": "[1]", "completion": "[2]"}, {"prompt": "[1]", "completion": "[2]"}),
+        ({"text": AS_JSON}, {"text": AS_JSON}),
+    ],
+)  # fmt: skip
+def test_messages_as_json_texts(tmp_path: Path, fields: dict[str, str], read: dict[str, object]) -> None:
+    path = tmp_path / "a.csv"
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, fields)
+        writer.writeheader()
+        writer.writerow(fields)
+    assert read_source(path).rows == [Row(1, read)]
+    assert read_source(path, task=load_task("sst2")).rows == [Row(1, fields)]
+
+
+def test_messages_that_are_no_json_are_told(write: Write) -> None:
+    path = write(
+        "a.csv", 'messages\n"[{\'role\': \'user\', \'content\': \'Hi\'}]"\n"[{""role"": ""user""}]"\n'
+    )
+    with pytest.raises(DataError, match=r"row 1: its messages is .* not the JSON of one: write it with json"):
+        read_source(path)
+    broken: list[str] = []
+    assert read_source(path, broken=broken).rows == [Row(2, {"messages": [{"role": "user"}]})]
+    assert len(broken) == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "task", "told"),
+    [
+        (["promt=prompt"], None, "'promt' is no column that prge reads; did you mean prompt=prompt?"),
+        (["promt=question"], None, "'promt' is no column that prge reads; did you mean prompt=question?"),
+        (["question=prompt"], None, "'question' is no column that prge reads; did you mean prompt=question?"),
+        (["input_text=question"], None, "'input_text' is no column that prge reads"),
+        (
+            ["sentense=question"],
+            "sst2",
+            "'sentense' is no column that the task sst2 reads; did you mean sent",
+        ),
+        (["prompt=question"], "sst2", "'prompt' is no column that the task sst2 reads"),
+    ],
+)
+def test_a_name_that_nothing_reads_is_no_column(
+    write: Write, columns: list[str], task: str | None, told: str
+) -> None:
+    path = write("a.jsonl", '{"question": "q", "prompt": "p", "completion": "c"}\n')
+    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+        read_source(path, columns=columns, task=load_task(task) if task else None)
+    assert "before the = stands one of" in caught.value.remedy
 
 
 def test_a_column_that_is_not_there_is_told(write: Write) -> None:

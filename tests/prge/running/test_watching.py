@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from prge.files.documents import read_json
 from prge.files.run_folder import SUMMARY
 from prge.running.training_flags import TrainingFlags
-from prge.running.watching import Watcher
+from prge.running.watching import Watcher, describe_changes
 
 
 def test_it_tells_what_a_pause_waits_for_and_for_how_long(tmp_path: Path) -> None:
@@ -27,3 +29,30 @@ def test_it_tells_what_a_pause_waits_for_and_for_how_long(tmp_path: Path) -> Non
         assert told() == ("running", None, 2.5)
         watcher.on_wait("not charging: it waits for a charger")
     assert told() == ("stopped early", None, 2.5)
+
+
+def test_the_best_step_is_named_by_what_it_is_judged_by(tmp_path: Path) -> None:
+    """A perplexity beside a loss is not to be taken for one; of equal values the lower loss is the best."""
+    for select, shown in (("metric", ("best dev perplexity", 4.5)), ("loss", ("best dev loss", 1.25))):
+        out = tmp_path / select
+        settings = TrainingFlags(bundle=out, train=out, out=out, steps=10, quiet=True, select=select)  # type: ignore[arg-type]
+        with Watcher(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
+            for step, loss in ((0, 2.0), (2, 1.5), (4, 1.25), (6, 1.75)):
+                value = -4.5 if select == "metric" else -loss
+                record = {"step": step, "loss": loss, "perplexity": 4.5, "value": value}
+                watcher.on_evaluation(record, True)
+            found = watcher._shown({"loss": 3.0})
+            assert found["loss"] == 3.0 and shown in found.items()
+        assert read_json(out / SUMMARY)["train"]["best"]["step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (["a", "b"], "note: training changed none of the 2 sampled answers"),
+        (["a", "c"], "1 of 2 sampled answers changed"),
+        ([], ""),
+    ],
+)
+def test_it_is_said_how_many_answers_changed(after: list[str], said: str) -> None:
+    assert describe_changes(["a", "b"], after) == said

@@ -95,7 +95,7 @@ def test_all_are_told_at_once_with_what_is_missing_and_no_value_is_a_second_prob
 
 def test_one_of_several_that_are_needed_is_told_with_the_required_ones() -> None:
     assert problems(TuneSettings) == [
-        "--data is missing: a path",
+        "--data is missing: a path or a list of paths",
         "--out is missing: a path",
         "--model or --bundle is missing",
     ]

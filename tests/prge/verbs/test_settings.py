@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 
 from prge.errors import ConfigError, RunError
 from prge.verbs.helping import field_help
-from prge.verbs.kinds import Bytes
-from prge.verbs.settings import parse_settings, read_settings, settings_of, settings_to_yaml
+from prge.verbs.kinds import Bytes, Paths
+from prge.verbs.settings import (
+    parse_settings,
+    read_settings,
+    settings_of,
+    settings_to_yaml,
+    with_whole_paths,
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class Sample:
     name: str = "x"
     shift: float = 0.0
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    rows: Paths | None = None
+    """Rows, in one file or several."""
 
     def __post_init__(self) -> None:
         if self.queries == 13:
@@ -86,13 +94,17 @@ def test_flags_of_every_kind() -> None:
         (["--queries", "null"], "queries", None),
         (["--overwrite", "false"], "overwrite", False),
         (["--overwrite=true"], "overwrite", True),
-        (["--overwrite", "--no-overwrite"], "overwrite", False),
         (["--name", "--", "b"], "name", None),
         (["--name=--odd"], "name", "--odd"),
         (["--name="], "name", ""),
         (["--label-words", "a,b", "1"], "label_words", ("a,b", "1")),
         (["--label-words=one"], "label_words", ("one",)),
         (["--name", "a", "--name", "b"], "name", "b"),
+        (["--overwrite", "--no-overwrite"], "overwrite", False),
+        (["--rows", "a"], "rows", Path("a")),
+        (["--rows", "a", "b"], "rows", (Path("a"), Path("b"))),
+        (["--rows", "a", "--rows=b"], "rows", (Path("a"), Path("b"))),
+        (["--rows", "null"], "rows", None),
         (["--targets", "a", "b"], "targets", ["a", "b"]),
         (["--targets", "null"], "targets", ["null"]),
     ],
@@ -113,7 +125,75 @@ def test_positional_fields() -> None:
     assert parse("--bundle", "b", positional=("bundle",)).bundle == Path("b")
     settings = parse("b", "x", "y", positional=("bundle", "label_words"))
     assert settings.label_words == ("x", "y")
-    assert problems("b", "c", positional=("bundle",)) == ["'c' stands alone: which flag does it belong to?"]
+    assert problems("b", "c", positional=("bundle",)) == [f"'c' {ALONE}"]
+
+
+ALONE = "stands alone: which flag does it belong to?"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        # A word after a flag that takes one value is not the bundle if that is given.
+        (["--bundle", "b", "--out", "o", "c"], [f"'c' {ALONE} Quote a value with spaces: --out 'o c'"]),
+        (["--bundle", "b", "--name", "Once", "upon", "a", "--queries", "3"], [
+            f"'upon' {ALONE} Quote a value with spaces: --name 'Once upon a'", f"'a' {ALONE}",
+        ]),
+        (["b", "--queries", "3", "4"], [f"'4' {ALONE}"]),
+        (["--bundle=b", "--", "c"], [f"'c' {ALONE}"]),
+        (["--bundle=b", "--overwrite", "c"], [f"'c' {ALONE}"]),
+        (["--bundle=b", "--label-words=a", "c"], [f"'c' {ALONE}"]),
+        (["b", "--rows"], ["--rows needs a value: a path or a list of paths or null"]),
+        (["b", "--label-words", "--overwrite"], ["--label-words needs a value: a list of texts"]),
+    ],
+)  # fmt: skip
+def test_no_word_of_a_command_line_is_lost(words: list[str], told: list[str]) -> None:
+    found = problems(*words, positional=("bundle",))
+    assert [problem for problem in found if "must be" not in problem] == told
+
+
+def test_a_flag_that_is_given_again_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        parse("--bundle", "b", "--queries", "3", "--queries", "4", "--overwrite", "--no-overwrite").queries
+        == 4
+    )
+    assert capsys.readouterr().err.splitlines() == [
+        "prge sample: --queries is given 2 times, the last one counts: '3', '4'",
+        "prge sample: --overwrite is given 2 times, the last one counts: True, False",
+    ]
+    parse("--bundle", "b", "--name", "a", "--name", "a", "--label-words", "a", "--label-words", "b")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_list_that_took_what_was_meant_for_another_setting(tmp_path: Path) -> None:
+    words = ["--rows", "a.jsonl", str(tmp_path)]
+    (problem,) = problems(*words, positional=("bundle",))
+    assert problem == f"--bundle is missing: a path; --rows took {str(tmp_path)!r}, too"
+    assert problems("--label-words", "a", "b", positional=("bundle",)) == ["--bundle is missing: a path"]
+
+
+def test_several_files_in_yaml_and_in_python(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("bundle: b\nrows: [x.jsonl, y.jsonl]\n", encoding="utf-8")
+    expected = Sample(Path("b"), rows=(Path("x.jsonl"), Path("y.jsonl")))
+    assert parse("--config", str(path)) == expected
+    assert settings_of(Sample, {"bundle": "b", "rows": ["x.jsonl", Path("y.jsonl")]}, "run()") == expected
+    assert settings_of(Sample, {"bundle": "b", "rows": ["x.jsonl"]}, "run()").rows == Path("x.jsonl")
+    assert parse("--config", str(path), "--rows", "z").rows == Path("z")
+    whole = with_whole_paths(expected)
+    assert whole.rows == (Path("x.jsonl").resolve(), Path("y.jsonl").resolve())
+    path.write_text(settings_to_yaml(whole), encoding="utf-8")
+    assert read_settings(Sample, path, "prge sample") == whole
+    path.write_text("bundle: b\nrows: []\n", encoding="utf-8")
+    assert "rows must be a path or a list of paths or null, not []" in problems("--config", str(path))[0]
+    path.write_text("bundle: [a, b]\n", encoding="utf-8")
+    assert "bundle must be a path, not ['a', 'b']" in problems("--config", str(path))[0]
+
+
+def test_a_setting_that_is_twice_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("bundle: a\nrows: x.jsonl\nrows: y.jsonl\n", encoding="utf-8")
+    assert problems("--config", str(path))[0] == f"{path} can't be read: it has the key 'rows' twice"
 
 
 def test_flags_win_over_files_and_later_files_over_earlier(tmp_path: Path) -> None:
@@ -311,6 +391,7 @@ def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[
         overwrite=st.booleans(),
         targets=st.none() | st.just(".*proj") | st.lists(st.text(max_size=5)),
         out=st.none() | st.just(Path("o")),
+        rows=st.none() | st.just(Path("r")) | st.just((Path("r"), Path("s"))),
         name=st.text(),
         columns=st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2),
     )

@@ -270,10 +270,3 @@ def test_other_ways_to_pool_are_refused(tmp_path: Path) -> None:
     files = find_files(str(write_sentences(tmp_path / "model", **modes)))
     with pytest.raises(BundleError, match=r"pools by .max_tokens, mean., a bundle can"):
         stored_pooling(files)
-
-
-def test_a_gguf_file_is_quantized_already(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    for name in (tmp_path, tmp_path / "model.gguf"):
-        with pytest.raises(BundleError, match=r"GGUF file, whose weights are codes already"):
-            find_files(str(name))

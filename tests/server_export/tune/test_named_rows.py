@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from prge.errors import DataError
+from prge.errors import ConfigError, DataError
 from prge.rows.feedback import Answered, append_feedback
 from prge.rows.tokenizer import Tokenizer
+from prge.verbs.kinds import Paths
 from server_export.tune.named_rows import NamedRows
 from server_export.tune.settings import TuneSettings
 from tests.bundles import make_contract
@@ -34,7 +35,7 @@ def pair(number: int, completion: str = " b") -> dict[str, str]:
     return {"prompt": f"p{number}", "completion": completion}
 
 
-def tune(data: Path, **given: Any) -> TuneSettings:
+def tune(data: Paths, **given: Any) -> TuneSettings:
     return TuneSettings(data=data, out=Path("out"), model="model", **given)
 
 
@@ -49,6 +50,30 @@ def test_a_folder_has_development_and_test_rows_too(tmp_path: Path) -> None:
         "test": [{"text": "a test"}],
     }
     assert any(note.startswith("dev: 1 rows from ") for note in rows.notes)
+
+
+def test_several_files_are_checked_and_split_as_one(tmp_path: Path) -> None:
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for place, file in enumerate(files):
+        write(file, *(pair(20 * place + number) for number in range(20)))
+    parts = NamedRows(tune((files[0], files[1]))).split(TOKENIZER, CONTRACT)
+    assert sorted(int(row.fields["prompt"][1:]) for them in parts.values() for row in them) == [*range(40)]
+    write(files[0], pair(1), "{}", pair(2))
+    write(files[1], pair(3), pair(4, ""), "{")
+    with pytest.raises(DataError) as caught:
+        NamedRows(tune((files[0], files[1]))).check(TOKENIZER, CONTRACT)
+    assert [problem.partition(": ")[0] for problem in caught.value.problems] == [
+        str(files[1]), f"row 2 of {files[0]}", f"row 2 of {files[1]}",
+    ]  # fmt: skip
+
+
+def test_parts_of_a_json_file_are_those_of_a_folder(tmp_path: Path) -> None:
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps({part: [{"text": f"a {part}"}] for part in ("train", "validation", "test")}))
+    parts = NamedRows(tune(path)).split(TOKENIZER, CONTRACT)
+    assert {part: [row.fields["text"] for row in them] for part, them in parts.items()} == {
+        "train": ["a train"], "dev": ["a validation"], "test": ["a test"],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -157,3 +182,14 @@ def test_an_encoder_needs_rows_of_every_class(tmp_path: Path) -> None:
     rows.check(TOKENIZER, encoder)
     with pytest.raises(DataError, match="no training row is of the class"):
         rows.split(TOKENIZER, encoder)
+
+
+def test_settings_of_another_objective_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", *map(pair, range(12)))
+    for given, told in (({"beta": 0.3}, "--beta belongs to"),):
+        with pytest.raises(ConfigError, match=told):
+            NamedRows(tune(data, **given)).check(TOKENIZER, CONTRACT)
+    pairs = [{"prompt": f"p{n}", "chosen": " yes", "rejected": " no"} for n in range(12)]
+    data = write(tmp_path / "pairs.jsonl", *pairs)
+    with pytest.raises(ConfigError, match="token is for completions, texts and chats; the objective is dpo"):
+        NamedRows(tune(data, loss_normalisation="token")).check(TOKENIZER, CONTRACT)

@@ -72,6 +72,28 @@ def test_what_runs_were_made_with_stays(settings: TuneSettings) -> None:
             Record(replace(settings, learning_rate=0.1, **changes))
 
 
+def test_a_bundle_that_is_there_is_named_for_another_folder(settings: TuneSettings) -> None:
+    kept(settings, "bundle/manifest.json", "search/0.01-8/journal.jsonl")
+    for changes in ({"steps": 7}, {"minutes": 3.0}):
+        with pytest.raises(ConfigError) as caught:
+            Record(replace(settings, **changes))
+        assert f"--bundle {settings.out / 'bundle'} instead of --model" in (caught.value.remedy or "")
+    with pytest.raises(ConfigError) as caught:
+        Record(replace(settings, rank=4))
+    assert "--bundle" not in (caught.value.remedy or "")
+
+
+def test_what_an_earlier_version_did_not_know_was_as_usual(settings: TuneSettings) -> None:
+    kept(settings, "search/0.01-8/journal.jsonl")
+    path = settings.out / "tune.json"
+    content = json.loads(path.read_text())
+    del content["settings"]["weight_decay"], content["settings"]["loss_normalisation"]
+    path.write_text(json.dumps(content))
+    assert Record(settings).is_kept
+    with pytest.raises(ConfigError, match=r"weight_decay was 0\.0, is 0\.1"):
+        Record(replace(settings, weight_decay=0.1))
+
+
 @pytest.mark.parametrize("status", ["completed", "diverged"])
 def test_a_final_run_that_diverged_may_have_another_rate(settings: TuneSettings, status: str) -> None:
     kept(settings, "search/0.01-8/journal.jsonl", "run/journal.jsonl")

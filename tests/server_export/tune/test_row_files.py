@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
+from datetime import date
 from pathlib import Path
 
-from prge.rows.readers import Row, read_rows
+from prge.rows.readers import Row, RowNumber
 from server_export.tune.row_files import RowFiles
 
 
-def test_a_row_lies_on_the_line_that_it_has_in_the_users_file(tmp_path: Path) -> None:
-    """So that whatever is told of a row later on names a line that the user knows."""
+def test_every_row_is_a_line_and_no_line_is_blank(tmp_path: Path) -> None:
     files = RowFiles(tmp_path / "rows", None)
-    rows = [Row(3, {"text": "three"}), Row(78, {"text": "seventy-eight"})]
-    files.write({"train": rows, "dev": [Row(5, {"text": "five"})], "test": []})
-    assert read_rows(files.train) == rows
-    assert json.loads(files.train.read_text().splitlines()[77])["text"] == "seventy-eight"
-    assert files.dev is not None and [row.number for row in read_rows(files.dev)] == [5]
+    rows = [Row(3, {"text": "three"}), Row(78, {"text": "seventy-eight", "day": date(2024, 1, 2)})]
+    files.write({"train": rows, "dev": [Row(RowNumber(9, 5, "b.jsonl"), {"text": "five"})], "test": []})
+    assert files.train.read_text() == '{"text": "three"}\n{"text": "seventy-eight"}\n'
+    assert files.dev is not None and files.dev.read_text() == '{"text": "five"}\n'
     assert files.test is None
 
 

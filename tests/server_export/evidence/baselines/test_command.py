@@ -69,7 +69,7 @@ def test_its_adapter_is_one_of_the_bundle(make_settings: MakeSettings) -> None:
     settings = make_settings()
     run(settings)
     bundle = open_bundle(settings.bundle)
-    adapter = read_peft(find_adapter(settings.out), bundle.chain.modules, bundle.adapter)
+    adapter = read_peft(find_adapter(settings.out), bundle.chain.modules)
     assert np.abs(adapter.values).max() > 0
 
 

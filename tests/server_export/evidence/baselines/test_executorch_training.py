@@ -78,7 +78,7 @@ def test_a_run_learns_and_is_scored(
     train = json.loads((settings.out / "run.json").read_text())["train"]
     assert train["test"]["loss"] < 0.3
     bundle = open_bundle(settings.bundle)
-    adapter = read_peft(settings.out / "final", bundle.chain.modules, bundle.adapter)
+    adapter = read_peft(settings.out / "final", bundle.chain.modules)
     assert np.abs(adapter.values).max() > 0.01
     assert train["best"]["loss"] < 0.3
 

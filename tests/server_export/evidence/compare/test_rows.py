@@ -24,7 +24,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def words(data: Path, name: str) -> list[object]:
-    return ["--data", data, "--train", name, "--dev", name, "--test", name]
+    return ["--task", "null", "--data", data, "--train", name, "--dev", name, "--test", name]
 
 
 def test_parts_of_one_file(data: Path, tmp_path: Path) -> None:
@@ -56,7 +56,8 @@ def test_the_files_of_a_folder_are_found_by_their_names(tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("train", "valid", "test"):
         (folder / f"{name}.jsonl").write_text(json.dumps({"review": name}) + "\n")
-    settings = settings_for(tmp_path / "out", "--data", folder, "--columns", "text=review")
+    words = ("--task", "null", "--data", folder, "--columns", "text=review")
+    settings = settings_for(tmp_path / "out", *words)
     written = write_splits(settings, tmp_path / "written")
     found = {part: json.loads(path.read_text()) for part, path in written.items()}
     assert found == {"train": {"text": "train"}, "dev": {"text": "valid"}, "test": {"text": "test"}}

@@ -1,0 +1,169 @@
+"""A GGUF file as the base model of every verb: exported, trained on, published, compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prge.errors import BundleError
+from prge.files.bundle import file_sha256, open_bundle
+from prge.files.peft import read_lora
+from server_export.model.loading import load_model
+from server_export.publish import publish
+from server_export.publishing.settings import PublishConfig
+from tests.bundles import read_json
+from tests.gguf_files import write_gguf
+from tests.server_export.adapters import RANK, trained_folder
+from tests.tiny_models import LENGTH, make_model, make_tokenizer
+from tests.verbs import prge
+from tests.workshop import Made
+
+torch.set_num_threads(1)
+FILE = "tiny.Q8_0.gguf"
+
+
+def fill(folder: Path) -> None:
+    """`FILE`, its bundle, that of a folder with the same weights, and an adapter."""
+    from server_export.export import ExportConfig, export
+    from server_export.model.tokenization import load_tokenizer
+
+    write_gguf(folder / FILE, make_model("llama"), make_tokenizer(), "Q8_0", template="{{ messages }}")
+    load_model(str(folder / FILE)).model.save_pretrained(folder / "model")
+    load_tokenizer(str(folder / FILE)).save_pretrained(folder / "model")
+    settings: dict[str, Any] = {"roles": ["stack"], "rank": RANK, "sequence_length": LENGTH}
+    for name, out in ((FILE, "bundle"), ("model", "bundle-of-folder")):
+        export(ExportConfig(model=str(folder / name), out=folder / out, quantize="8da8w", **settings))
+    bundle = open_bundle(folder / "bundle")
+    trained_folder(folder / "trained", bundle.chain.modules, bundle.adapter)
+
+
+@pytest.fixture(scope="session")
+def made(made_once: Made) -> Path:
+    """See `fill`."""
+    return made_once("gguf base", fill)
+
+
+def test_a_bundle_says_what_it_was_made_of(made: Path) -> None:
+    model = read_json(made / "bundle/manifest.json")["model"]
+    assert model["sha256"] == file_sha256(made / FILE)
+    assert model["source"] == {
+        "format": "gguf",
+        "file": FILE,
+        "description": "Q8_0",
+        "file_type": "Q8_0",
+        "types": {"F32": 5, "Q8_0": 15},
+    }
+    assert "Q8_0" in prge("inspect", made / "bundle").stdout
+
+
+def test_weights_and_programs_are_those_of_a_folder_with_the_same_weights(made: Path) -> None:
+    files, others = (
+        {name: each["sha256"] for name, each in read_json(made / bundle / "manifest.json")["files"].items()}
+        for bundle in ("bundle", "bundle-of-folder")
+    )
+    assert "source" not in read_json(made / "bundle-of-folder/manifest.json")["model"]
+    # The adapter's configuration names the base model.
+    del files["adapter/adapter_config.json"], others["adapter/adapter_config.json"]
+    assert files == others
+
+
+def test_a_published_adapter_names_the_file(made: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = publish(PublishConfig(made / "trained", tmp_path / "peft", bundle=made / "bundle"))
+    named = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert FILE in named
+    card = (folder / "README.md").read_text()
+    assert f'from_pretrained("<folder of the GGUF file>", gguf_file="{FILE}", dtype=torch.float32)' in card
+    assert f"GGUF file {FILE} stands for: its weights, in Q8_0, were dequantized" in " ".join(card.split())
+    assert "| base model weights | GGUF, Q8_0 |" in card
+    # As the card says.
+    base = AutoModelForCausalLM.from_pretrained(made, gguf_file=FILE, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(folder)).eval()
+    torch.testing.assert_close(answer(model), by_hand(made), atol=1e-4, rtol=0)
+
+
+def test_a_merged_model_is_an_ordinary_folder(made: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    words = ["--bundle", made / "bundle", "--model", made / FILE, "--format", "merged"]
+    prge("publish", made / "trained", *words, "--out", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert merged.dtype is torch.float32
+    assert "quantization_config" not in read_json(tmp_path / "merged/config.json")
+    torch.testing.assert_close(answer(merged), by_hand(made), atol=1e-4, rtol=0)
+    assert read_json(tmp_path / "merged/generation_config.json")["eos_token_id"] == [2]
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == "{{ messages }}"
+    assert "The weights here are what the GGUF file" in (tmp_path / "merged/README.md").read_text()
+
+
+def test_an_adapter_for_llama_cpp_fits_the_file(made: Path, tmp_path: Path) -> None:
+    """In the file's own layout: its weights and what the adapter adds give the merged model's weights."""
+    import gguf
+
+    words = ["--bundle", made / "bundle", "--model", made / FILE, "--format", "gguf"]
+    prge("publish", made / "trained", *words, "--out", tmp_path / "gguf")
+    assert f'-m "{FILE}" --lora adapter.gguf' in (tmp_path / "gguf/README.md").read_text()
+    adapter = {each.name: each.data for each in gguf.GGUFReader(tmp_path / "gguf/adapter.gguf").tensors}
+    base = {each.name: each for each in gguf.GGUFReader(made / FILE).tensors}
+    stems = {name.rpartition(".")[0] for name in adapter}
+    assert stems and stems <= base.keys()
+    merged = {
+        name: gguf.dequantize(base[name].data, base[name].tensor_type)
+        + 16 / RANK * adapter[f"{name}.lora_b"] @ adapter[f"{name}.lora_a"]
+        for name in stems
+    }
+    model = load_model(str(made / FILE)).model
+    written = write_gguf(tmp_path / "merged.gguf", model, make_tokenizer(), tensors=merged)
+    torch.testing.assert_close(answer(load_model(str(written)).model), by_hand(made), atol=1e-4, rtol=0)
+
+
+def by_hand(made: Path) -> Any:
+    """What the model answers with W + alpha / rank * lora_b @ lora_a in its weights."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(made / "model").eval()
+    adapter = read_lora(made / "trained")
+    with torch.no_grad():
+        for name, lora_b in adapter.lora_b.items():
+            model.get_submodule(name).weight += torch.from_numpy(16 / RANK * lora_b @ adapter.lora_a[name])
+    return answer(model)
+
+
+def answer(model: Any) -> Any:
+    tokens = torch.randint(3, 100, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+def test_another_file_is_not_the_bundles_model(made: Path, tmp_path: Path) -> None:
+    from server_export.evidence.base import open_base
+
+    bundle = open_bundle(made / "bundle")
+    assert open_base(bundle, str(made / FILE)).sha256 == file_sha256(made / FILE)
+    other = write_gguf(tmp_path / FILE, make_model("llama"), make_tokenizer(), "Q4_1")
+    with pytest.raises(BundleError, match="its content is another"):
+        open_base(bundle, str(other))
+
+
+def test_a_file_is_estimated_like_a_folder(made: Path) -> None:
+    found, expected = (
+        json.loads(prge("estimate", "--model", made / name, "--json").stdout) for name in (FILE, "model")
+    )
+    assert found["model"].pop("name_or_path") == str(made / FILE)
+    del expected["model"]["name_or_path"]
+    assert found == expected
+
+
+def test_a_damaged_file_ends_with_a_sentence_and_the_code_2(made: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes((made / FILE).read_bytes()[:-1])
+    ended = prge("export", "--model", path, "--out", tmp_path / "out", check=False)
+    assert ended.returncode == 2
+    assert "would end at byte" in ended.stderr
+    assert not (tmp_path / "out").exists()

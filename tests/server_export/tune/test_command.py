@@ -1,0 +1,45 @@
+"""What a tuning says at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from server_export.tune.command import _text
+
+RESULT: dict[str, Any] = {
+    "score_before": {"loss": 2.0, "perplexity": 8.0, "examples": 4},
+    "score_after": {"loss": 1.0, "perplexity": 3.0, "examples": 4},
+    "scored_rows": "dev",
+    "final_step": 3,
+    "samples": None,
+    "quantization": None,
+    "peak_mb": None,
+    "seconds": 5.0,
+    "run_on_phone": None,
+    "next": "prge chat tuned",
+}
+
+
+def said(**changes: Any) -> str:
+    return "\n".join(_text(Path("tuned"), RESULT | changes))
+
+
+def test_it_says_when_no_sampled_answer_changed() -> None:
+    def samples(*after: str) -> dict[str, Any]:
+        asked = ["one", "two"]
+        return {
+            "before": [{"prompt": prompt, "text": "a"} for prompt in asked],
+            "after": [{"prompt": prompt, "text": text} for prompt, text in zip(asked, after, strict=True)],
+        }
+
+    assert "training changed none of the 2 sampled answers" in said(samples=samples("a", "a"))
+    assert "1 of 2 sampled answers changed" in said(samples=samples("a", "b"))
+    assert "sampled answers" not in said()
+
+
+def test_it_says_which_weights_were_trained_against() -> None:
+    text = said(quantization="8da4w")
+    assert "trained and scored against weights in 8da4w" in text
+    assert "prge publish tuned --format merged" in text
+    assert "merged" not in said()
