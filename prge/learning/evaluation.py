@@ -44,8 +44,8 @@ def score(
 ) -> Scores:
     """Score every candidate of every example with one adapter: ceil(sequences / rows) calls.
 
-    What an example is given doesn't depend on the others, nor on their order. Sequences of about one length go
-    together, as rows of one padded length pass an engine's programs together.
+    What an example is given doesn't depend on the others, nor on their order. Sequences of about one length
+    go together, as rows of one padded length pass an engine's programs together.
     """
     contract = engine.contract
     inputs = stack(adapter, contract.copies)
