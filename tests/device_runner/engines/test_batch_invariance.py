@@ -25,8 +25,13 @@ from prge.contract import Contract, matrices
 from prge.engine import Array, FloatArray
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.signatures import BACK, STACK, TANGENT
+from prge.learning.evaluation import score
+from prge.learning.examples import Example
+from prge.learning.head import Head
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import Inputs, export_chain
+from tests.rows import choice, classified, completion, long_choice
+from tests.templates import random_adapter
 from tests.tiers import rest
 from tests.workshop import Made
 
@@ -246,8 +251,44 @@ def test_states_from_the_cache_change_no_bit(scene: Scene, tmp_path: Path) -> No
     assert cache.computed == len(rows) and cache.reused >= len(rows)
 
 
+def examples_of(scene: Scene) -> list[Example]:
+    """Examples of all kinds of candidates, some with more of them than others; or classified ones."""
+    tokens = [array.tolist() for array in scene.tokens]
+    if scene.bundle.chain.is_encoder:
+        return [classified(row, each, 3, row % 3) for row, each in enumerate(tokens)]
+    return [
+        *(completion(row, each, len(each) // 2) for row, each in enumerate(tokens[:5])),
+        choice(5, tokens[3], [7, 8], 1),
+        choice(6, tokens[7], [*range(3, 14)], 4),
+        long_choice(7, tokens[2], [tokens[6], tokens[4], tokens[2]], 0),
+        long_choice(8, tokens[4], [[row] for row in range(3, 15)], 2),
+    ]
+
+
+def test_an_examples_scores_and_loss_are_its_own(scene: Scene) -> None:
+    chain = scene.bundle.chain
+    engine = scene.engine(chain.scoring)
+    adapter = random_adapter(chain.modules, 2, 0.1)
+    head = Head(3, chain.width) if chain.is_encoder else None
+    if head is not None:
+        head.values[:] = np.random.default_rng(3).standard_normal(head.size)
+    examples = examples_of(scene)
+
+    def scored(some: Sequence[Example]) -> dict[int, tuple[bytes, float]]:
+        found = score(engine, adapter, some, head)
+        values = zip(found.scores, found.losses.tolist(), strict=True)
+        return {each.row: (s.tobytes(), loss) for each, (s, loss) in zip(some, values, strict=True)}
+
+    expected = {row: value for each in examples for row, value in scored([each]).items()}
+    assert len({*expected.values()}) == len(examples)
+    assert scored(examples) == scored(examples[::-1]) == expected
+    assert scored(examples[3:7]) == {each.row: expected[each.row] for each in examples[3:7]}
+    losses = [score(engine, adapter, some, head).loss for some in (examples, examples[::-1])]
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.whole
-def test_rows_in_chunks_are_what_they_are_alone(made_once: Made, long_rows: Callable[[str], Path]) -> None:
+def test_rows_in_chunks_are_what_they_are_alone(long_rows: Callable[[str], Path]) -> None:
     for scheme in ("fp32", "8da4w"):
         scene = Scene(open_bundle(long_rows(scheme)), (150, 20, 64, 65, 20, 97))
         for role, sizes in CALLS:
