@@ -177,12 +177,12 @@ class ChainSpeaker:
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
         """See Speaker."""
-        self._reserve(self.length(sequence) + len(tokens))
+        self._reserve(end := self.length(sequence) + len(tokens))
         state, rest = None, list(tokens)
         while rest:
             if len(rest) < FEWEST_TOKENS:
                 return self.step({sequence: rest[0]})[sequence]
-            piece = _PIECE if self._capacity <= _LONG else _PIECE_OF_LONG
+            piece = _PIECE if end <= _LONG else _PIECE_OF_LONG
             size = min(len(rest), piece, self._chain.bounds.piece)
             if len(rest) - size == 1 and size > FEWEST_TOKENS:
                 # A token that is left alone is a step of its own, which reads all weights once more.
