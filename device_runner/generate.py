@@ -23,7 +23,8 @@ from device_runner.session.speaking import (
 from prge.errors import DataError, shown
 from prge.files.documents import DocumentError, read_json
 from prge.host.terminal import write_text
-from prge.rows.forms import TEMPLATE_KWARGS, columns_text, find_form, template_variables
+from prge.rows.feedback import TEMPLATE_KWARGS
+from prge.rows.forms import columns_text, find_form, template_variables
 from prge.rows.readers import Row, place_of_row, select_rows
 from prge.rows.sources import describe_paths, read_source
 from prge.rows.task import RowError, load_task

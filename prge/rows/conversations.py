@@ -11,7 +11,8 @@ import numpy as np
 
 from prge.errors import BundleError, DataError
 from prge.rows.control_tokens import MessageTexts, in_messages
-from prge.rows.forms import TEMPLATE_KWARGS, TOOLS
+from prge.rows.feedback import TEMPLATE_KWARGS
+from prge.rows.forms import TOOLS
 from prge.rows.readers import Row
 from prge.rows.report import CONTEXT_CUT, CONTROL_IN_MESSAGES, CONTROL_OF_MESSAGES, TURNS_CUT, TURNS_SPLIT
 from prge.rows.task import RowError
