@@ -196,8 +196,10 @@ def probe(settings: ProbeSettings) -> Report:
     tokenizer = bundle_tokenizer(bundle)
     task = task_of(bundle, settings.task)
     options = BuildOptions(settings.overflow, settings.append_eos)
-    source = read_source(settings.data, "train", settings.columns)
-    examples, data = load_examples(source, tokenizer, bundle.chain.scoring, task, settings.selection, options)
+    data_source = read_source(settings.data, "train", settings.columns)
+    examples, data = load_examples(
+        data_source, tokenizer, bundle.chain.scoring, task, settings.selection, options
+    )
     rows = (settings.batch_size or default_batch(examples)) * most_sequences(examples)
     contract = bundle.chain.contract(TANGENT, rows, queries=queries)
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ SETTINGS = {
 }
 
 
-def card(estimator: str | None = None, base: BaseModel = HUB, **run: Any) -> str:
+def card(
+    estimator: str | None = None, base: BaseModel = HUB, told: Mapping[str, Any] | None = None, **run: Any
+) -> str:
     facts = {
         "run": {"status": "completed", "settings": {**SETTINGS, "estimator": estimator}, **run},
         "train": {
@@ -43,7 +46,6 @@ def card(estimator: str | None = None, base: BaseModel = HUB, **run: Any) -> str
             head_layer="",
             has_own_classes=False,
             name="adapter",
-            format="peft",
             base=base,
             is_encoder=False,
             pooling=None,
@@ -52,6 +54,7 @@ def card(estimator: str | None = None, base: BaseModel = HUB, **run: Any) -> str
             run=facts if estimator or run else {},
             bundle_sha256="ab" * 32,
             step=5,
+            **{"format": "peft", **(told or {})},
         )
     )
 
@@ -157,3 +160,25 @@ def test_a_damaged_summary_tells_nothing(tmp_path: Any, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     assert read_run(tmp_path) == {}
     assert read_run(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"format": "peft"}, "With the original weights of the base model answers can differ"),
+        ({"format": "gguf"}, "`prge publish --format merged` writes a model with the weights"),
+        ({"format": "merged", "trained_scheme": "8da4w"}, "The weights here are those, as floats"),
+        ({"format": "merged", "trained_scheme": "8da4w", "weights": "original"}, "into the original weights"),
+        ({"format": "merged"}, "into the original weights"),
+        (
+            {"format": "llm", "scheme": "8da8w"},
+            "The weights here are in 8da8w, with which answers can differ",
+        ),
+        ({"format": "llm", "scheme": "8da4w"}, ""),
+    ],
+)
+def test_it_says_which_weights_were_trained_against(told: Mapping[str, Any], words: str) -> None:
+    text = " ".join(card("exact", told=told, quantization={"scheme": "8da4w"}).split())
+    said = "trained and scored against frozen weights that are rounded to 8da4w, in an engine that rounds"
+    assert (said in text) == bool(words) and words in text
+    assert said not in " ".join(card("exact").split())
