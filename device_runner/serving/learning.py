@@ -45,7 +45,7 @@ from prge.errors import BundleError, DataError, DivergenceError, PrgeError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.journal import Record
-from prge.files.peft import find_adapter, read_peft, run_of
+from prge.files.peft import find_adapter, read_compatible_adapter, read_peft, run_of
 from prge.files.run_folder import CONFIG, FINAL
 from prge.files.signatures import STACK
 from prge.files.tuned import tuning_at
@@ -279,11 +279,15 @@ def open_learning(
         tell: called with what a user should know.
 
     Raises:
-        PrgeError: rows that are to be kept can't be used, the folder is of something else, or the engine
-            can't be had.
+        PrgeError: rows that are to be kept can't be used, the folder is of something else, the engine can't
+            be had, or the bundle's programs can't train the adapter of the start.
     """
     assert flags.learn is not None
-    run = None if source is None else run_of(find_adapter(source))
+    run = None
+    if source is not None:
+        # What is only generated with may have a lora_a that the bundle's programs can't train against.
+        read_compatible_adapter(find_adapter(source), bundle.chain.modules, bundle.adapter)
+        run = run_of(find_adapter(source))
     settings = _settings(flags, engine, bundle, run)
     if source is not None and (tuning := tuning_at(source)) is not None and flags.kept is None:
         dev = tuning.rows / "dev.jsonl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ SETTINGS = {
 
 
 def card(
-    estimator: str | None = None, base: BaseModel = HUB, format: str = "peft", begin: str = "", **run: Any
+    estimator: str | None = None, base: BaseModel = HUB, told: Mapping[str, Any] | None = None, **run: Any
 ) -> str:
     facts = {
         "run": {"status": "completed", "settings": {**SETTINGS, "estimator": estimator}, **run},
@@ -49,8 +50,6 @@ def card(
             head_layer="",
             has_own_classes=False,
             name="adapter",
-            format=format,
-            begin=begin,
             base=base,
             is_encoder=False,
             pooling=None,
@@ -59,15 +58,16 @@ def card(
             run=facts if estimator or run else {},
             bundle_sha256="ab" * 32,
             step=5,
+            **{"format": "peft", **(told or {})},
         )
     )
 
 
 @pytest.mark.parametrize("format", ["peft", "merged", "gguf", "llm"])
 def test_the_token_that_texts_begin_with_is_told_with_a_prompt(format: str) -> None:
-    text = card(format=format, begin="<s>")
+    text = card(told={"format": format, "begin": "<s>"})
     assert ("Texts began with the token `<s>` in training" in text) == (format != "llm")
-    assert "Texts began" not in card(format=format)
+    assert "Texts began" not in card(told={"format": format})
     if format == "gguf":
         assert '-p "<s>Once upon a time"' in text
     elif format != "llm":
@@ -179,3 +179,25 @@ def test_a_damaged_summary_tells_nothing(tmp_path: Any, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     assert read_run(tmp_path) == {}
     assert read_run(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"format": "peft"}, "With the original weights of the base model answers can differ"),
+        ({"format": "gguf"}, "`prge publish --format merged` writes a model with the weights"),
+        ({"format": "merged", "trained_scheme": "8da4w"}, "The weights here are those, as floats"),
+        ({"format": "merged", "trained_scheme": "8da4w", "weights": "original"}, "into the original weights"),
+        ({"format": "merged"}, "into the original weights"),
+        (
+            {"format": "llm", "scheme": "8da8w"},
+            "The weights here are in 8da8w, with which answers can differ",
+        ),
+        ({"format": "llm", "scheme": "8da4w"}, ""),
+    ],
+)
+def test_it_says_which_weights_were_trained_against(told: Mapping[str, Any], words: str) -> None:
+    text = " ".join(card("exact", told=told, quantization={"scheme": "8da4w"}).split())
+    said = "trained and scored against frozen weights that are rounded to 8da4w, in an engine that rounds"
+    assert (said in text) == bool(words) and words in text
+    assert said not in " ".join(card("exact").split())
