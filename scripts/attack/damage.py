@@ -256,7 +256,7 @@ _LIES = (
 def mutate_gguf(path: Path, random: Random) -> None:
     """Let some numbers of a GGUF header lie, or put another text of the same length into it."""
     content = bytearray(path.read_bytes())
-    numbers, texts = gguf_places(content)
+    numbers, texts = gguf_places(bytes(content))
     for _ in range(random.randint(1, 2)):
         if random.random() < 0.8:
             at, size = random.choice(numbers)
@@ -266,7 +266,12 @@ def mutate_gguf(path: Path, random: Random) -> None:
         else:
             at, size = random.choice(texts)
             other = random.choice(
-                [random.randbytes(size), b"\xff" * size, b"\0" * size, _text_of(content, texts, random)]
+                [
+                    random.randbytes(size),
+                    b"\xff" * size,
+                    b"\0" * size,
+                    _text_of(bytes(content), texts, random),
+                ]
             )
             content[at : at + size] = (other + bytes(size))[:size]
     path.write_bytes(content)
