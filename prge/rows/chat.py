@@ -42,6 +42,8 @@ RESERVED = frozenset({"messages", "add_generation_prompt"})
 _FLAGS = ("weight", "train")
 # Names under which data sets have what the assistant thought; templates read the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# What an answer may have besides its content.
+_OF_ANSWERS = ("tool_calls", *_REASONING)
 # Noncharacters of Unicode: some that the request doesn't have stand around what a template generates.
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 _WORD = "word"
@@ -188,6 +190,21 @@ class ChatTemplate:
             for each in answer["renderings"]
         ]
 
+    def left_out(self, messages: Sequence[Message], variables: Variables = NO_VARIABLES) -> list[str]:
+        """What the template renders nothing of: keys of the assistant's messages, and roles.
+
+        Raises:
+            DataError: the template refuses the messages.
+            BundleError: it takes more than the bounds of time, memory or text.
+        """
+        roles = {message["role"] for message in messages} - {ASSISTANT, "user"}
+        if not roles and not any(message.get(name) for message in messages for name in _OF_ANSWERS):
+            return []
+        answer = self._ask(
+            messages=list(messages), roles=sorted(roles), variables=dict(variables), date=self._today()
+        )
+        return [str(name) for name in answer["left_out"]]
+
     def _today(self) -> str:
         return self._date or date.today().isoformat()
 
@@ -244,6 +261,8 @@ class _Renderer:
         self._variables = request["variables"]
         self._today = datetime.fromisoformat(request["date"])
         messages = request["messages"]
+        if "roles" in request:
+            return {"left_out": self._left_out(messages, request["roles"])}
         if "learnt" in request:
             return {"renderings": self._renderings(messages, request["learnt"])}
         return {"text": self._render(messages, request["add_generation_prompt"])}
@@ -421,6 +440,33 @@ class _Renderer:
         except DataError:
             return ""
         return with_prompt[_common(without, with_prompt) :]
+
+    def _left_out(self, messages: Sequence[Message], roles: Sequence[str]) -> list[str]:
+        """Keys of answers and roles without which the text is the same."""
+        text = self._render(messages)
+        found = []
+        for role in roles:
+            others = [message for message in messages if message["role"] != role]
+            if others and self._is_same(text, others):
+                found.append(f"messages of the role {role}")
+        for index, message in enumerate(messages):
+            for name in _OF_ANSWERS if message["role"] == ASSISTANT else ():
+                if message.get(name) and name not in found:
+                    shorter = {key: value for key, value in message.items() if key != name}
+                    whole = self._tried(messages[: index + 1])
+                    if whole is not None and self._is_same(whole, [*messages[:index], shorter]):
+                        found.append(name)
+        return found
+
+    def _is_same(self, text: str, messages: Sequence[Message]) -> bool:
+        return self._tried(messages) == text
+
+    def _tried(self, messages: Sequence[Message]) -> str | None:
+        """The text of messages; None where the template refuses them."""
+        try:
+            return self._render(messages)
+        except DataError:
+            return None
 
     def _tagged(self, messages: Sequence[Message], learnt: Sequence[int]) -> dict[str, Any]:
         """The whole conversation, of which the template's `generation` tags enclose what is learnt."""

@@ -27,6 +27,7 @@ TURN_REFUSED = "assistant turns that the chat template refuses to end with, not 
 SEVERAL = "chats that the template renders otherwise once they go on, an example for each way"
 TOOLS_UNREAD = "tools that the chat template does not read"
 KWARGS_UNREAD = f"{TEMPLATE_KWARGS} that the chat template does not read"
+LEFT_OUT = "that the chat template leaves out"
 # Behind every text.
 _FAR = np.iinfo(np.int64).max
 
@@ -68,7 +69,8 @@ def chat_examples(reading: Reading, chat: ChatTemplate, row: Row) -> Made:
     variables = row.fields.get(TEMPLATE_KWARGS, {})
     whole = conversation_of(reading, row.number, messages, learnt_turns(messages), variables)
     texts = rendered(chat, whole)
-    made = Made((), tuple(_unread(chat, variables)))
+    left_out = chat.left_out(messages[: max(whole.learnt) + 1], variables)
+    made = Made((), (*_unread(chat, variables), *(f"{name} {LEFT_OUT}" for name in left_out)))
     if len(texts) > 1:
         made += Made((), (SEVERAL,))
     if sum(len(text.turns) for text in texts) < len(whole.learnt):

@@ -250,6 +250,27 @@ def test_no_template_is_asked_for_no_messages() -> None:
     assert [found.text[start:end] for start, end in found.spans] == ["Yo|", "Yo|"]
 
 
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (CHATML, ["tool_calls", "reasoning_content"]),
+        (CHATML.replace("in messages", "in messages if message.role != 'tool'"), None),
+        (THINKS, []),
+        (THINKS.replace("message.reasoning_content or ''", "''"), ["reasoning_content"]),
+    ],
+)
+def test_what_a_template_leaves_out_is_told(template: str, told: list[str] | None) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {}}}
+    messages = [ASKED, said("assistant", "Let me see.", reasoning_content="Hm.", tool_calls=[call])]
+    messages += [said("tool", "21"), ANSWERED]
+    tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, chat_template=template)
+    contract = make_contract(batch_size=4, sequence_length=900, positions=899, vocabulary_size=1000)
+    _, report = build_examples([Row(1, {"messages": messages})], tokenizer, contract)
+    found = [event.partition(" that the chat")[0] for event in report.notes if "leaves out" in event]
+    all_of_it = ["messages of the role tool", "tool_calls", "reasoning_content"]
+    assert found == (all_of_it if told is None else told)
+
+
 def test_variables_of_a_template() -> None:
     assert ChatTemplate(THINKS, SPECIAL).variables == {"tools", "enable_thinking"}
     assert ChatTemplate(CHATML, SPECIAL).variables == ChatTemplate(DATED, SPECIAL).variables == set()

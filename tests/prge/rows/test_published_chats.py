@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from functools import cache, partial
 from os.path import commonprefix
 from typing import Any
@@ -110,7 +109,6 @@ OWN_PROMPTS = {
     "smolvlm": "Assistant:",
     "FOLDS_SYSTEM": "[/INST]",
 }
-TODAY = date(2026, 11, 27)
 
 
 @cache
@@ -125,7 +123,7 @@ def built(source: str, *rows: Mapping[str, Any], **options: Any) -> tuple[list[E
     tokenizer = Tokenizer(backend_for(source), bos_id=1, eos_id=2, pad_id=0, chat_template=source)
     contract = make_contract(batch_size=4, sequence_length=4000, positions=3999, vocabulary_size=2000)
     numbered = [Row(number, fields) for number, fields in enumerate(rows, 1)]
-    chosen = BuildOptions("error", date=options.pop("date", TODAY), **options)
+    chosen = BuildOptions("error", **options)
     return build_examples(numbered, tokenizer, contract, options=chosen)
 
 
