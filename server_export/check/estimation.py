@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from prge.contract import Contract
@@ -40,6 +41,12 @@ class Estimate:
     readout: str
     vocabulary_size: int
     positions: int | None
+
+    def exported_as(self, scheme: str, roles: Collection[str]) -> Estimate:
+        """The same model with frozen weights in another scheme, and programs of other roles."""
+        roles = _own_roles(self.readout, roles)
+        weights = weights_of(self.outline, scheme, _has_int8_table(self.outline, scheme), roles)
+        return replace(self, weights=weights, scheme=scheme, roles=roles)
 
     @property
     def export_bytes(self) -> int:
@@ -106,15 +113,24 @@ def estimate_of(config: ExportConfig, source: Source) -> Estimate:
     """The same of a source that is open."""
     from server_export.model.loading import vocabulary_size
     from server_export.model.positions import position_count
-    from server_export.model.quantization import EMBEDDING_BYTES
 
     outline, readout = source.costs, source.readout
-    int8_table = config.quantize != "fp32" and 4 * outline.table_numbers >= EMBEDDING_BYTES
-    of_texts = () if readout == "logprobs" else (PREFILL, DECODE)
-    roles = tuple(role for role in dict.fromkeys((STACK, *config.roles)) if role not in of_texts)
-    weights = weights_of(outline, config.quantize, int8_table, roles)
+    roles = _own_roles(readout, config.roles)
+    weights = weights_of(outline, config.quantize, _has_int8_table(outline, config.quantize), roles)
     vocabulary, most = vocabulary_size(source.loaded.model), position_count(source.loaded)
     return Estimate(outline, weights, config.quantize, roles, readout, vocabulary, most)
+
+
+def _own_roles(readout: str, roles: Collection[str]) -> tuple[str, ...]:
+    """Those of the roles that a bundle with the readout has; `stack` is always there."""
+    of_texts = () if readout == "logprobs" else (PREFILL, DECODE)
+    return tuple(role for role in dict.fromkeys((STACK, *roles)) if role not in of_texts)
+
+
+def _has_int8_table(outline: Outline, scheme: str) -> bool:
+    from server_export.model.quantization import EMBEDDING_BYTES
+
+    return scheme != "fp32" and 4 * outline.table_numbers >= EMBEDDING_BYTES
 
 
 def announce(estimated: Estimate) -> None:

@@ -50,11 +50,7 @@ class Choosing:
             PrgeError: the model or rows can't be used.
         """
         settings, model = self._settings, str(self._settings.model)
-        estimated = estimate(EstimateConfig(model=model))
-        self.decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
-        numbers, is_encoder = _numbers_of_all_layers(model), estimated.readout == "pooled"
-        for each in decisions.adapted(settings.estimator, is_encoder, numbers, self._free()):
-            self.decide(each.name, getattr(settings, each.name), partial(Decision, **asdict(each)))
+        estimated = self._decide_adapter(model, rows)
         contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
 
         tokenizing = Tokenizing(model, estimated)
@@ -85,6 +81,27 @@ class Choosing:
         length = self._record.value("sequence_length")
         positions = max(length - 1, 1) if contract.positions else 0
         return rows.split(tokenizer, replace(contract, sequence_length=length, positions=positions))
+
+    def _decide_adapter(self, model: str, rows: NamedRows) -> Estimate:
+        """Scheme, adapted layers and roles; returns what a bundle of them costs, with rows of any length."""
+        settings = self._settings
+        try:
+            whole = estimate(EstimateConfig(model=model, **decisions.ALL_LAYERS))
+            numbers = adapter_size(whole.outline.modules)
+        except PrgeError:  # not all linear layers of this model can have an adapter
+            whole, numbers = estimate(EstimateConfig(model=model)), None
+        self.decide("quantize", settings.quantize, lambda: decisions.scheme(whole.outline.parameters))
+        is_encoder = whole.readout == "pooled"
+        for each in decisions.adapted(settings.estimator, is_encoder, numbers, self._free()):
+            self.decide(each.name, getattr(settings, each.name), partial(Decision, **asdict(each)))
+        writes_texts = rows.are_texts and not is_encoder
+        self.decide("roles", settings.roles, lambda: decisions.roles(settings.estimator, writes_texts))
+        chosen = {name: self._record.value(name) for name in decisions.ALL_LAYERS}
+        chosen["adapt_layers"] = settings.adapt_layers
+        if numbers is None or chosen != {**decisions.ALL_LAYERS, "adapt_layers": None}:
+            given = {name: value for name, value in chosen.items() if value is not None}
+            whole = estimate(EstimateConfig(model=model, **given))
+        return whole.exported_as(self._record.value("quantize"), self._record.value("roles"))
 
     def _free(self) -> int:
         """Bytes that a step may take: by the user, on a phone, or half of this machine's."""
@@ -136,14 +153,6 @@ def _step_on_a_row(estimated: Estimate, model: str, length: int) -> int:
     return run_memory(
         estimated.outline, contract, estimated.weights, estimated.roles, "native", least
     ).anonymous
-
-
-def _numbers_of_all_layers(model: str) -> int | None:
-    """How many numbers the largest adapter would train; None: a model can't have it."""
-    try:
-        return adapter_size(estimate(EstimateConfig(model=model, **decisions.ALL_LAYERS)).outline.modules)
-    except PrgeError:
-        return None
 
 
 def _best_estimator(bundle: Bundle) -> Decision:

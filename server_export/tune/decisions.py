@@ -10,7 +10,9 @@ from typing import Any
 
 from prge.errors import ConfigError
 from prge.host.progress import duration
+from prge.files.signatures import DECODE, PREFILL, STACK
 from prge.learning.costs import BYTES_OF_A_NUMBER, bytes_text
+from prge.learning.estimators.table import ESTIMATORS, EstimatorName
 from prge.running.training_flags import TrainingFlags
 from server_export.tune.rates import longest_search
 
@@ -135,7 +137,9 @@ def prepend_bos(without: float, begun: float) -> Decision:
     return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "never", losses)
 
 
-def adapted(estimator: str | None, is_encoder: bool, numbers: int | None, free: int) -> list[Decision]:
+def adapted(
+    estimator: EstimatorName | None, is_encoder: bool, numbers: int | None, free: int
+) -> list[Decision]:
     """Which layers, at which rank, what of them is trained, where `lora_a` comes from.
 
     Args:
@@ -163,6 +167,18 @@ def _of_queries(init: str, why: str) -> list[Decision]:
     """PEFT's usual layers: queries and values."""
     values = {"rank": 8, "adapter": "lora-fa", "init": init}
     return [Decision(name, value, why) for name, value in values.items()]
+
+
+def roles(estimator: EstimatorName | None, writes_texts: bool) -> Decision:
+    """Roles of the exported programs: those that the tuning runs, since each takes its time to export.
+
+    Args:
+        estimator: the user's; None: exact.
+        writes_texts: whether the model learns to write, so that samples of its texts are taken.
+    """
+    needed = (STACK, ESTIMATORS[estimator or "exact"].role, *((PREFILL, DECODE) if writes_texts else ()))
+    why = "steps, scores and samples of texts" if writes_texts else "steps and scores"
+    return Decision("roles", list(dict.fromkeys(needed)), f"{why} need them; --roles exports others")
 
 
 def memory(free: int) -> Decision:

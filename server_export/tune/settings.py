@@ -16,7 +16,7 @@ from prge.running.training_flags import RowsFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Bytes
 from prge.verbs.settings import with_whole_paths
-from server_export.settings import SCHEMES, AdapterKind, Init, PrependBos
+from server_export.settings import SCHEMES, AdapterKind, Init, PrependBos, roles_problems
 
 OnBadRow = Literal["stop", "skip"]
 
@@ -84,6 +84,9 @@ class TuneSettings(ObjectiveFlags, RowsFlags):
     random. Default: random; eva where exact gradients adapt queries and values alone."""
     estimator: EstimatorName | None = None
     """Default: exact, the gradient by backpropagation."""
+    roles: list[str] | None = None
+    """Roles of the exported programs, as of `prge export`. Default: those that this tuning uses; `prge probe` and
+    other estimators need more."""
     batch_size: int | None = None
     """Rows of a step; those that don't fit into memory together are added up. Default: by their number."""
     head_folds: int | None = None
@@ -113,7 +116,7 @@ class TuneSettings(ObjectiveFlags, RowsFlags):
         problems = bound_problems(self)
         if self.bundle is not None:
             exports = (
-                *("chat_template", "prepend_bos"),
+                *("chat_template", "prepend_bos", "roles"),
                 *("quantize", "sequence_length", "target_modules", "adapt_layers", "init"),
             )
             problems += [
@@ -126,6 +129,7 @@ class TuneSettings(ObjectiveFlags, RowsFlags):
                     f"--adapter is {self.adapter}, but --bundle is given: a bundle is of one kind, which "
                     f"`prge export --adapter {self.adapter}` chooses"
                 )
+        problems += roles_problems(self.roles or ())
         if self.quantize is not None and self.quantize not in SCHEMES:
             problems.append(f"--quantize is {self.quantize!r}, must be one of {', '.join(SCHEMES)}")
         lengths = [f"--{name}" for name in ("steps", "epochs", "minutes") if getattr(self, name) is not None]

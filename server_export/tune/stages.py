@@ -155,7 +155,7 @@ class _Tuning:
         settings = self._settings
         if settings.bundle is None and not self._folder.is_dir():
             names = (
-                *("target_modules", "adapter", "rank", "init"),
+                *("target_modules", "adapter", "rank", "init", "roles"),
                 *("quantize", "sequence_length", "chat_template", "prepend_bos"),
             )
             values = {name: self._record.value(name) for name in names}
