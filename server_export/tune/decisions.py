@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from prge.errors import ConfigError
-from prge.host.progress import duration
 from prge.files.signatures import DECODE, PREFILL, STACK
+from prge.host.progress import duration
 from prge.learning.costs import BYTES_OF_A_NUMBER, bytes_text
 from prge.learning.estimators.table import ESTIMATORS, EstimatorName
 from prge.running.training_flags import TrainingFlags

@@ -85,8 +85,8 @@ class TuneSettings(ObjectiveFlags, RowsFlags):
     estimator: EstimatorName | None = None
     """Default: exact, the gradient by backpropagation."""
     roles: list[str] | None = None
-    """Roles of the exported programs, as of `prge export`. Default: those that this tuning uses; `prge probe` and
-    other estimators need more."""
+    """Roles of the exported programs, as of `prge export`. Default: those that this tuning uses;
+    `prge probe` and other estimators need more."""
     batch_size: int | None = None
     """Rows of a step; those that don't fit into memory together are added up. Default: by their number."""
     head_folds: int | None = None
