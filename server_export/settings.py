@@ -188,7 +188,7 @@ class EstimateConfig(ExportConfig, RowsFlags):
     """Tokens of a call's longest row, all of them learnt."""
 
     memory: Bytes | None = None
-    """Bytes of weights that may stay loaded in a run."""
+    """Most memory that the process of a run takes, as of `prge run`."""
 
     train: Path | None = None
     """Training rows: tell the steps of an epoch, and the memory of a step of the longest instead of
