@@ -133,6 +133,10 @@ class ExportConfig:
     overwrite: bool = False
     """Replace the bundle if the folder exists."""
 
+    memory: Bytes | None = None
+    """Most memory that the export takes; it is refused at once if it would take more. Default: what this
+    machine has available."""
+
     cache: bool = True
     """Take programs that an earlier export lowered from the same graphs; --no-cache lowers them again.
     `prge cache` shows and empties the cache. They hold no weights."""

@@ -53,6 +53,7 @@ _TEXT_METHOD_BYTES = 700_000
 _PROGRAM_BYTES = {STACK: 21_000, TANGENT: 43_000, BACK: 120_000, PREFILL: 14_000, DECODE: 14_000}
 _PROGRAM_BYTES_OF_HEAD = {STACK: 5_000, TANGENT: 9_000, BACK: 28_000, PREFILL: 0, DECODE: 3_000}
 _FLOAT = 4
+_ROOM = 1.05
 # Tokens of a prompt that pass a block together.
 _TEXT_PIECE = 128
 # Of scores as large as a long row's piece has, so many are there at once.
@@ -544,6 +545,15 @@ def costs_of(bundle: Bundle) -> tuple[Outline, Weights]:
     return outline, weights_of_bundle(
         outline, bundle.chain, lambda name: int(manifest["files"][name]["bytes"]), scheme
     )
+
+
+def least_memory(bundle: Bundle, role: str, rows: int, length: int) -> int:
+    """The least `--memory` of a run of a bundle on the native engine, with so many rows of so many tokens in a
+    call, and some room besides: what the process holds before its engine is measured by the run alone."""
+    outline, weights = costs_of(bundle)
+    contract = bundle.chain.contract(role, rows, length=length)
+    taken = run_memory(outline, contract, weights, bundle.chain.roles, "native", weights.largest)
+    return round(_ROOM * taken.total)
 
 
 def memory_table(

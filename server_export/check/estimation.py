@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prge.contract import Contract
 from prge.errors import ConfigError
 from prge.files.signatures import DECODE, PREFILL, STACK
-from prge.host.memory import memory_info
+from prge.host.atomic import check_place
+from prge.host.memory import available_memory, memory_info
 from prge.host.progress import duration
 from prge.learning.costs import (
     Outline,
@@ -17,6 +19,7 @@ from prge.learning.costs import (
     bytes_text,
     export_memory,
     export_seconds,
+    megabytes,
     programs_bytes,
     weights_of,
 )
@@ -134,12 +137,36 @@ def _has_int8_table(outline: Outline, scheme: str) -> bool:
 
 
 def announce(estimated: Estimate) -> None:
-    """Print what an export will take, before it begins, and a warning if the machine lacks the memory."""
+    """Print what an export will take, before it begins."""
     print(
         f"estimated  {bytes_text(estimated.export_bytes)} of memory at the peak of the export, "
         f"{duration(estimated.export_seconds)}, weights {bytes_text(estimated.weights.stored)}",
         flush=True,
     )
-    available = memory_info().get("MemAvailable")
-    if available is not None and estimated.export_bytes > available:
-        print(f"hint: this machine has {bytes_text(available)} of memory available", flush=True)
+
+
+def check_room(estimated: Estimate, folder: Path, memory: int | None = None) -> None:
+    """Refuse an export that this machine has no memory or storage for, before its minutes begin.
+
+    Args:
+        estimated: what it takes.
+        folder: where the bundle's folder will be made.
+        memory: bytes that the export may take; None: what is available.
+
+    Raises:
+        ConfigError: it takes more memory.
+        RunError: the storage has too little room, or can't be written.
+    """
+    check_place(folder, estimated.weights.stored + estimated.programs_bytes)
+    limit = memory
+    if limit is None:
+        swap = memory_info().get("SwapFree", 0)
+        limit = available + swap if (available := available_memory()) else None
+    if limit is not None and estimated.export_bytes > limit:
+        bound = f"--memory is {megabytes(limit)}" if memory else f"{megabytes(limit)} are available"
+        raise ConfigError(
+            "there is too little memory for the export:",
+            [f"it takes about {megabytes(estimated.export_bytes)}, {bound}"],
+            remedy="close other programs, export fewer --roles or shorter rows with --sequence-length, or say "
+            "with --memory how much it may take",
+        )

@@ -54,8 +54,9 @@ class TuneSettings(ObjectiveFlags, RowsFlags):
     max_dropped: float = TrainingFlags.max_dropped
     """Largest share of target tokens that may be left out because rows are too long."""
     memory: Bytes | None = None
-    """Most memory of a run's process, such as 400MB. Default: no bound; of a phone half of what it has
-    free."""
+    """Most memory that a process takes which trains or scores, as of `prge run`, such as 400MB; too little is
+    refused before the export, which takes what `prge estimate` says. Default: no bound; on a phone half of
+    what it has free."""
     minutes: float | None = None
     """Minutes that all of it should take, the export too: they choose the steps. Default: as the rows ask."""
 
