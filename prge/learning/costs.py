@@ -519,7 +519,7 @@ def budget_within(
     smallest = weights.largest
     if (least := predicted(smallest)) > limit:
         raise ConfigError(
-            f"--memory is too little: it is {megabytes(limit)}.",
+            f"--memory {megabytes(limit)} is too little:",
             [f"{process} needs at least {megabytes(math.ceil(least / 1e6) * 10**6)}"],
             remedy=remedy,
         )
@@ -548,8 +548,10 @@ def costs_of(bundle: Bundle) -> tuple[Outline, Weights]:
 
 
 def least_memory(bundle: Bundle, role: str, rows: int, length: int) -> int:
-    """The least `--memory` of a run of a bundle on the native engine, with so many rows of so many tokens in a
-    call, and some room besides: what the process holds before its engine is measured by the run alone."""
+    """The least `--memory` of a run on the native engine with so many rows of so many tokens in a call.
+
+    With some room besides: what the process holds before it loads an engine is measured by the run alone.
+    """
     outline, weights = costs_of(bundle)
     contract = bundle.chain.contract(role, rows, length=length)
     taken = run_memory(outline, contract, weights, bundle.chain.roles, "native", weights.largest)

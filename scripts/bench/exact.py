@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument(
         "--memory",
         type=lambda text: converted(text, Bytes),
-        help="bytes of weights and activations that `blocks` may hold, such as 1500MB",
+        help="of weights and activations",
     )
     methods = ["blocks", "recomputed", "least", "tangent", "prge", *PYTORCH]
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods)

@@ -167,6 +167,5 @@ def check_room(estimated: Estimate, folder: Path, memory: int | None = None) -> 
         raise ConfigError(
             "there is too little memory for the export:",
             [f"it takes about {megabytes(estimated.export_bytes)}, {bound}"],
-            remedy="close other programs, export fewer --roles or shorter rows with --sequence-length, or say "
-            "with --memory how much it may take",
+            remedy="close other programs, export fewer --roles, or say with --memory how much it may take",
         )

@@ -312,7 +312,7 @@ def rows_of_a_call(
                 return Decision("rows_of_a_call", size, why)
     least = math.ceil(needed(widest, False) / _MARGIN / 1e6) * 10**6
     raise ConfigError(
-        f"--memory is too little: it is {megabytes(limit)}.",
+        f"--memory {megabytes(limit)} is too little:",
         [f"a run of this model needs at least {megabytes(least)}"],
         remedy="give more, take --quantize 8da4w, a smaller --sequence-length, or --adapt-layers top:k",
     )
