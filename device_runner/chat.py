@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from device_runner.session.memory import watched_memory
 from device_runner.session.speaking import (
     BASE,
     ChatFlags,
@@ -79,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     generator = open_generator(bundle, tokenizer, settings, SLOTS)
     if not is_chat:
         note(NO_TEMPLATE)
-    with _interruptible() as interrupts:
+    with watched_memory(settings.memory, note), _interruptible() as interrupts:
         Chat(settings, bundle, prompts, adapters, generator, interrupts, settings.feedback).run()
     return 0
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.engines.opening import open_engines
+from device_runner.session.memory import budget_of_scores, budget_of_texts, watched_memory
 from device_runner.session.settings import EngineFlags, date_of_run
+from device_runner.session.speaking import note
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
@@ -59,7 +61,8 @@ class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlag
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge eval --help`."""
     settings = parse_settings(EvaluateSettings, argv, "prge eval", ["bundle"])
-    record = run(settings)
+    with watched_memory(settings.memory, note):
+        record = run(settings)
     for name, value in record.items():
         print(f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}")
     if cut := record.get("cut_examples"):
@@ -104,9 +107,14 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     objective = make_objective(report.objective, settings)
     adapter = read_compatible_adapter(trained, contract.modules, bundle.adapter)
     head = _head(bundle, trained, task, examples[0].candidates) if contract.is_encoder else None
-    engines = open_engines(bundle, None, settings.threads, settings.engine, settings.memory)
+    given, context = (settings.memory, settings.engine), None
+    scoring, budget = budget_of_scores(bundle, examples, *given, "scoring these rows")
+    if writes:
+        context, budget = budget_of_texts(bundle, *given, SLOTS, steps=scoring)
+    loaded = None if budget is None else budget.loaded
+    engines = open_engines(bundle, None, settings.threads, settings.engine, loaded, scoring)
     engine = engines.score
-    generator = Generator(engines.speaker(SLOTS), tokenizer) if writes else None
+    generator = Generator(engines.speaker(SLOTS, context), tokenizer) if writes else None
     pad = tokenizer.pad_id
     if isinstance(objective, Preference):
         start = read_peft(bundle.adapter, contract.modules)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from device_runner.session.memory import watched_memory
 from device_runner.session.speaking import (
     STDIN,
     GenerateFlags,
@@ -51,7 +52,9 @@ class _Asked:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge generate --help`."""
-    generate(parse_settings(GenerateSettings, argv, "prge generate", ["bundle"]))
+    settings = parse_settings(GenerateSettings, argv, "prge generate", ["bundle"])
+    with watched_memory(settings.memory, note):
+        generate(settings)
     return 0
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from prge.contract import AdaptedModule, Contract
 from prge.errors import BundleError, RunError
 from prge.files.adapter import adapter_size
-from prge.host.atomic import new_folder
+from prge.host.atomic import check_place, new_folder
 from prge.learning.costs import MOST_COMPARED
-from server_export.check.estimation import announce, estimate_of
+from server_export.check.estimation import announce, check_room, estimate_of
 from server_export.memory import give_back_freed
 from server_export.settings import ExportConfig
 from server_export.stage import stage
@@ -58,6 +58,7 @@ def export(config: ExportConfig) -> Path:
     out = Path(config.out)
     if out.exists() and not config.overwrite:
         raise RunError(f"{out} exists already", remedy="give another folder, or --overwrite")
+    check_place(out.parent)
     with with_random_model(config) as settled:
         return _export(settled, out)
 
@@ -70,7 +71,9 @@ def _export(config: ExportConfig, out: Path) -> Path:
     source = open_source(config)
     _tell_part(source)
     _describe_gguf(source)
-    announce(estimate_of(config, source))
+    estimated = estimate_of(config, source)
+    announce(estimated)
+    check_room(estimated, out.parent, config.memory)
     with new_folder(out, overwrite=config.overwrite) as folder:
         source = source.with_weights()
         _tell_head(source)

@@ -11,6 +11,7 @@ from device_runner.engines.opening import Engines, open_engines
 from device_runner.fleet.agreement import Agreement, Plan, task_sha256
 from device_runner.fleet.common import first_state, start_sha256
 from device_runner.fleet.coordinator import Coordinator, RoundsFlags, begin_fleet, has_begun
+from device_runner.session.memory import budget_of_scores
 from device_runner.session.planning import plan_run
 from device_runner.session.settings import EngineFlags
 from prge.errors import ConfigError
@@ -114,7 +115,7 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
     task = task_of(bundle, settings.task)
     rows = None
     if settings.dev or settings.head_rows:
-        engines = engines or open_engines(bundle, None, settings.threads, settings.engine, settings.memory)
+        engines = engines or _engines(settings, bundle)
         rows = ServerRows(bundle, task, engines, bundle_tokenizer(bundle).pad_id)
     if not has_begun(settings.out):
         head = _head(settings, bundle, task, rows)
@@ -141,6 +142,13 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
             remedy=f"go on with it: prge fleet serve --resume {settings.out}; or give another folder",
         )
     return coordinator
+
+
+def _engines(settings: ServerSettings, bundle: Bundle) -> Engines:
+    """What scores rows on the server."""
+    scoring, budget = budget_of_scores(bundle, [], settings.memory, settings.engine, "scoring rows")
+    loaded = None if budget is None else budget.loaded
+    return open_engines(bundle, None, settings.threads, settings.engine, loaded, scoring)
 
 
 def _head(

@@ -41,6 +41,7 @@ from device_runner.serving.worker import Worker
 from device_runner.session.gates import Gates
 from device_runner.session.planning import DEFAULT_BATCH, plan_run, settled
 from device_runner.session.settings import EngineFlags, RunSettings
+from prge.contract import Contract
 from prge.errors import BundleError, DataError, DivergenceError, PrgeError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
@@ -265,6 +266,7 @@ def open_learning(
     tokenizer: Tokenizer,
     serve: Callable[[Adapter], object],
     tell: Callable[[str], object],
+    loaded_beside: Callable[[Contract], int | None] = lambda steps: None,
 ) -> tuple[Learning, Engines]:
     """What learns beside answers, and the engines that it shares with them.
 
@@ -277,6 +279,7 @@ def open_learning(
         tokenizer: of what learns alone.
         serve: puts an adapter in the place of the one that is served.
         tell: called with what a user should know.
+        loaded_beside: bytes of weights that may stay loaded, by the contract of steps; None: all.
 
     Raises:
         PrgeError: rows that are to be kept can't be used, the folder is of something else, the engine can't
@@ -298,15 +301,16 @@ def open_learning(
     plan = plan_run(bundle, kept.replayed, replace(settings, epochs=None))
     settings = replace(settings, batch_size=plan.batch_size)
     learning = Learning(flags, settings, bundle, start, serve, tell)
+    loaded = loaded_beside(plan.contract)
     engines = open_engines(
         bundle,
         plan.contract,
         settings.threads,
         settings.engine,
-        settings.memory,
+        loaded,
         # No larger than those of steps: answers wait for them.
         bundle.chain.contract(STACK, plan.contract.rows),
-        kept=KeptStates(settings.checkpoint_dtype, flags.learn, settings.memory),
+        kept=KeptStates(settings.checkpoint_dtype, flags.learn, loaded),
         speaks=True,
     )
     if engines.notes:

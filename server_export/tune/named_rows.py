@@ -60,6 +60,11 @@ class NamedRows:
             return ""
         return find_form(train.rows, train.name, train.renamed, objective=self._settings.objective).chat
 
+    @property
+    def are_texts(self) -> bool:
+        """Whether a model learns to write what the rows hold, and not to choose among candidates."""
+        return self._task is None or self._task.generate is not None
+
     def some(self, count: int, tokenizer: Tokenizer, contract: Contract) -> list[Example]:
         """Examples of a random choice of training rows as a run of the contract takes them."""
         rows = select_rows(self._sources["train"].rows, Selection(limit=count, shuffle_seed=0))

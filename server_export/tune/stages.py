@@ -28,6 +28,7 @@ from prge.errors import PrgeError, RunError
 from prge.files.bundle import Bundle, open_bundle, read_manifest
 from prge.files.run_folder import DECISIONS, ENDED, JOURNAL, SUMMARY, read_metrics, run_lock
 from prge.files.signatures import DECODE
+from prge.host.atomic import check_place
 from prge.host.progress import duration
 from prge.learning.estimators.guide import GUIDE
 from prge.learning.estimators.table import having
@@ -65,9 +66,11 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
             nothing was made for isn't begun.
     """
     with ExitStack() as held:
+        check_place(settings.out)
         if is_there := (settings.out / DECISIONS).is_file():
             held.enter_context(run_lock(settings.out))
         tuning = _Tuning(settings)
+        tuning.check_folder(is_there)
         stages: list[tuple[str, Callable[[], None]]] = [
             *([("phone", tuning.meet_phone)] if settings.on else []),
             ("rows", tuning.read),
@@ -124,12 +127,17 @@ class _Tuning:
         out = self._settings.out
         if self._notes is None:
             return
-        if not is_there and any((out / name).exists() for name in (DECISIONS, "rows", "search", "run")):
-            raise RunError(f"{out} holds something already", remedy="give another folder with --out")
+        self.check_folder(is_there)
         self._record.keep()
         (out / "before.json").unlink(missing_ok=True)
         self._rows.write(self._parts)
         self._record.found("rows", lambda: self._notes)
+
+    def check_folder(self, is_there: bool) -> None:
+        """Raise RunError if the folder holds something else than a tuning."""
+        out = self._settings.out
+        if not is_there and any((out / name).exists() for name in (DECISIONS, "rows", "search", "run")):
+            raise RunError(f"{out} holds something already", remedy="give another folder with --out")
 
     def meet_phone(self) -> None:
         """Measure the phone that runs take place on; from then on it is this one."""
@@ -165,7 +173,7 @@ class _Tuning:
         settings = self._settings
         if settings.bundle is None and not self._folder.is_dir():
             names = (
-                *("target_modules", "adapter", "rank", "init"),
+                *("target_modules", "adapter", "rank", "init", "roles"),
                 *("quantize", "sequence_length", "chat_template", "prepend_bos"),
             )
             values = {name: self._record.value(name) for name in names}
@@ -265,6 +273,8 @@ class _Tuning:
                 **self._given("date", "overflow", "threads", *_EXAMPLES, *_OBJECTIVE),
                 "beta": self._record.value("beta"),
             }
+            if self._settings.on is None:  # else it is of the phone, and rows are scored here
+                scored["memory"] = self._settings.memory
             self._verb("eval", {**scored, "json": partial}, name)
             partial.rename(path)
         self._record.found("scoring_seconds", lambda: time.perf_counter() - begin)
@@ -378,7 +388,7 @@ class _Tuning:
             "head_folds": value("head_folds"),
             "batch_size": batch,
             "calls": batch // of_a_call,
-            "memory": value("weights_memory"),
+            "memory": self._settings.memory or value("memory"),
             # Of few development rows a metric is often the same.
             "select": "loss",
             "seed": self._settings.seed,

@@ -647,7 +647,7 @@ def test_a_run_that_no_engine_can_be_had_for_has_not_begun(
 
     with monkeypatch.context() as patch, pytest.raises(EngineError):
         patch.setattr(run_verb, "open_engines", refuse)
-        run(replace(settings, memory=1))
+        run(settings)
     assert not (settings.out / "config.yaml").exists()
     run(settings)
 
