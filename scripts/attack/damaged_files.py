@@ -85,7 +85,7 @@ class Use:
         return words
 
     def found(self, scene: Scene) -> dict[str, object]:
-        """The result: hashes of a bundle's files, figures, or bytes of weights; nothing of a verb that tells."""
+        """The result: hashes of a bundle's files, figures, bytes of weights, or nothing."""
         if not self.result:
             return {}
         path = scene.folder / self.result
