@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from device_runner.session.memory import watched_memory
 from device_runner.session.speaking import (
     BASE,
     ChatFlags,
@@ -34,6 +35,7 @@ from prge.rows.feedback import (
     check_feedback,
     spaced,
 )
+from prge.rows.forms import CONTROL_TOKENS
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import Generator, Request, Ticket
 from prge.text.prompts import Prompt, Prompts
@@ -72,13 +74,13 @@ def main(argv: Sequence[str]) -> int:
         check_feedback(settings.feedback)
     bundle = open_speaking(settings.bundle)
     tokenizer = bundle_tokenizer(bundle)
-    prompts = Prompts(tokenizer)
+    prompts = Prompts(tokenizer, control_tokens="text")
     is_chat = prompts.chat is not None  # forks its child before the engine is there
     adapters = read_adapters(settings, bundle)
     generator = open_generator(bundle, tokenizer, settings, SLOTS)
     if not is_chat:
         note(NO_TEMPLATE)
-    with _interruptible() as interrupts:
+    with watched_memory(settings.memory, note), _interruptible() as interrupts:
         Chat(settings, bundle, prompts, adapters, generator, interrupts, settings.feedback).run()
     return 0
 
@@ -253,7 +255,7 @@ class Chat:
             return
         asked: Fields = asked_messages(self._messages(line), self._settings.variables)
         if self._prompts.chat is None:
-            asked = {"prompt": self._joined(line)}
+            asked = {"prompt": self._joined(line), CONTROL_TOKENS: "text"}
         name, settings = self._name, self._settings.generation()
         digest = adapter_digest(self._adapters[name])
         self._answered = Answered(f"chat-{uuid.uuid4().hex}", name, digest, asked, text, settings.facts())

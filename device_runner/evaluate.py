@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.engines.opening import open_engines
+from device_runner.session.memory import budget_of_scores, budget_of_texts, watched_memory
 from device_runner.session.settings import EngineFlags, date_of_run
+from device_runner.session.speaking import note
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
@@ -28,7 +30,7 @@ from prge.rows.scoring import evaluate, text_metrics
 from prge.rows.sources import read_source
 from prge.rows.task import Generate, Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
+from prge.running.training_flags import ExampleFlags, OverflowFlags, SelectionFlags
 from prge.text.loop import Answer, GenerationSettings, Generator, Request
 from prge.text.loop import Overflow as PromptOverflow
 from prge.text.prompts import Prompt
@@ -40,7 +42,7 @@ SLOTS = 8
 
 
 @dataclass(frozen=True)
-class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlags, RowsFlags):
+class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlags, ExampleFlags):
     """Score an adapter on rows of a file; prints the loss and the metric of the task."""
 
     bundle: Path
@@ -59,7 +61,8 @@ class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlag
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge eval --help`."""
     settings = parse_settings(EvaluateSettings, argv, "prge eval", ["bundle"])
-    record = run(settings)
+    with watched_memory(settings.memory, note):
+        record = run(settings)
     for name, value in record.items():
         print(f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}")
     if cut := record.get("cut_examples"):
@@ -92,6 +95,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     options = BuildOptions(
         overflow=settings.overflow,
         append_eos=settings.append_eos,
+        control_tokens=settings.control_tokens,
         objective=settings.objective,
         date=settings.date or date_of_run(run_of(trained)),
     )
@@ -103,9 +107,14 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     objective = make_objective(report.objective, settings)
     adapter = read_compatible_adapter(trained, contract.modules, bundle.adapter)
     head = _head(bundle, trained, task, examples[0].candidates) if contract.is_encoder else None
-    engines = open_engines(bundle, None, settings.threads, settings.engine, settings.memory)
+    given, context = (settings.memory, settings.engine), None
+    scoring, budget = budget_of_scores(bundle, examples, *given, "scoring these rows")
+    if writes:
+        context, budget = budget_of_texts(bundle, *given, SLOTS, steps=scoring)
+    loaded = None if budget is None else budget.loaded
+    engines = open_engines(bundle, None, settings.threads, settings.engine, loaded, scoring)
     engine = engines.score
-    generator = Generator(engines.speaker(SLOTS), tokenizer) if writes else None
+    generator = Generator(engines.speaker(SLOTS, context), tokenizer) if writes else None
     pad = tokenizer.pad_id
     if isinstance(objective, Preference):
         start = read_peft(bundle.adapter, contract.modules)

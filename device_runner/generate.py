@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from device_runner.session.memory import watched_memory
 from device_runner.session.speaking import (
     STDIN,
     GenerateFlags,
@@ -23,7 +24,8 @@ from device_runner.session.speaking import (
 from prge.errors import DataError, shown
 from prge.files.documents import DocumentError, read_json
 from prge.host.terminal import write_text
-from prge.rows.forms import TEMPLATE_KWARGS, columns_text, find_form, template_variables
+from prge.rows.feedback import TEMPLATE_KWARGS
+from prge.rows.forms import columns_text, find_form, template_variables
 from prge.rows.readers import Row, place_of_row, select_rows
 from prge.rows.sources import describe_paths, read_source
 from prge.rows.task import RowError, load_task
@@ -50,7 +52,9 @@ class _Asked:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge generate --help`."""
-    generate(parse_settings(GenerateSettings, argv, "prge generate", ["bundle"]))
+    settings = parse_settings(GenerateSettings, argv, "prge generate", ["bundle"])
+    with watched_memory(settings.memory, note):
+        generate(settings)
     return 0
 
 
@@ -65,8 +69,11 @@ def generate(settings: GenerateSettings) -> None:
     if settings.prompt and not settings.chat and tokenizer.chat_template is not None:
         note("the model has a chat template: --chat puts the prompt into it")
     # All prompts before the engine is there: a chat template runs in a forked child.
-    asked = _asked(settings, Prompts(tokenizer, settings.date))
+    prompts = Prompts(tokenizer, settings.date, control_tokens=settings.control_tokens)
+    asked = _asked(settings, prompts)
     source = "the prompts" if settings.data is None else describe_paths(settings.data)
+    for event, written in prompts.written.items():
+        note(f"{event}: {', '.join(f'{name} {count} times' for name, count in written.items())}")
     adapters = read_adapters(settings, bundle)
     count = len(asked) * len(adapters)
     generator = open_generator(bundle, tokenizer, settings, min(count, MOST_AT_ONCE))

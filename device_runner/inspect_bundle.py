@@ -179,14 +179,17 @@ def _chain_text(report: Mapping[str, Any]) -> Iterator[str]:
     yield "\nweights"
     yield f"  {bytes_text(weights['bytes']):>10}  in all"
     yield (
-        f"  {bytes_text(weights['largest_bytes']):>10}  {weights['largest']}, the largest block: "
-        f"--memory must be {weights['largest_bytes']} at least"
+        f"  {bytes_text(weights['largest_bytes']):>10}  {weights['largest']}, the largest block, the least "
+        "that is loaded at once"
     )
     if report["memory"] is None:
         yield "\nmemory of a run is not known: the export was made before bundles tell it"
     else:
         tokens = min(_TOKENS, chain.bounds.tokens)
-        yield f"\nmemory of a run, {DEFAULT_BATCH} rows of {tokens} tokens, native engine, estimated"
+        yield (
+            f"\nmemory of a run, {DEFAULT_BATCH} rows of {tokens} tokens, native engine, estimated; "
+            "--memory is the most that the process takes"
+        )
         yield from memory_text(report["memory"])
     if text := report["text"]:
         size = bytes_text(text["token_bytes"])

@@ -13,16 +13,18 @@ from typing import Any
 import numpy as np
 
 from device_runner.engines.opening import Engines, open_engines
+from device_runner.session.memory import budget_of_steps, watched_memory
 from device_runner.session.noise import LEAST_NOISE, Agreement, compare, slopes
 from device_runner.session.planning import default_batch
 from device_runner.session.settings import EngineFlags
+from device_runner.session.speaking import note
 from prge.engine import Engine, Float64Array
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
 from prge.files.peft import find_adapter, read_compatible_adapter
 from prge.files.run_folder import write_json
-from prge.files.signatures import TANGENT
+from prge.files.signatures import STACK, TANGENT
 from prge.learning.encoder_heads import fit_heads
 from prge.learning.estimators.differences import Variant, perturbed
 from prge.learning.estimators.directions import RankOneDirections
@@ -36,14 +38,14 @@ from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.own_heads import head_of, task_of
 from prge.rows.sources import read_source
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.running.training_flags import OverflowFlags, RowsFlags, SelectionFlags
+from prge.running.training_flags import ExampleFlags, OverflowFlags, SelectionFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Paths
 from prge.verbs.settings import parse_settings
 
 
 @dataclass(frozen=True)
-class ProbeSettings(EngineFlags, OverflowFlags, SelectionFlags, RowsFlags):
+class ProbeSettings(EngineFlags, OverflowFlags, SelectionFlags, ExampleFlags):
     """Measure on real rows how much signal each estimator and epsilon has, and recommend one."""
 
     bundle: Path
@@ -167,7 +169,8 @@ class Report:
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge probe --help`."""
     settings = parse_settings(ProbeSettings, argv, "prge probe", ["bundle"])
-    report = probe(settings)
+    with watched_memory(settings.memory, note):
+        report = probe(settings)
     print(report.text())
     if settings.json:
         write_json(settings.json, report.to_json())
@@ -196,7 +199,12 @@ def probe(settings: ProbeSettings) -> Report:
         )
     tokenizer = bundle_tokenizer(bundle)
     task = task_of(bundle, settings.task)
-    options = BuildOptions(settings.overflow, settings.append_eos, date=settings.date)
+    options = BuildOptions(
+        settings.overflow,
+        settings.append_eos,
+        control_tokens=settings.control_tokens,
+        date=settings.date,
+    )
     source = read_source(settings.data, "train", settings.columns, task=task)
     examples, data = load_examples(source, tokenizer, bundle.chain.scoring, task, settings.selection, options)
     rows = (settings.batch_size or default_batch(examples)) * most_sequences(examples)
@@ -205,7 +213,11 @@ def probe(settings: ProbeSettings) -> Report:
     adapter = read_compatible_adapter(start, contract.modules, bundle.adapter)
     sampler = Sampler(examples, contract, settings.seed, pad=tokenizer.pad_id)
     print(data.text())
-    programs = open_engines(bundle, contract, settings.threads, settings.engine, settings.memory)
+    budget = budget_of_steps(bundle, contract, examples, settings.memory, settings.engine, "this probe")
+    loaded, scoring = None, None
+    if budget is not None:
+        loaded, scoring = budget.loaded, bundle.chain.contract(STACK, contract.rows)
+    programs = open_engines(bundle, contract, settings.threads, settings.engine, loaded, scoring)
     head = None
     if contract.is_encoder:
         head = head_of(bundle, start, task, examples[0].candidates)

@@ -33,6 +33,7 @@ from device_runner.session.inputs import (
     read_inputs,
     settings_records,
 )
+from device_runner.session.memory import budget_of_steps, outcome
 from device_runner.session.noise import noise_note
 from device_runner.session.planning import RunPlan, plan_run, sampler_of, settled
 from device_runner.session.reference import with_references
@@ -53,8 +54,10 @@ from prge.files.run_folder import (
 )
 from prge.files.signatures import DECODE, PREFILL, STACK
 from prge.host.atomic import write_file
+from prge.host.memory import PeakMemory
 from prge.host.terminal import best_effort
 from prge.learning.checkpoint import TrainingState, keep_state, load_best, load_latest, write_result
+from prge.learning.costs import Budget
 from prge.learning.encoder_heads import Heads, digest_of, fit_heads
 from prge.learning.estimators.protocol import Estimator
 from prge.learning.examples import token_count
@@ -91,8 +94,12 @@ def run(settings: RunSettings) -> Path:
         settings = replace(settings, date=settings.date or date_of_run(settings.resume)).dated()
         inputs = read_inputs(bundle, settings)
         plan = plan_run(bundle, inputs.train, settings)
+        budget = budget_of_steps(
+            bundle, plan.contract, [*inputs.train, *inputs.dev], settings.memory, settings.engine
+        )
+        before = PeakMemory().peak
         with Journal(settings.out / JOURNAL) as journal:
-            opened = open_run(plan, inputs, journal)
+            opened = open_run(plan, inputs, journal, budget)
             watcher = Watcher(plan.settings, journal.steps, opened.rows, opened.describe)
             watcher.catch_up(journal)
             with watcher, graceful_stop(watcher):
@@ -102,7 +109,10 @@ def run(settings: RunSettings) -> Path:
                 if opened.engines.notes:
                     watcher.say(opened.engines.notes)
                 state, samples = train_run(opened, watcher)
-                return finish_run(opened, state, samples, watcher)
+                final = finish_run(opened, state, samples, watcher)
+                if budget is not None and (told := outcome(budget.limit, before)):
+                    watcher.say(told)
+                return final
 
 
 @dataclass(frozen=True)
@@ -163,9 +173,10 @@ class OpenRun:
         }
 
 
-def open_run(plan: RunPlan, inputs: RunInputs, journal: Journal) -> OpenRun:
+def open_run(plan: RunPlan, inputs: RunInputs, journal: Journal, budget: Budget | None = None) -> OpenRun:
     """Open the engines, and write down what a run is, or compare it with what it was begun as."""
     settings, cache = plan.settings, None
+    loaded = None if budget is None else budget.loaded
     if settings.trunk_cache_bytes:
         folder = settings.out / TRUNK_CACHE
         cache = TrunkCache(folder, settings.trunk_cache_bytes, settings.trunk_cache_dtype)
@@ -174,10 +185,10 @@ def open_run(plan: RunPlan, inputs: RunInputs, journal: Journal) -> OpenRun:
         plan.contract,
         settings.threads,
         settings.engine,
-        settings.memory,
+        loaded,
         plan.scoring,
         cache,
-        KeptStates(settings.checkpoint_dtype, settings.out, settings.memory),
+        KeptStates(settings.checkpoint_dtype, settings.out, loaded),
     )
     begin(journal, inputs.identity(settings), settings)
     keep_guide(journal, inputs.bundle, settings)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.engines.blocks import Blocks
-from device_runner.engines.speaking import open_speaker
 from device_runner.serving.flags import LearnFlags, ServingFlags
 from device_runner.serving.history import FEEDBACK
 from device_runner.serving.learning import Learning, open_learning
@@ -19,16 +18,19 @@ from device_runner.serving.listen_flags import ListenFlags, read_key, refuse_key
 from device_runner.serving.models import Models
 from device_runner.serving.page.about import about_adapter, about_bundle
 from device_runner.session.gates import Gates
+from device_runner.session.memory import budget_of_texts, watched_memory
 from device_runner.session.speaking import (
     BASE,
     BUNDLE,
     adapter_source,
     by_name,
     note,
+    open_speaker_within,
     open_speaking,
     read_adapter,
     read_template_kwargs,
 )
+from prge.contract import Contract
 from prge.errors import ConfigError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
@@ -63,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge serve --help`."""
     refuse_key(argv)
     settings = parse_settings(ServeSettings, argv, "prge serve", ["bundle"])
-    serve(settings)
+    with watched_memory(settings.memory, note):
+        serve(settings)
     return 0
 
 
@@ -127,10 +130,16 @@ def _opened(
     settings: ServeSettings, bundle: Bundle, adapters: Mapping[str, Adapter], models: Models
 ) -> tuple[Speaker, Learning | None, Blocks | None]:
     """What writes, and where it learns too what does that with the same blocks, which are told then."""
-    shape = settings.slots, settings.context, settings.cache_dtype
+    slots, context, precision = settings.slots, settings.context, settings.cache_dtype
     if settings.learn is None:
-        given = settings.threads, settings.engine, settings.memory
-        return open_speaker(bundle, *given, *shape), None, None
+        return open_speaker_within(bundle, settings, slots, context, precision, note), None, None
+
+    def loaded_beside(steps: Contract) -> int | None:
+        nonlocal context
+        given = settings.memory, settings.engine, slots, context, precision, steps
+        context, budget = budget_of_texts(bundle, *given)
+        return None if budget is None else budget.loaded
+
     # Behind the folder's own and `base` come those that were given.
     name = list(adapters)[2 if settings.adapter else 0]
     source = settings.bundle if tuning_at(settings.bundle) else None
@@ -145,9 +154,10 @@ def _opened(
         _tokenizer(settings, bundle),
         partial(models.replace, name),
         note,
+        loaded_beside,
     )
     models.replace(name, learning.adapter)
-    return engines.speaker(*shape), learning, engines.blocks
+    return engines.speaker(slots, context, precision), learning, engines.blocks
 
 
 def _about(settings: ServeSettings, bundle: Bundle, names: Sequence[str]) -> dict[str, Any]:

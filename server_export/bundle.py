@@ -22,11 +22,10 @@ from prge.learning.head import Head
 from server_export.check.chain import ChainVerification
 from server_export.model.base import base_of
 from server_export.model.classifier import Classifier
-from server_export.model.files import end_tokens, find_files
 from server_export.model.loading import LoadedModel
 from server_export.model.quantization import QuantizationReport
 from server_export.model.start import StartAdapter
-from server_export.model.tokenization import tokenizer_block, write_tokenizer
+from server_export.model.tokenization import write_tokenizer
 from server_export.settings import ExportConfig
 
 _PACKAGES = ("torch", "executorch", "torchao", "transformers", "peft", "tokenizers")
@@ -77,11 +76,11 @@ def write_bundle(
     chain: Chain,
     outline: Outline,
     tokenizer: Any,
+    tokenizer_block: Mapping[str, Any],
     quantization: QuantizationReport,
     verification: ChainVerification,
 ) -> dict[str, Any]:
     """Fill `folder`, which holds programs and weights already, with everything else; returns the manifest."""
-    ends = end_tokens(find_files(start.loaded.name_or_path, start.loaded.revision))
     write_adapter(folder / ADAPTER, start)
     classifier = start.loaded.classifier
     if classifier is not None:
@@ -94,7 +93,7 @@ def write_bundle(
         **({} if classifier is None else {"head": _head_block(classifier)}),
         "model": _model_block(start.loaded, start.parameters),
         "quantization": quantization.to_json(),
-        "tokenizer": tokenizer_block(tokenizer, config.prepend_bos, chain.vocabulary_size, ends),
+        "tokenizer": dict(tokenizer_block),
         "verification": verification.to_json(),
     }
     return write_manifest(folder, content)

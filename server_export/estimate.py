@@ -11,7 +11,15 @@ from typing import Any
 from prge.contract import Contract
 from prge.files.adapter import adapter_size
 from prge.host.progress import duration
-from prge.learning.costs import RUNTIME_BYTES, bytes_text, memory_table, memory_text, run_memory
+from prge.learning.costs import (
+    RUNTIME_BYTES,
+    RunMemory,
+    budget_within,
+    bytes_text,
+    memory_table,
+    memory_text,
+    run_memory,
+)
 from prge.learning.estimators.table import EstimatorName
 from server_export.check.estimation import Estimate, estimate_of
 from server_export.settings import EstimateConfig
@@ -81,18 +89,31 @@ def _run(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
     if config.train is not None:
         rows, batches = _calls(config, estimated, estimator)
     step = max(batches, key=lambda contract: contract.sequence_length)
-    memories = {
-        engine: run_memory(
-            estimated.outline, step, estimated.weights, estimated.roles, engine, config.memory
-        ).to_json()
-        for engine in RUNTIME_BYTES
-    }
+    memories = {engine: _memory(config, estimated, step, engine).to_json() for engine in RUNTIME_BYTES}
     return {
         "estimator": estimator,
         "step": {"rows": step.computed_rows, "tokens": step.sequence_length},
         "epoch": {"rows": rows, "steps": len(batches)} if rows else None,
         "run_memory": memories,
     }
+
+
+def _memory(config: EstimateConfig, estimated: Estimate, step: Contract, engine: str) -> RunMemory:
+    """Memory of a run of such steps, within `--memory` if it is given; raises ConfigError if it can't be."""
+
+    def taken(loaded: int | None) -> RunMemory:
+        return run_memory(estimated.outline, step, estimated.weights, estimated.roles, engine, loaded)
+
+    if config.memory is None:
+        return taken(None)
+    if engine == "torch" and taken(estimated.weights.largest).total > config.memory:
+        # It takes more by its nature; the native one decides whether the bound can be kept.
+        return taken(estimated.weights.largest)
+    remedy = "give more, or take a smaller --batch-size, --tokens, --rank or --quantize"
+    budget = budget_within(
+        config.memory, lambda loaded: taken(loaded).total, estimated.weights, "this run", remedy
+    )
+    return taken(budget.loaded)
 
 
 def _calls(
@@ -114,7 +135,13 @@ def _calls(
     tokenizer = on_device(original, config.prepend_bos, estimated.vocabulary_size)
     contract = estimated.contract(config, estimator, longest, longest - 1)
     task = load_task(config.task) if config.task else None
-    options = BuildOptions(overflow="auto", objective="auto", date=config.date)
+    options = BuildOptions(
+        "auto",
+        config.append_eos,
+        objective="auto",
+        control_tokens=config.control_tokens,
+        date=config.date,
+    )
     rows = read_source(config.train, "train", config.columns, objective="auto", task=task)
     examples, report = load_examples(rows, tokenizer, contract, task, None, options)
     warn_unread(report)

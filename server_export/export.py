@@ -6,16 +6,16 @@ block's weights -> verify in the engine -> write the manifest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.contract import AdaptedModule, Contract
 from prge.errors import BundleError, RunError
 from prge.files.adapter import adapter_size
-from prge.host.atomic import new_folder
+from prge.host.atomic import check_place, new_folder
 from prge.learning.costs import MOST_COMPARED
-from server_export.check.estimation import announce, estimate_of
+from server_export.check.estimation import announce, check_room, estimate_of
 from server_export.memory import give_back_freed
 from server_export.settings import ExportConfig
 from server_export.stage import stage
@@ -58,6 +58,7 @@ def export(config: ExportConfig) -> Path:
     out = Path(config.out)
     if out.exists() and not config.overwrite:
         raise RunError(f"{out} exists already", remedy="give another folder, or --overwrite")
+    check_place(out.parent)
     with with_random_model(config) as settled:
         return _export(settled, out)
 
@@ -70,11 +71,13 @@ def _export(config: ExportConfig, out: Path) -> Path:
     source = open_source(config)
     _tell_part(source)
     _describe_gguf(source)
-    announce(estimate_of(config, source))
+    estimated = estimate_of(config, source)
+    announce(estimated)
+    check_room(estimated, out.parent, config.memory)
     with new_folder(out, overwrite=config.overwrite) as folder:
         source = source.with_weights()
         _tell_head(source)
-        tokenizer = _tokenizer(config, source)
+        tokenizer, block = _tokenizer(config, source)
         context = longest_context(source.loaded, config.context, source.longest)
         if config.init == "eva":
             with stage("directions") as note:
@@ -86,9 +89,10 @@ def _export(config: ExportConfig, out: Path) -> Path:
             check_operators(chain, config.roles)
             note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
         _hint_about_bos(config, source, tokenizer)
+        _tell_no_end(source, block)
         if source.start.parameters <= MOST_COMPARED:
             _compare(config, chain)
-        manifest = _write(config, folder, source, tokenizer, context, chain)
+        manifest = _write(config, folder, source, tokenizer, block, context, chain)
     _summarize(out, manifest)
     return out
 
@@ -105,17 +109,21 @@ def _traced(config: ExportConfig, source: Source, context: int) -> ModelChain:
         raise
 
 
-def _tokenizer(config: ExportConfig, source: Source) -> Any:
-    """The model's tokenizer, with the template and the first token that the settings ask for."""
+def _tokenizer(config: ExportConfig, source: Source) -> tuple[Any, dict[str, Any]]:
+    """The model's tokenizer, with the template that the settings ask for, and the manifest's block of it."""
     from server_export.model.chat_templates import give_template
+    from server_export.model.files import end_tokens
     from server_export.model.loading import vocabulary_size
     from server_export.model.tokenization import load_tokenizer, tokenizer_block
 
     loaded = source.loaded
     tokenizer = load_tokenizer(config.model, loaded.revision)
     give_template(tokenizer, config.chat_template, config.prepend_bos)
-    tokenizer_block(tokenizer, config.prepend_bos, vocabulary_size(loaded.model))
-    return tokenizer
+    # A template is read in a forked child: before torch has computed.
+    block = tokenizer_block(
+        tokenizer, config.prepend_bos, vocabulary_size(loaded.model), end_tokens(source.files)
+    )
+    return tokenizer, block
 
 
 def _from_rows(
@@ -166,7 +174,13 @@ def _compare(config: ExportConfig, chain: ModelChain) -> None:
 
 
 def _write(
-    config: ExportConfig, folder: Path, source: Source, tokenizer: Any, context: int, chain: ModelChain
+    config: ExportConfig,
+    folder: Path,
+    source: Source,
+    tokenizer: Any,
+    block: Mapping[str, Any],
+    context: int,
+    chain: ModelChain,
 ) -> dict[str, Any]:
     """Fill a bundle's folder; returns its manifest."""
     from prge.files import chain as manifest
@@ -205,6 +219,7 @@ def _write(
             described,
             source.costs,
             tokenizer,
+            block,
             chain.quantization,
             verification,
         )
@@ -284,6 +299,17 @@ def _hint_about_bos(config: ExportConfig, source: Source, tokenizer: Any) -> Non
         print(
             "hint: the model knows a begin-of-sequence token, but its tokenizer adds none; "
             "if it was trained with one, export with --prepend-bos always"
+        )
+
+
+def _tell_no_end(source: Source, block: Mapping[str, Any]) -> None:
+    """Say that a model that writes has no token that ends what it writes."""
+    if source.loaded.is_decoder and block["eos_token_id"] is None:
+        what = "the chat template's end of a turn alone" if block["stop_token_ids"] else "--max-tokens alone"
+        print(
+            f"note: {source.loaded.name_or_path} names no end-of-sequence token, in its tokenizer, "
+            "config.json or generation_config.json: the end of texts and completions is not learnt, and "
+            f"answers are ended by {what}; to learn it, name the token as eos_token_id in config.json"
         )
 
 

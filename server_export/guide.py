@@ -18,7 +18,7 @@ from prge.errors import ConfigError, DataError
 from prge.files.adapter import adapter_size
 from prge.files.bundle import Bundle, open_bundle
 from prge.learning.estimators.guide import Guide, add_guide
-from prge.running.training_flags import RowsFlags
+from prge.running.training_flags import ExampleFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Paths
 from prge.verbs.settings import parse_settings
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GuideSettings(RowsFlags):
+class GuideSettings(ExampleFlags):
     """Give a bundle axes for the directions of its forward-only runs, from gradients of rows."""
 
     bundle: Path
     """Folder that `prge export` wrote; it is another bundle afterwards, which no earlier run goes on with."""
     model: str
-    """Folder or hub id of the model that it was exported from."""
+    """Folder, GGUF file or hub id of the model that it was exported from."""
     data: Paths
     """Rows with their labels, of the kind that a device will train on."""
     axes: int = 16
@@ -134,7 +134,13 @@ def _problem(settings: GuideSettings, bundle: Bundle) -> ModelProblem:
     rows = read_source(settings.data, "train", settings.columns, task=task)
     chosen = Selection(limit=settings.limit, shuffle_seed=settings.seed)
     # Of preferences what is liked.
-    options = BuildOptions("auto", objective=None if task else "completion", date=settings.date)
+    options = BuildOptions(
+        "auto",
+        settings.append_eos,
+        objective=None if task else "completion",
+        control_tokens=settings.control_tokens,
+        date=settings.date,
+    )
     examples, report = load_examples(rows, tokenizer, bundle.chain.scoring, task, chosen, options)
     warn_unread(report)
     widest = max(len(example.sequences) for example in examples)

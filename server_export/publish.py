@@ -31,7 +31,7 @@ from prge.files.peft import (
     write_config,
 )
 from prge.host.atomic import new_folder
-from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, read_chat_template
+from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, bundle_tokenizer, read_chat_template
 from server_export.model.base import base_of
 from server_export.publishing.hub import find_repository, push
 from server_export.publishing.model_card import CardFacts, model_card, read_run, read_step
@@ -157,10 +157,11 @@ def _write_llm(folder: Path, config: PublishConfig, trained: Trained, loaded: Lo
     if config.sequence_length is None and trained.bundle is not None:
         length = max(length, trained.bundle.chain.bounds.tokens)
     tokenizer = _tokenizer(trained)
-    begins = bool((_in_manifest(trained, "tokenizer") or {}).get("prepend_bos"))
+    block = _in_manifest(trained, "tokenizer") or {}
+    begins, stops = bool(block.get("prepend_bos")), block.get("stop_token_ids", [])
     loaded = _tuned(loaded, trained, scheme)
     written = write_runner_tokenizer(tokenizer, folder, begins)
-    built = build_llm(folder, loaded, LlmSpec(length, scheme, *ends_of(loaded.model, tokenizer)))
+    built = build_llm(folder, loaded, LlmSpec(length, scheme, *ends_of(loaded.model, tokenizer, stops)))
     return {**built.to_json(), **_origin(trained, scheme), "tokenizer": written}
 
 
@@ -300,6 +301,7 @@ def _write_card(
         step=read_step(trained.folder, run),
         bundle_sha256=trained.bundle.sha256 if trained.bundle is not None else None,
         num_bos=(tokenizer or {}).get("num_bos", 0),
+        begin=_begin(trained),
         has_chat_template=(folder / CHAT_TEMPLATE_FILE).is_file(),
         is_part="text_part_of" in model,
         key_mapping=dict(mapping(model.get("key_mapping"))),
@@ -309,6 +311,14 @@ def _write_card(
         trained_scheme=trained.bundle.quantization if trained.bundle is not None else None,
     )
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")
+
+
+def _begin(trained: Trained) -> str:
+    """The token that texts began with in training, where the tokenizer doesn't put it there itself."""
+    block = mapping(_in_manifest(trained, "tokenizer"))
+    if trained.bundle is None or not block.get("prepend_bos"):
+        return ""
+    return bundle_tokenizer(trained.bundle).special_tokens.get("bos_token", "")
 
 
 def _check_out(out: Path, config: PublishConfig, trained: Trained) -> None:

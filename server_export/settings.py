@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from prge.errors import ConfigError
-from prge.files.signatures import ROLES
+from prge.files.signatures import DECODE, PREFILL, ROLES
 from prge.learning.estimators.table import EstimatorName
-from prge.running.training_flags import RowsFlags
+from prge.running.training_flags import ExampleFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Bytes, Paths
 
@@ -29,13 +30,21 @@ DEFAULT_LENGTH = 512
 DEFAULT_CONTEXT = 4096
 
 
+def roles_problems(roles: Collection[str]) -> list[str]:
+    """What is wrong with the roles that a user asks for."""
+    problems = [f"roles has {role!r}, must be of {', '.join(ROLES)}" for role in roles if role not in ROLES]
+    if len({PREFILL, DECODE}.intersection(roles)) == 1:
+        problems.append("roles has one of prefill and decode: to write text takes both")
+    return problems
+
+
 @dataclass(frozen=True)
 class ExportConfig:
     """Turn a transformers model into a bundle that a device can train."""
 
     model: str
-    """Folder or hub id of a transformers causal language model or encoder; random:NAME: a public architecture
-    with random weights, to measure."""
+    """Folder or hub id of a transformers causal language model or encoder, or a GGUF file; random:NAME: a
+    public architecture with random weights, to measure."""
 
     out: Path
     """Folder to write the bundle to."""
@@ -124,6 +133,10 @@ class ExportConfig:
     overwrite: bool = False
     """Replace the bundle if the folder exists."""
 
+    memory: Bytes | None = None
+    """Most memory that the export takes; it is refused at once if it would take more. Default: what this
+    machine has available."""
+
     cache: bool = True
     """Take programs that an earlier export lowered from the same graphs; --no-cache lowers them again.
     `prge cache` shows and empties the cache. They hold no weights."""
@@ -145,11 +158,7 @@ class ExportConfig:
                 for name in ("init_rows", "init_task", "spread_ranks")
                 if getattr(self, name)
             ]
-        problems += [
-            f"roles has {role!r}, must be of {', '.join(ROLES)}" for role in self.roles if role not in ROLES
-        ]
-        if len({"prefill", "decode"}.intersection(self.roles)) == 1:
-            problems.append("roles has one of prefill and decode: to write text takes both")
+        problems += roles_problems(self.roles)
         if self.quantize.lower() in WEIGHT_ONLY:
             problems.append(
                 f"quantize is {self.quantize!r}: XNNPACK computes weight-only quantized layers wrongly "
@@ -163,7 +172,7 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
-class EstimateConfig(ExportConfig, RowsFlags):
+class EstimateConfig(ExportConfig, ExampleFlags):
     """Tell what an export and its runs would cost; takes the flags of `prge export`."""
 
     out: Path = Path("bundle")
@@ -183,7 +192,7 @@ class EstimateConfig(ExportConfig, RowsFlags):
     """Tokens of a call's longest row, all of them learnt."""
 
     memory: Bytes | None = None
-    """Bytes of weights that may stay loaded in a run."""
+    """Most memory that the process of a run takes, as of `prge run`."""
 
     train: Paths | None = None
     """Training rows: tell the steps of an epoch, and the memory of a step of the longest instead of

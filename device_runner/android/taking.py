@@ -25,7 +25,8 @@ from prge.errors import DeviceError
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.documents import parse_json
 from prge.files.run_folder import METRICS
-from prge.learning.costs import bytes_text
+from prge.files.signatures import BACK
+from prge.learning.costs import bytes_text, least_memory
 from prge.running.trials import Trial
 
 _ROUNDS = 3
@@ -100,12 +101,11 @@ class Taking:
             texts = (_letters(length, seed) for seed in range(count))
             rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
             train = self.phone.send_file(rows)
-        files = self.bundle.manifest["files"]
-        largest = max(self.bundle.chain.loaded_bytes(lambda name: int(files[name]["bytes"])))
+        least = least_memory(self.bundle, BACK, self.trial.batch, self.trial.tokens)
         return {
             **{"train": train, "estimator": "exact", "batch_size": self.trial.batch, "quiet": True},
             **{"overflow": "truncate", "max_dropped": 1.0},
-            **({"memory": largest} if self.trial.is_least else {}),
+            **({"memory": least} if self.trial.is_least else {}),
         }
 
     def _text(self) -> dict[str, Any]:

@@ -56,12 +56,12 @@ class Blocks:
         bundle: an opened bundle.
         backend: the engine.
         roles: those that are going to be run.
-        memory: bytes of weights that may stay loaded; by default all may. See `beside_weights`.
+        loaded: bytes of weights that may stay loaded; by default all may. See `beside_weights`.
         tell: called with what a user should know.
 
     Raises:
         BundleError: the engine refuses a file or aborts on it, or a file isn't the manifest's.
-        EngineError: the runtime can't be had, or lacks memory; or no block fits into `memory`.
+        EngineError: the runtime can't be had, or lacks memory; or no block may stay loaded.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Blocks:
         bundle: Bundle,
         backend: Backend,
         roles: Iterable[str],
-        memory: int | None = None,
+        loaded: int | None = None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.chain = bundle.chain
@@ -86,16 +86,16 @@ class Blocks:
         # Of blocks whose weights aren't in memory: to load a method takes longer than to read its weights.
         self._idle: dict[int, dict[str, Any]] = {}
         self._spare: dict[int, list[Array]] = {}
-        self._memory = memory
+        self._most = loaded
         # Called before a block computes; may have others compute first.
         self.between: Callable[[], object] = lambda: None
         self._before = 0
         self._bytes = self.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size)
-        if memory is not None and memory < max(self._bytes):
+        if loaded is not None and loaded < max(self._bytes):
             raise EngineError(
-                f"no block may stay loaded: --memory is {memory} bytes, the largest block has "
+                f"no block may stay loaded: {loaded} bytes of weights may, the largest block has "
                 f"{max(self._bytes)}",
-                remedy=f"give at least {max(self._bytes)}, or leave --memory out",
+                remedy=f"allow at least {max(self._bytes)}, or all",
             )
         self._programs = [self._opened(bundle.file(kind.program)) for kind in self.chain.kinds]
         self._shapes = Shapes(
@@ -159,7 +159,8 @@ class Blocks:
 
     @property
     def beside_weights(self) -> int:
-        """Bytes that are left where all weights stay loaded: of `memory`, or a share of what the system has.
+        """Bytes that are left where all weights stay loaded: of those that may, or a share of what the system
+        has.
 
         What isn't mapped from a packed file lies in memory once for each method. The torch engine has 0: it
         holds room for the largest answers of each method.
@@ -170,8 +171,8 @@ class Blocks:
             self._bytes[number] * (1 if file.packed else len(self._roles))
             for number, file in self._files.items()
         )
-        if self._memory is not None:
-            return max(0, self._memory - weights)
+        if self._most is not None:
+            return max(0, self._most - weights)
         return max(0, available_memory() - weights) // _SHARE
 
     def run(
@@ -225,7 +226,7 @@ class Blocks:
         Raises:
             RefusedError: an array isn't what the method takes. So does the function if the engine fails.
         """
-        if self._memory is None and before is None and not any(map(callable, calls.values())):
+        if self._most is None and before is None and not any(map(callable, calls.values())):
             bound: Any = calls
             return self._runtime.in_a_row([(self.method(n, role), *each) for n, each in bound.items()])
 
@@ -247,7 +248,7 @@ class Blocks:
         one, seen from the one before.
         """
         before, self._before = self._before, number
-        if self._memory is None or number == before:
+        if self._most is None or number == before:
             return
         following = number + 1 if number > before else number - 1
         if not 0 <= following < len(self._first) or self._loaded.get(self._first[following]):
@@ -293,7 +294,7 @@ class Blocks:
         """
         others = [other for other in reversed(self._loaded) if other != number]
         for other in (*others, number):
-            if self._memory is None or self._held(number, role) <= self._memory:
+            if self._most is None or self._held(number, role) <= self._most:
                 return
             methods = self._loaded.pop(other)
             if self.chain.is_expert(other) or not self._files[other].give_back():

@@ -3,9 +3,9 @@
     tokens -> embedding -> blocks -> states at the asked positions -> head -> logprobs
     slope of logprobs -> head -> slope of states -> blocks, the last one first -> gradient
 
-A call takes its rows at their own length, and computes what no adapter changes once for all copies. One that
-is larger than the bundle's bounds runs in parts; all of them pass a block before the next block is loaded. A
-row that is longer than a call is a part of its own, which passes each block in pieces.
+A call runs in parts, each of rows of one padded length (planning.py), and all parts pass a block before the
+next block is loaded. What no adapter changes is computed once for all copies. A row that is longer than the
+bundle's pieces is a part of its own, which passes each block in pieces.
 """
 
 from __future__ import annotations
@@ -15,20 +15,26 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from device_runner.engines.base import CheckedEngine
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.experts import Experts
-from device_runner.engines.head import Asked, VocabularyHead, slices
+from device_runner.engines.head import Asked, VocabularyHead
 from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.pieces import Pieces
+from device_runner.engines.planning import (
+    copies_together,
+    groups,
+    groups_of_one_adapter,
+    padded_length,
+    slices,
+)
 from device_runner.engines.saved_values import SavedValues, read, written
 from device_runner.engines.shared_values import SharedValues, beside, parted
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.contract import Contract, Matrix, matrices
 from prge.engine import Array, FloatArray, IntArray
-from prge.files.chain import FEWEST_TOKENS, GIVEN, KEYS, MASKED, TABLE, VALUES
+from prge.files.chain import GIVEN, KEYS, MASKED, TABLE, VALUES, Bounds
 from prge.files.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
 
 Arrays = dict[str, Array]
@@ -42,7 +48,8 @@ class Part:
         rows: their numbers in the call, [copies, batch] or [batch].
         values: the state by name, in the shape that blocks take.
         beside: what every block is given beside it.
-        adapter: the call's inputs of adapted modules for this part, by their names in the call.
+        adapter: the call's inputs of adapted modules for this part, by their names in the call; one copy may
+            stand for all copies and rows.
         kept: of a way back, the states that entered the blocks, and of a row in pieces what it needs besides.
         shared: values that several blocks read.
     """
@@ -56,14 +63,13 @@ class Part:
 
     @property
     def length(self) -> int:
-        """Tokens of its rows."""
+        """Tokens of its rows, with padding."""
         return int(self.beside["ones"].shape[1])
 
     def of_one_copy(self, values: Arrays) -> Part:
         """The same rows without the axis of copies, with values that lack it."""
         beside = {name: array[0] if name == "padding" else array for name, array in self.beside.items()}
-        adapter = {name: array[0] for name, array in self.adapter.items()}
-        return Part(self.rows, values, beside, self.shared.of_one_copy(), adapter, self.kept)
+        return Part(self.rows, values, beside, self.shared.of_one_copy(), self.adapter, self.kept)
 
 
 class ChainEngine(CheckedEngine):
@@ -104,7 +110,7 @@ class ChainEngine(CheckedEngine):
         self._widths = [blocks.shared_width(value) for value in self._entering]
 
     def _call(self, inputs: Arrays) -> Sequence[Array]:
-        call = _Call(inputs, self._contract)
+        call = _Call(inputs, self._contract, self._bounds)
         return self._tangent(call) if self._contract.is_tangent else [self._stack(call)]
 
     def _stack(self, call: _Call) -> Array:
@@ -114,11 +120,13 @@ class ChainEngine(CheckedEngine):
         if copies == 1:
             parts = self._parts_of_one_copy(call, numbers[0], call.adapter)
         else:
-            below = self._below(call, numbers[:1] if call.has_equal_copies else numbers)
+            is_equal = call.has_equal_copies
+            below = self._below(call, numbers[:1] if is_equal else numbers)
             parts = [
                 self._part(call, numbers[mine, rows], below, {n: a[mine] for n, a in call.adapter.items()})
-                for rows, together in self._groups(call, numbers)
-                for mine in slices(copies, together)
+                for alike in slices(copies, copies if is_equal else 1)
+                for rows, together in self._groups(call, numbers[alike.start])
+                for mine in slices(alike.stop, together, alike.start)
             ]
         self._pass(parts, STACK, range(self._first, self._end))
         return self._answer(call, self._collected(parts, call))
@@ -131,7 +139,7 @@ class ChainEngine(CheckedEngine):
         directions = {name for each in matrices(self._contract.modules) for name in (each.u, each.v)}
         for mine in slices(queries, self._bounds.queries):
             parts = []
-            for batch, _ in self._groups(call, np.arange(rows)[None]):
+            for batch, _ in self._groups(call, np.arange(rows)):
                 adapter = {
                     name: np.ascontiguousarray(array[mine][:, batch]) if name in directions else array
                     for name, array in call.adapter.items()
@@ -149,20 +157,18 @@ class ChainEngine(CheckedEngine):
                 self._release(part.values)
         assert states is not None and tangents is not None
         if self._chain.is_encoder:
-            return [call.pooled(states, self._chain.pooling), call.pooled(tangents, self._chain.pooling)]
+            return [call.pooled(each, self._chain.pooling) for each in (states, tangents)]
         reading = self._head.read(call.asked, states, tangents)
         return [call.asked.told(reading.logprobs), call.asked.told(reading.changes)]
 
     def _back(
         self, inputs: Arrays, slope: Callable[[FloatArray], FloatArray]
     ) -> tuple[FloatArray, dict[str, FloatArray]]:
-        call = _Call(inputs, self._contract)
+        call = _Call(inputs, self._contract, self._bounds)
         rows = np.arange(self._contract.batch_size)
         below = self._below(call, rows[None])
         stacked = {name: array[None] for name, array in call.adapter.items()}
-        parts = [
-            self._part(call, rows[None, batch], below, stacked) for batch, _ in self._groups(call, rows[None])
-        ]
+        parts = [self._part(call, rows[None, batch], below, stacked) for batch, _ in self._groups(call, rows)]
         above = range(self._first, self._end)
         self._make_room_to_keep(parts, above)
         if self._saved is not None:
@@ -202,7 +208,11 @@ class ChainEngine(CheckedEngine):
     def _back_through_block(
         self, number: int, parts: Sequence[Part], gradients: dict[str, FloatArray]
     ) -> bool:
-        """The slopes of all parts before a block, whose gradients are added up; whether they are finite."""
+        """The slopes of all parts before a block; whether they are finite.
+
+        Gradients of single rows are added up part by part and row by row. So a sum's bits depend on nothing
+        but the rows: shorter ones come first, those of one padded length in the order of the call.
+        """
         is_finite = True
         for turn, part in enumerate(parts):
             kept = part.kept.pop()
@@ -218,9 +228,11 @@ class ChainEngine(CheckedEngine):
                 self._kept.leave(array)
             part.values = {"slope": found["slope"]}
             for ours, its in self._matrices(number):
-                name, gradient = ours.name, found[its.gradient]
-                gradients[name] = gradients[name] + gradient if name in gradients else gradient.copy()
-                self._blocks.release(gradient)
+                of_rows = found[its.gradient]
+                total = gradients.setdefault(ours.name, np.zeros(of_rows.shape[1:], np.float32))
+                for of_row in of_rows:
+                    total += of_row
+                self._blocks.release(of_rows)
         return is_finite
 
     def _back_through_experts(self, number: int, parts: Sequence[Part]) -> bool:
@@ -270,26 +282,14 @@ class ChainEngine(CheckedEngine):
     ) -> list[Part]:
         """Rows of one adapter, many in a call: in the place of copies, that get the same adapter."""
         below = None if from_tokens else self._below(call, rows[None])
-        long = self._are_long(call, rows[None])
-        short = rows[~long]
-        whole = len(short) // self._bounds.batch * self._bounds.batch
-        groups = [short[:whole].reshape(-1, self._bounds.batch), short[whole:].reshape(1, -1)]
-        groups += [row.reshape(1, 1) for row in rows[long]]
         return [
-            self._part(
-                call,
-                group[mine],
-                below,
-                {name: np.repeat(array[:1], mine.stop - mine.start, 0) for name, array in adapter.items()},
-            )
-            for group in groups
-            if group.size
-            for mine in slices(len(group), self._bounds.copies)
+            self._part(call, rows[group], below, adapter)
+            for group in groups_of_one_adapter(call.lengths[rows], self._bounds)
         ]
 
     def _part(self, call: _Call, rows: IntArray, below: FloatArray | None, adapter: Arrays) -> Part:
-        """Some rows of a call; without states from `below` they enter the embedding."""
-        length = call.length if call.length <= self._bounds.piece else call.length_of(rows)
+        """Some rows of a call, all of one length; without states from `below` they enter the embedding."""
+        length = int(call.lengths[rows.flat[0]])
         shared = SharedValues(self._chain)
         if below is None:
             values: Arrays = {"tokens": call.tokens[rows, :length]}
@@ -299,9 +299,9 @@ class ChainEngine(CheckedEngine):
             state, *entering = parted(states[rows % len(states), :length], self._widths)
             values = {"state": state}
             shared.values = dict(zip(self._entering, entering, strict=True))
-        given: Arrays = {"ones": call.ones[:, :length]}
+        given: Arrays = {"ones": np.ones((1, length, 1), np.float32)}
         if self._chain.is_encoder:
-            given["padding"] = call.padding[rows]
+            given["padding"] = call.padding[rows][..., :length]
         return Part(rows, values, given, shared, adapter)
 
     def _pass(self, parts: Sequence[Part], role: str, numbers: range, keep: bool = False) -> None:
@@ -350,6 +350,9 @@ class ChainEngine(CheckedEngine):
             for given, asked in ((ours.name, its.name), (ours.u, its.u), (ours.v, its.v)):
                 if given in part.adapter:
                     inputs[asked] = part.adapter[given]
+            if role != TANGENT:
+                copies = len(part.rows) if role == STACK else part.rows.size
+                inputs[its.name] = _copies_of(part.adapter[ours.name], copies)
         if self._in_pieces(part):
             in_pieces = {STACK: self._pieces.stack, TANGENT: self._pieces.tangent, BACK: self._pieces.back}
             found = in_pieces[role](number, inputs)
@@ -385,20 +388,10 @@ class ChainEngine(CheckedEngine):
             self._blocks.release(state)
         return states
 
-    def _groups(self, call: _Call, numbers: IntArray) -> Iterator[tuple[IntArray, int]]:
-        """Columns of rows [copies, batch] that pass the blocks together, and copies of them that do."""
-        long = self._are_long(call, numbers)
-        short = np.flatnonzero(~long)
-        for some in slices(len(short), self._bounds.batch):
-            yield short[some], self._bounds.copies
-        for column in np.flatnonzero(long):
-            yield np.array([column]), 1
-
-    def _are_long(self, call: _Call, numbers: IntArray) -> NDArray[np.bool_]:
-        """Which columns of rows [copies, batch] have a row that goes in pieces."""
-        if call.length <= self._bounds.piece:
-            return np.zeros(numbers.shape[1], bool)
-        return np.array([call.length_of(column) > self._bounds.piece for column in numbers.T])
+    def _groups(self, call: _Call, rows: IntArray) -> Iterator[tuple[IntArray, int]]:
+        """Indices of rows that pass the blocks together, and how many copies of them do."""
+        for some in groups(call.lengths[rows], self._bounds):
+            yield some, copies_together(int(call.lengths[rows[some[0]]]), self._bounds)
 
     def _in_pieces(self, part: Part) -> bool:
         return part.length > self._bounds.piece
@@ -424,30 +417,35 @@ class ChainEngine(CheckedEngine):
 
 
 class _Call:
-    """A call's inputs at the length of its longest row."""
+    """A call's inputs, all rows as long as the longest; `lengths` i64 [rows] are padded lengths of each."""
 
-    def __init__(self, given: Arrays, contract: Contract) -> None:
+    def __init__(self, given: Arrays, contract: Contract, bounds: Bounds) -> None:
         self.given = given
         self._contract = contract
-        self.length = max(FEWEST_TOKENS, self._longest())
-        self.tokens: IntArray = given["tokens"][:, : self.length]
+        self._bounds = bounds
+        self.lengths: IntArray = np.array([padded_length(count, bounds) for count in self._counts().tolist()])
+        self.length = int(self.lengths.max())
+        self.tokens: IntArray = self._padded(given["tokens"])
         self.adapter = {name: array for name, array in given.items() if name not in self._of_rows}
-        self.ones = np.ones((1, self.length, 1), np.float32)
 
-    def length_of(self, rows: IntArray) -> int:
-        """Tokens that the answers of some of its rows depend on."""
-        return max(self.alone(int(row)).length for row in rows.ravel())
-
-    def _longest(self) -> int:
-        """Tokens that the answers depend on: none behind an asked position, nor behind an encoder's mask."""
+    def _counts(self) -> IntArray:
+        """Tokens that the outputs of each row depend on, i64 [rows]: none behind the last position that is
+        read, nor behind an encoder's mask."""
         if not self._contract.is_encoder:
-            return int(self.given["positions"].max()) + 1
-        seen = np.atleast_1d(self.given["attention_mask"].any(0))
-        return int(np.flatnonzero(seen)[-1]) + 1 if seen.any() else len(seen)
+            return np.asarray(self.given["positions"].max(1) + 1, np.int64)
+        mask = self.given["attention_mask"]
+        behind = np.where(mask.any(1), mask[:, ::-1].argmax(1), 0)
+        return np.asarray(mask.shape[1] - behind, np.int64)
+
+    def _padded(self, array: Array) -> Array:
+        """Numbers [rows, tokens] of `length` tokens."""
+        kept = array[:, : self.length]
+        return np.pad(kept, ((0, 0), (0, self.length - kept.shape[1])))
 
     def alone(self, row: int) -> _Call:
         """A call of one of its rows, without adapter."""
-        return _Call({name: self.given[name][row : row + 1] for name in self._of_rows}, self._contract)
+        given = {name: self.given[name][row : row + 1] for name in self._of_rows}
+        return _Call(given, self._contract, self._bounds)
 
     @property
     def _of_rows(self) -> tuple[str, ...]:
@@ -459,10 +457,10 @@ class _Call:
         """What the states of its rows follow from."""
         return [self.tokens, *([self.mask] if self._contract.is_encoder else [])]
 
-    @property
+    @cached_property
     def mask(self) -> FloatArray:
         """1 for a token and 0 for padding, f32 [rows, tokens]."""
-        return self.given["attention_mask"][:, : self.length].astype(np.float32)
+        return self._padded(self.given["attention_mask"]).astype(np.float32)
 
     @cached_property
     def padding(self) -> FloatArray:
@@ -471,9 +469,10 @@ class _Call:
 
     @property
     def has_equal_copies(self) -> bool:
-        """Whether all copies have the same rows."""
+        """Whether all copies have the same rows, of the same lengths."""
         names = ["tokens", "attention_mask"] if self._contract.is_encoder else ["tokens"]
-        arrays = (self.given[name].reshape(self._contract.copies, -1) for name in names)
+        each = (self.lengths, *(self.given[name] for name in names))
+        arrays = (array.reshape(self._contract.copies, -1) for array in each)
         return all(bool((array == array[:1]).all()) for array in arrays)
 
     @cached_property
@@ -485,9 +484,12 @@ class _Call:
         """Encoders: one vector for each row, [..., rows, width] of states [..., rows, tokens, width]."""
         if pooling != "mean":
             return np.ascontiguousarray(states[..., 0, :])
-        mask = self.mask
-        summed = np.matmul(mask[:, None], states)[..., 0, :]
-        return np.asarray(summed / mask.sum(-1, keepdims=True), np.float32)
+        pooled = np.empty((*states.shape[:-2], states.shape[-1]), np.float32)
+        for row, length in enumerate(self.lengths):
+            mask = self.mask[row, :length, None]
+            # Added up token by token: a matrix product may add in another order for another shape.
+            pooled[..., row, :] = (mask * states[..., row, :length, :]).sum(-2) / mask.sum()
+        return pooled
 
     def slope_of_pooled(self, slope: FloatArray, pooling: str) -> FloatArray:
         """The states' slope [rows, tokens, width] by that of `pooled`."""
@@ -497,3 +499,8 @@ class _Call:
         else:
             share = self.mask / self.mask.sum(-1, keepdims=True)
         return share[:, :, None] * slope[:, None, :]
+
+
+def _copies_of(matrices: FloatArray, copies: int) -> FloatArray:
+    """Matrices f32 [copies, rank, width], of as many or of one that stands for all."""
+    return np.ascontiguousarray(np.broadcast_to(matrices, (copies, *matrices.shape[1:])))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from device_runner.engines.blocks import Blocks
-from device_runner.engines.head import enough, slices
+from device_runner.engines.planning import at_least_two, slices
 from prge.engine import Array, FloatArray
 from prge.files.signatures import BACK, STACK, TANGENT
 
@@ -72,7 +72,7 @@ class Experts:
         count = given["state"].shape[-2]
         found: list[list[FloatArray]] = [[] for _ in names]
         for some in slices(count, self._most):
-            inputs = {name: enough(array[..., some, :], -2) for name, array in given.items()}
+            inputs = {name: at_least_two(array[..., some, :], -2) for name, array in given.items()}
             ones = np.ones((1, inputs["state"].shape[-2], 1), np.float32)
             answers = self._blocks.run(number, role, {**inputs, "ones": ones})
             for parts, name in zip(found, names, strict=True):

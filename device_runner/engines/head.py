@@ -13,6 +13,7 @@ from types import MappingProxyType
 import numpy as np
 
 from device_runner.engines.blocks import Blocks
+from device_runner.engines.planning import at_least_two, slices
 from device_runner.engines.saved_values import Place, SavedValues, read, written
 from prge.engine import Array, FloatArray, IntArray
 from prge.files.chain import FEWEST_TOKENS
@@ -39,7 +40,7 @@ class Asked:
 
     def states(self, states: FloatArray, mine: slice) -> FloatArray:
         """Picked states [1, n, width] of states [rows, tokens, width]."""
-        return states.reshape(-1, states.shape[-1])[enough(self._places[mine])][None]
+        return states.reshape(-1, states.shape[-1])[at_least_two(self._places[mine])][None]
 
     def told(self, answers: FloatArray) -> FloatArray:
         """Answers [..., questions] as the call asked, [..., rows, positions]."""
@@ -151,8 +152,14 @@ class VocabularyHead:
     ) -> dict[str, Array]:
         """Answers [..., questions, numbers] of a piece, for questions [questions]; but for those that go
         `into` memory."""
-        given = {"state": state, "targets": enough(targets)[None], "shift": enough(shift)[None, :, None]}
-        given |= {name: array if name == "d_state" else enough(array)[None] for name, array in more.items()}
+        given = {
+            "state": state,
+            "targets": at_least_two(targets)[None],
+            "shift": at_least_two(shift)[None, :, None],
+        }
+        given |= {
+            name: array if name == "d_state" else at_least_two(array)[None] for name, array in more.items()
+        }
         found = self._blocks.run(self._blocks.chain.end + piece, role, given, into)
         answered = {name: array for name, array in found.items() if name not in into}
         answers = {name: array[..., 0, : len(targets), :].copy() for name, array in answered.items()}
@@ -163,17 +170,3 @@ class VocabularyHead:
     def _slices(self, count: int, rows: int = 1) -> Iterator[slice]:
         """Questions of a call, fewer at once where each takes several rows of logits."""
         return slices(count, max(FEWEST_TOKENS, self._bounds.states // rows))
-
-
-def slices(count: int, most: int) -> Iterator[slice]:
-    """0 to `count` in as few pieces of at most `most` as there can be, of about one size."""
-    pieces = -(-count // most)
-    for piece in range(pieces):
-        yield slice(piece * count // pieces, (piece + 1) * count // pieces)
-
-
-def enough(numbers: Array, axis: int = 0) -> Array:
-    """At least as many as a program takes, contiguous; what is added repeats the last."""
-    if numbers.shape[axis] < FEWEST_TOKENS:
-        numbers = np.repeat(numbers, FEWEST_TOKENS, axis)
-    return np.ascontiguousarray(numbers)

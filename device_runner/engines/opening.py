@@ -41,7 +41,7 @@ def open_engines(
     contract: Contract | None = None,
     threads: int | None = None,
     engine: EngineName = "auto",
-    memory: int | None = None,
+    loaded: int | None = None,
     scoring: Contract | None = None,
     cache: TrunkCache | None = None,
     kept: KeptStates | None = None,
@@ -54,7 +54,8 @@ def open_engines(
         contract: of the calls that take steps; without one they only score.
         threads: size of the engine's thread pool; by default what the runtime picks, performance cores.
         engine: see device_runner.engines.choice.
-        memory: bytes of weights that may stay loaded; beside all of them, of what an exact step saves.
+        loaded: bytes of weights that may stay loaded; beside all of them, of what an exact step saves. See
+            prge.learning.costs.Budget.
         scoring: contract of the calls that score; by default the chain's own.
         cache: keeps what the blocks below the adapter make of rows of steps.
         kept: keeps the states that enter the blocks of an exact step.
@@ -70,7 +71,7 @@ def open_engines(
     scoring = scoring or bundle.chain.scoring
     contract = contract or scoring
     roles = {contract.role, *((PREFILL, DECODE) if speaks else ())}
-    blocks = Blocks(bundle, backend, roles, memory, told.append)
+    blocks = Blocks(bundle, backend, roles, loaded, told.append)
     count = backend.runtime.set_threads(threads)
     saved = None
     # What is rounded between blocks has to go through them again.

@@ -105,7 +105,8 @@ class ChainSpeaker:
         if not {PREFILL, DECODE} <= set(chain.roles):
             raise BundleError(
                 f"the bundle can't write text: it has the roles {', '.join(chain.roles)}",
-                remedy="export a causal language model with the roles prefill and decode, as is the default",
+                remedy="export a causal language model with --roles stack back prefill decode, or with all, "
+                "as is the default of `prge export`; `prge tune` takes --roles too",
             )
         self._blocks = blocks
         self._chain = chain
@@ -177,12 +178,12 @@ class ChainSpeaker:
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
         """See Speaker."""
-        self._reserve(self.length(sequence) + len(tokens))
+        self._reserve(end := self.length(sequence) + len(tokens))
         state, rest = None, list(tokens)
         while rest:
             if len(rest) < FEWEST_TOKENS:
                 return self.step({sequence: rest[0]})[sequence]
-            piece = _PIECE if self._capacity <= _LONG else _PIECE_OF_LONG
+            piece = _PIECE if end <= _LONG else _PIECE_OF_LONG
             size = min(len(rest), piece, self._chain.bounds.piece)
             if len(rest) - size == 1 and size > FEWEST_TOKENS:
                 # A token that is left alone is a step of its own, which reads all weights once more.
@@ -493,7 +494,7 @@ def open_speaker(
     bundle: Bundle,
     threads: int | None = None,
     engine: EngineName = "auto",
-    memory: int | None = None,
+    loaded: int | None = None,
     slots: int = 1,
     context: int | None = None,
     precision: Precision = "float32",
@@ -505,7 +506,7 @@ def open_speaker(
         bundle: with the roles `prefill` and `decode`.
         threads: size of the engine's thread pool; by default what the runtime picks, performance cores.
         engine: see device_runner.engines.choice.
-        memory: bytes of weights that may stay loaded.
+        loaded: bytes of weights that may stay loaded.
         slots: most sequences at once.
         context: most tokens of a sequence.
         precision: of keys and values.
@@ -518,6 +519,6 @@ def open_speaker(
     backend.runtime.prepare()
     if backend.reason:
         tell(f"the engine is torch's: {backend.reason}")
-    blocks = Blocks(bundle, backend, {PREFILL, DECODE}, memory, tell)
+    blocks = Blocks(bundle, backend, {PREFILL, DECODE}, loaded, tell)
     backend.runtime.set_threads(threads)
     return ChainSpeaker(blocks, slots, context, precision)

@@ -50,7 +50,7 @@ from prge.learning.estimators.guide import guide_of
 from prge.rows.own_heads import task_of
 from prge.rows.sources import hub_names
 from prge.rows.task import load_task
-from prge.running.training_flags import RowsFlags
+from prge.running.training_flags import ExampleFlags
 from prge.verbs.kinds import Paths
 from prge.verbs.settings import read_settings, settings_to_yaml, with_whole_paths
 
@@ -62,7 +62,7 @@ _DAY = 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class DeviceSettings(EngineFlags, RowsFlags):
+class DeviceSettings(EngineFlags, ExampleFlags):
     """What a device trains with; a server never sees it."""
 
     bundle: Path
@@ -296,6 +296,8 @@ class _Round:
             task=self.settings.task,
             columns=self.settings.columns,
             date=self.settings.date,
+            control_tokens=self.settings.control_tokens,
+            append_eos=self.settings.append_eos,
             train_limit=self.policy.most_rows,
         )
 

@@ -15,6 +15,7 @@ from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import Answer
 from device_runner.fleet.privacy.reported import Draw, Reported, system_noise
 from device_runner.session.inputs import learning_rates, optimizer_of, read_inputs
+from device_runner.session.memory import budget_of_steps
 from device_runner.session.planning import RunPlan, plan_run
 from device_runner.session.settings import RunSettings
 from prge.engine import Engine, EngineName, FloatArray
@@ -150,8 +151,10 @@ def open_local(
             remedy="give rows of completions, or train on this device alone with `prge run`",
         )
     sized = plan_steps(plan, settings, bundle, inputs.train, memory)
-    kept = KeptStates("float32", settings.out, memory)
-    engines = open_engines(bundle, sized.contract, threads, engine, memory, sized.scoring, kept=kept)
+    budget = budget_of_steps(bundle, sized.contract, inputs.train, memory, engine, "this device")
+    loaded = None if budget is None else budget.loaded
+    kept = KeptStates("float32", settings.out, loaded)
+    engines = open_engines(bundle, sized.contract, threads, engine, loaded, sized.scoring, kept=kept)
     pad, data = inputs.tokenizer.pad_id, inputs.origin["train"]
     return Local(plan, sized.settings, bundle, engines.step, inputs.train, pad, data=data), engines
 

@@ -11,6 +11,7 @@ from device_runner.engines.opening import Engines, open_engines
 from device_runner.fleet.agreement import Agreement, Plan, task_sha256
 from device_runner.fleet.common import first_state, start_sha256
 from device_runner.fleet.coordinator import Coordinator, RoundsFlags, begin_fleet, has_begun
+from device_runner.session.memory import budget_of_scores
 from device_runner.session.planning import plan_run
 from device_runner.session.settings import EngineFlags
 from prge.errors import ConfigError
@@ -29,13 +30,13 @@ from prge.rows.scoring import evaluate
 from prge.rows.sources import Part, read_source
 from prge.rows.task import Task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.running.training_flags import RowsFlags
+from prge.running.training_flags import ExampleFlags
 from prge.verbs.kinds import Paths
 from prge.verbs.settings import part_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings(Plan, RoundsFlags, EngineFlags, RowsFlags):
+class ServerSettings(Plan, RoundsFlags, EngineFlags, ExampleFlags):
     """What a fleet's server is begun with."""
 
     bundle: Path
@@ -71,7 +72,9 @@ class ServerRows:
         """Rows of a file."""
         source = read_source(rows, part, settings.columns, task=self.task)
         tokenizer = bundle_tokenizer(self.bundle)
-        options = BuildOptions(date=settings.date)
+        options = BuildOptions(
+            append_eos=settings.append_eos, control_tokens=settings.control_tokens, date=settings.date
+        )
         selection, scoring = Selection(limit=limit), self.bundle.chain.scoring
         examples, report = load_examples(
             source, tokenizer, scoring, self.task, selection, options, training=False
@@ -112,7 +115,7 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
     task = task_of(bundle, settings.task)
     rows = None
     if settings.dev or settings.head_rows:
-        engines = engines or open_engines(bundle, None, settings.threads, settings.engine, settings.memory)
+        engines = engines or _engines(settings, bundle)
         rows = ServerRows(bundle, task, engines, bundle_tokenizer(bundle).pad_id)
     if not has_begun(settings.out):
         head = _head(settings, bundle, task, rows)
@@ -139,6 +142,13 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
             remedy=f"go on with it: prge fleet serve --resume {settings.out}; or give another folder",
         )
     return coordinator
+
+
+def _engines(settings: ServerSettings, bundle: Bundle) -> Engines:
+    """What scores rows on the server."""
+    scoring, budget = budget_of_scores(bundle, [], settings.memory, settings.engine, "scoring rows")
+    loaded = None if budget is None else budget.loaded
+    return open_engines(bundle, None, settings.threads, settings.engine, loaded, scoring)
 
 
 def _head(

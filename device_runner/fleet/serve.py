@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from device_runner.fleet.opening import ServerSettings, open_fleet
+from device_runner.session.memory import watched_memory
 from prge.errors import ConfigError, RunError
 from prge.files.run_folder import run_lock
 from prge.host.atomic import write_file
@@ -63,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
             f"{settings.out} holds a fleet already",
             remedy=f"go on with it: prge fleet serve --resume {settings.out}; or give another folder",
         )
-    _tell(str(serve(settings)))
+    with watched_memory(settings.memory, _tell):
+        _tell(str(serve(settings)))
     return 0
 
 

@@ -24,6 +24,7 @@ from device_runner.fleet.messages import Refusal
 from device_runner.fleet.opening import ServerRows, ServerSettings, open_fleet
 from device_runner.fleet.partition import parts
 from device_runner.fleet.privacy.reported import COUNTED, exposure, spent
+from device_runner.session.memory import watched_memory
 from prge.errors import DivergenceError, RunError
 from prge.files.bundle import open_bundle
 from prge.files.documents import read_json
@@ -73,7 +74,7 @@ class SimulateSettings(ServerSettings):
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge fleet simulate --help`."""
     settings = parse_settings(SimulateSettings, argv, "prge fleet simulate")
-    with best_effort(sys.stdout):
+    with best_effort(sys.stdout), watched_memory(settings.memory, print):
         figures = simulate(settings, lambda report: print(report, flush=True))
         print("\n".join(_lines(figures)), flush=True)
     if settings.json:
@@ -117,13 +118,15 @@ class Simulation:
             task=settings.task,
             columns=settings.columns,
             date=settings.date,
+            control_tokens=settings.control_tokens,
+            append_eos=settings.append_eos,
             train_start=settings.train_start,
             train_limit=settings.train_limit,
         )
         engine = (settings.engine, settings.threads, settings.memory)
         self.local, self.engines = open_local(plan, bundle, steps, *engine)
         self.dealt = parts(self.local.examples, settings.devices, settings.partition, settings.seed)
-        names = ("devices", "partition", "train_start", "train_limit", "date")
+        names = ("devices", "partition", "train_start", "train_limit", "control_tokens", "append_eos", "date")
         self.identity = {
             **{name: getattr(settings, name) for name in names},
             "train": self.local.data,

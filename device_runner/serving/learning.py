@@ -41,11 +41,12 @@ from device_runner.serving.worker import Worker
 from device_runner.session.gates import Gates
 from device_runner.session.planning import DEFAULT_BATCH, plan_run, settled
 from device_runner.session.settings import EngineFlags, RunSettings
+from prge.contract import Contract
 from prge.errors import BundleError, DataError, DivergenceError, PrgeError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.journal import Record
-from prge.files.peft import find_adapter, read_peft, run_of
+from prge.files.peft import find_adapter, read_compatible_adapter, read_peft, run_of
 from prge.files.run_folder import CONFIG, FINAL
 from prge.files.signatures import STACK
 from prge.files.tuned import tuning_at
@@ -265,6 +266,7 @@ def open_learning(
     tokenizer: Tokenizer,
     serve: Callable[[Adapter], object],
     tell: Callable[[str], object],
+    loaded_beside: Callable[[Contract], int | None] = lambda steps: None,
 ) -> tuple[Learning, Engines]:
     """What learns beside answers, and the engines that it shares with them.
 
@@ -277,13 +279,18 @@ def open_learning(
         tokenizer: of what learns alone.
         serve: puts an adapter in the place of the one that is served.
         tell: called with what a user should know.
+        loaded_beside: bytes of weights that may stay loaded, by the contract of steps; None: all.
 
     Raises:
-        PrgeError: rows that are to be kept can't be used, the folder is of something else, or the engine
-            can't be had.
+        PrgeError: rows that are to be kept can't be used, the folder is of something else, the engine can't
+            be had, or the bundle's programs can't train the adapter of the start.
     """
     assert flags.learn is not None
-    run = None if source is None else run_of(find_adapter(source))
+    run = None
+    if source is not None:
+        # What is only generated with may have a lora_a that the bundle's programs can't train against.
+        read_compatible_adapter(find_adapter(source), bundle.chain.modules, bundle.adapter)
+        run = run_of(find_adapter(source))
     settings = _settings(flags, engine, bundle, run)
     if source is not None and (tuning := tuning_at(source)) is not None and flags.kept is None:
         dev = tuning.rows / "dev.jsonl"
@@ -294,15 +301,16 @@ def open_learning(
     plan = plan_run(bundle, kept.replayed, replace(settings, epochs=None))
     settings = replace(settings, batch_size=plan.batch_size)
     learning = Learning(flags, settings, bundle, start, serve, tell)
+    loaded = loaded_beside(plan.contract)
     engines = open_engines(
         bundle,
         plan.contract,
         settings.threads,
         settings.engine,
-        settings.memory,
+        loaded,
         # No larger than those of steps: answers wait for them.
         bundle.chain.contract(STACK, plan.contract.rows),
-        kept=KeptStates(settings.checkpoint_dtype, flags.learn, settings.memory),
+        kept=KeptStates(settings.checkpoint_dtype, flags.learn, loaded),
         speaks=True,
     )
     if engines.notes:

@@ -14,6 +14,7 @@ from device_runner.serving.protocol import Asked, RequestError
 from prge.errors import BundleError, DataError
 from prge.files.adapter import Adapter
 from prge.rows.chat import Message
+from prge.rows.control_tokens import RenderedText
 from prge.rows.feedback import TEMPLATE_KWARGS, Answered, Fields, adapter_digest, asked_messages
 from prge.rows.tokenizer import Tokenizer
 from prge.text.loop import GenerationSettings, Request
@@ -122,7 +123,7 @@ class Models:
         """
         loop = asyncio.get_running_loop()
         asked = await loop.run_in_executor(self._texts, self._read, body, read, context)
-        rendered = self._prompts, ""
+        rendered = self._prompts, RenderedText("", True)
         if asked.is_chat:
             rendered = await loop.run_in_executor(self._templates, self._rendered, asked)
         return asked, await loop.run_in_executor(self._texts, self._requests, asked, *rendered, context)
@@ -139,7 +140,7 @@ class Models:
             raise _too_long(asked, f"{len(texts)} messages", context)
         return asked
 
-    def _rendered(self, asked: Asked) -> tuple[Prompts, str]:
+    def _rendered(self, asked: Asked) -> tuple[Prompts, RenderedText]:
         with self._refusing():
             variables = {**self._variables, **asked.variables}
             return self._prompts, self._prompts.rendered(asked.messages, variables)
@@ -156,10 +157,12 @@ class Models:
             self._prompts = Prompts(self._tokenizer)
             raise RequestError(400, error.what) from None
 
-    def _requests(self, asked: Asked, prompts: Prompts, text: str, context: int) -> list[Request]:
+    def _requests(
+        self, asked: Asked, prompts: Prompts, rendered: RenderedText, context: int
+    ) -> list[Request]:
         adapter = self.adapter(asked.model)
         requests = []
-        for prompt in _prompts_of(asked, prompts, text, context):
+        for prompt in _prompts_of(asked, prompts, rendered, context):
             tokens = len(prompt.tokens)
             if tokens >= context:
                 raise _too_long(asked, f"at least {tokens} tokens", context)
@@ -169,10 +172,10 @@ class Models:
         return requests
 
 
-def _prompts_of(asked: Asked, prompts: Prompts, text: str, context: int) -> list[Prompt]:
+def _prompts_of(asked: Asked, prompts: Prompts, rendered: RenderedText, context: int) -> list[Prompt]:
     try:
         if asked.is_chat:
-            return [prompts.of_rendered(text, most=context)]
+            return [prompts.of_rendered(rendered, most=context)]
         return [
             prompts.of_text(each, most=context) if isinstance(each, str) else Prompt(each)
             for each in asked.prompts

@@ -372,7 +372,12 @@ def _built(
 ) -> tuple[list[Example], DataReport]:
     what: ObjectiveName = "completion" if task is None else "auto"
     options = BuildOptions(
-        settings.overflow, settings.append_eos, skip_unusable=True, objective=what, date=settings.date
+        settings.overflow,
+        settings.append_eos,
+        skip_unusable=True,
+        objective=what,
+        control_tokens=settings.control_tokens,
+        date=settings.date,
     )
     return build_examples(rows, tokenizer, bundle.chain.scoring, task, options, training=training)
 

@@ -101,6 +101,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
         settings.append_eos,
         settings.max_dropped,
         objective=settings.objective,
+        control_tokens=settings.control_tokens,
         date=settings.date,
     )
     seed = settings.shuffle_seed
@@ -172,7 +173,8 @@ def origin_of(
 def _sample_prompts(settings: RunSettings, tokenizer: Tokenizer) -> list[SamplePrompt]:
     if settings.sample_prompts is None:
         return []
-    return read_prompts(settings.sample_prompts, Prompts(tokenizer, settings.date))
+    prompts = Prompts(tokenizer, settings.date, control_tokens=settings.control_tokens)
+    return read_prompts(settings.sample_prompts, prompts)
 
 
 def _sample_rows(count: int, dev: list[Example]) -> list[Example]:

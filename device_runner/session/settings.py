@@ -36,9 +36,10 @@ class EngineFlags:
     threads: int | None = None
     """Threads that compute; default: performance cores."""
     memory: Bytes | None = None
-    """Weights that may stay loaded, such as 200MB; the others are loaded when their turn comes. What is left
-    beside all weights holds activations of exact steps, which are then not computed twice. The same bits.
-    Default: all weights stay, and activations in a quarter of the memory that is available."""
+    """Most memory that the process takes at its peak, such as 400MB: resident, as `top` shows it in RES, with
+    pages of mapped weights. Weights that don't fit are mapped when their turn comes; too little is refused
+    with the least that it needs. The same bits. Default: all weights stay, and activations of exact steps in
+    a quarter of the memory that is available."""
 
 
 @dataclass(frozen=True, kw_only=True)

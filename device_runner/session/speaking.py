@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from device_runner.engines.speaking import open_speaker
+from device_runner.engines.speaking import ChainSpeaker, open_speaker
 from device_runner.engines.trunk_cache import Precision
+from device_runner.session.memory import budget_of_texts
 from device_runner.session.settings import EngineFlags
 from prge.errors import BundleError, ConfigError, printable
 from prge.files.adapter import Adapter
@@ -18,6 +19,7 @@ from prge.files.bundle import Bundle, open_bundle
 from prge.files.peft import find_adapter, read_compatible_adapter, read_peft
 from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
+from prge.learning.costs import megabytes
 from prge.rows.forms import template_kwargs
 from prge.rows.task import RowError
 from prge.rows.tokenizer import Tokenizer
@@ -203,8 +205,31 @@ def by_name(found: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
 
 def open_generator(bundle: Bundle, tokenizer: Tokenizer, flags: SpeakingFlags, slots: int) -> Generator:
     """A generator on the engine that the flags ask for; raises BundleError, EngineError."""
-    given = flags.threads, flags.engine, flags.memory, slots, flags.context, flags.cache_dtype
-    return Generator(open_speaker(bundle, *given, tell=note), tokenizer)
+    speaker = open_speaker_within(bundle, flags, slots, flags.context, flags.cache_dtype, note)
+    return Generator(speaker, tokenizer)
+
+
+def open_speaker_within(
+    bundle: Bundle,
+    flags: EngineFlags,
+    slots: int,
+    context: int | None,
+    precision: Precision,
+    tell: Callable[[str], None],
+) -> ChainSpeaker:
+    """A speaker whose process keeps `--memory`; without --context with texts as long as that allows.
+
+    Raises:
+        PrgeError: see open_speaker and device_runner.session.memory.budget_of_texts.
+    """
+    most, budget = budget_of_texts(bundle, flags.memory, flags.engine, slots, context, precision)
+    if budget is not None and context is None and most is not None and most < bundle.chain.bounds.context:
+        tell(
+            f"--memory {megabytes(budget.limit)} leaves room for texts of up to {most:,} tokens; "
+            "--context asks for others"
+        )
+    loaded = None if budget is None else budget.loaded
+    return open_speaker(bundle, flags.threads, flags.engine, loaded, slots, most, precision, tell)
 
 
 def note(text: str) -> None:

@@ -26,7 +26,7 @@ from prge.files.chain import STORED_TABLES, Chain
 from prge.files.documents import DocumentError, read_json
 from prge.files.tuned import bundle_at
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 TABLES = "tables.safetensors"
 PROGRAMS, WEIGHTS = "programs", "weights"

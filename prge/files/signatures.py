@@ -18,8 +18,9 @@ adapted module of the block; what has a `?` is taken only if the block's graph u
 `prefill_tangent` and `prefill_back` are of a piece of a row, which is given the past's tangents, or what
 later pieces say of its keys and values as slopes, and so with what is `carried`. `seen`, `causal` and `own`
 are added to the scores of the tokens before, of the call's own, and of the one token. `padding` is added to
-an encoder's attention. A head takes picked states, `targets` as its piece counts them and a `shift`, and
-answers `parts` for prge.learning.vocabulary to add up.
+an encoder's attention. In the backward roles each row has a copy of the adapter, and so its own gradient. A
+head takes picked states, `targets` as its piece counts them and a `shift`, and answers `parts` for
+prge.learning.vocabulary to add up.
 """
 
 from __future__ import annotations
@@ -51,14 +52,15 @@ _BLOCK = {
     " lora_b.*[rank out]? u_a.*[queries batch rank]? v_a.*[queries batch in]? u.*[queries batch rank]?"
     " v.*[queries batch out]? padding[batch 1 1 tokens]? ones[1 tokens 1]?"
     " -> state[batch tokens leaving] d_state[queries batch tokens leaving]",
-    BACK: "state[batch tokens entering] slope[batch tokens leaving] lora_a.*[rank in]? lora_b.*[rank out]?"
-    " padding[batch 1 1 tokens]? ones[1 tokens 1]? -> slope[batch tokens entering] gradient_a.*[rank in]"
-    " gradient.*[rank out]",
-    SAVE: "state[batch tokens entering] lora_a.*[rank in]? lora_b.*[rank out]? padding[batch 1 1 tokens]?"
-    " ones[1 tokens 1]? -> state[batch tokens leaving] saved.*[batch tokens saved]",
-    BACK_SAVED: "state[batch tokens entering] slope[batch tokens leaving] lora_a.*[rank in]?"
-    " lora_b.*[rank out]? padding[batch 1 1 tokens]? ones[1 tokens 1]? saved.*[batch tokens saved]"
-    " -> slope[batch tokens entering] gradient_a.*[rank in] gradient.*[rank out]",
+    BACK: "state[batch tokens entering] slope[batch tokens leaving] lora_a.*[batch rank in]?"
+    " lora_b.*[batch rank out]? padding[batch 1 1 tokens]? ones[1 tokens 1]?"
+    " -> slope[batch tokens entering] gradient_a.*[batch rank in] gradient.*[batch rank out]",
+    SAVE: "state[batch tokens entering] lora_a.*[batch rank in]? lora_b.*[batch rank out]?"
+    " padding[batch 1 1 tokens]? ones[1 tokens 1]?"
+    " -> state[batch tokens leaving] saved.*[batch tokens saved]",
+    BACK_SAVED: "state[batch tokens entering] slope[batch tokens leaving] lora_a.*[batch rank in]?"
+    " lora_b.*[batch rank out]? padding[batch 1 1 tokens]? ones[1 tokens 1]? saved.*[batch tokens saved]"
+    " -> slope[batch tokens entering] gradient_a.*[batch rank in] gradient.*[batch rank out]",
     PREFILL: "state[1 tokens entering] lora_a.*[1 rank in]? lora_b.*[1 rank out]? ones[1 tokens 1]?"
     " -> state[1 tokens leaving]",
     DECODE: "state[sequences 1 entering] lora_a.*[sequences rank in]? lora_b.*[sequences rank out]?"
@@ -67,8 +69,9 @@ _BLOCK = {
     " lora_b.*[rank out]? u_a.*[queries 1 rank]? v_a.*[queries 1 in]? u.*[queries 1 rank]?"
     " v.*[queries 1 out]? ones[1 tokens 1]?"
     " -> state[1 tokens leaving] d_state[queries 1 tokens leaving]",
-    PREFILL_BACK: "state[1 tokens entering] slope[1 tokens leaving] lora_a.*[rank in]? lora_b.*[rank out]?"
-    " ones[1 tokens 1]? -> slope[1 tokens entering] gradient_a.*[rank in] gradient.*[rank out]",
+    PREFILL_BACK: "state[1 tokens entering] slope[1 tokens leaving] lora_a.*[1 rank in]?"
+    " lora_b.*[1 rank out]? ones[1 tokens 1]?"
+    " -> slope[1 tokens entering] gradient_a.*[1 rank in] gradient.*[1 rank out]",
 }
 # What a block that looks at the tokens before has besides.
 _ATTENTION = {

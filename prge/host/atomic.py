@@ -106,6 +106,31 @@ def write_file(path: Path, content: bytes, rights: int | None = None) -> None:
         raise storage_error(path, error) from None
 
 
+def check_place(folder: Path, needed: int = 0) -> None:
+    """See in an instant whether files can be made in a folder, which may not be there yet. Nothing stays.
+
+    Args:
+        folder: of the files.
+        needed: bytes that they will take.
+
+    Raises:
+        RunError: the storage is read-only, refuses, or has less room.
+    """
+    folder = Path(folder)
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            free = shutil.disk_usage(there).free
+    except OSError as error:
+        raise storage_error(folder, error) from None
+    if needed > free:
+        raise RunError(
+            f"{folder} has too little room: about {needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB "
+            "are free",
+            remedy="free some storage, or write to another place",
+        )
+
+
 def storage_error(path: Path, error: OSError) -> RunError:
     """The RunError for a write that the operating system refused."""
     reason = error.strerror or str(error)

@@ -1,7 +1,8 @@
 """What a bundle costs, by arithmetic alone: numbers of a model and of a call in; bytes out.
 
     files      weights as they are stored, and what the engine packs of them
-    memory     of a run: runtime, weights, planned values, workspace, states between blocks, adapter
+    memory     of a process: runtime, weights, planned values, workspace, states between blocks, adapter
+    --memory   what a bound of that memory leaves for weights and activations
 
 Weights follow from shapes. The rest is modelled on what the engine was measured to take;
 `scripts/bench/estimate.py` holds all of it against the engine.
@@ -9,13 +10,16 @@ Weights follow from shapes. The rest is modelled on what the engine was measured
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from prge.contract import STEP_ROLES, AdaptedModule, Contract, matrices
-from prge.errors import BundleError, shown
+from prge.errors import BundleError, ConfigError, shown
 from prge.files.adapter import adapter_size
+from prge.files.bundle import Bundle
 from prge.files.chain import Bounds, Chain
 from prge.files.signatures import BACK, DECODE, PREFILL, SAVE, STACK, TANGENT
 from prge.learning.vocabulary import pieces_of
@@ -31,13 +35,27 @@ MOST_COMPARED = 1 << 28
 # Python 3.11 and ExecuTorch 1.5.1 on Linux x86_64.
 RUNTIME_BYTES = {"native": 25 * MIB, "torch": 147 * MIB}
 _LIBRARY_BYTES = {"native": 28 * MIB, "torch": 83 * MIB}
-# Of a number that exact gradients train, with its gradient, moments and copies: 105 to 146 were measured.
-BYTES_OF_A_NUMBER = 150
+# Of these, what the engine brings into a process that has imported all else.
+ENGINE_BYTES = {"native": 10 * MIB, "torch": 180 * MIB}
+# Of a word of a tokenizer, while it is read: 800 of SmolLM2's 49,152, 950 of 260,000 words.
+_BYTES_OF_A_WORD = 900
+# Of a token of rows that wait for their turn.
+BYTES_OF_A_TOKEN = 70
+# Of a number that exact gradients train, with its gradient, moments, and copies for journal and checkpoints;
+# 75 to 79 were measured, and some megabytes besides.
+BYTES_OF_A_NUMBER = 80
+_BYTES_OF_TRAINING = 8 * MIB
 # Of a block's method in the engine's own tables.
 _METHOD_BYTES = {STACK: 600_000, TANGENT: 750_000, BACK: 250_000, SAVE: 600_000}
+# Of a block's two methods that write texts.
+_TEXT_METHOD_BYTES = 700_000
 # Of a kind's method in its program; of the way back with those that save.
 _PROGRAM_BYTES = {STACK: 21_000, TANGENT: 43_000, BACK: 120_000, PREFILL: 14_000, DECODE: 14_000}
 _PROGRAM_BYTES_OF_HEAD = {STACK: 5_000, TANGENT: 9_000, BACK: 28_000, PREFILL: 0, DECODE: 3_000}
+_FLOAT = 4
+_ROOM = 1.05
+# Tokens of a prompt that pass a block together.
+_TEXT_PIECE = 128
 # Of scores as large as a long row's piece has, so many are there at once.
 _SCORES_OF_A_PIECE = 6
 # What the system reads of a file around a row of a table.
@@ -171,15 +189,17 @@ class Weights:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """Bytes of a run while it takes steps, by cause.
+    """Bytes of a process while it takes steps, scores rows or writes texts, by cause.
 
     `libraries` and `mapped` are pages of files, which the system takes back where memory lacks; `weights` are
-    held. `methods` are the engine's tables of loaded methods, `arena` what programs planned, `workspace`
-    XNNPACK's, `saved` what an exact step saves for its way back, at most.
+    held. `tokenizer` is there before an engine is loaded. `methods` are the engine's tables of loaded
+    methods, `arena` what programs planned, `workspace` XNNPACK's, `saved` what an exact step saves for its
+    way back, at most.
     """
 
     runtime: int
     libraries: int
+    tokenizer: int
     mapped: int
     weights: int
     methods: int
@@ -199,6 +219,10 @@ class RunMemory:
     def anonymous(self) -> int:
         """What no file can give back."""
         return self.total - self.libraries - self.mapped
+
+    def beside(self, held: int, engine: str) -> int:
+        """All that will be resident in a process that holds so many bytes before it loads an engine."""
+        return self.total - self.runtime - self.libraries - self.tokenizer + held + ENGINE_BYTES[engine]
 
     def to_json(self) -> dict[str, int]:
         """Parts and their sums, each with `_bytes` after its name."""
@@ -263,9 +287,9 @@ def run_memory(
     weights: Weights,
     roles: Collection[str],
     engine: str,
-    memory: int | None = None,
+    loaded: int | None = None,
 ) -> RunMemory:
-    """Memory of a run on an engine (`native`, `torch`) while it takes steps.
+    """Memory of a process on an engine (`native`, `torch`) that takes steps, or scores rows.
 
     Args:
         outline: the model.
@@ -273,37 +297,43 @@ def run_memory(
         weights: of the bundle.
         roles: of the bundle.
         engine: which way of calling the runtime.
-        memory: bytes of weights that may stay loaded, and beside all of them of what is saved; by default
+        loaded: bytes of weights that may stay loaded, and beside all of them of what is saved; by default
             all weights may, and all is saved.
     """
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
-    saved = _saved(outline, contract, weights, memory) if contract.is_exact and engine == "native" else 0
-    loaded = {STACK, BACK, *([SAVE] if saved else [])} if contract.is_exact else {contract.role}
+    saved = _saved(outline, contract, weights, loaded) if contract.is_exact and engine == "native" else 0
+    methods = {STACK, BACK, *([SAVE] if saved else [])} if contract.is_exact else {contract.role}
     call = _largest_call(contract, bounds)
     if engine == "native":
         arena = _arena(outline, contract, bounds, call)
     else:
-        arena = _torch_arena(outline, contract.role, loaded, roles, bounds)
+        arena = _torch_arena(outline, contract.role, methods, roles, bounds)
     state = 4 * contract.rows * contract.sequence_length * (1 + contract.queries) * outline.width
     checkpoints = _checkpoints(outline, contract, bounds, state) if contract.is_exact else 0
-    in_file = memory is not None and checkpoints > memory
+    in_file = loaded is not None and checkpoints > loaded
     # What no adapter changes is computed once for all copies.
     table = min(weights.table, contract.batch_size * contract.sequence_length * _READ_AROUND)
-    held = _kept(weights, contract, memory) + table
+    held = _kept(weights, contract.is_exact, loaded) + table
     width = sum(matrix.rank + matrix.width for matrix in matrices(outline.modules))
-    of_a_number = BYTES_OF_A_NUMBER if contract.is_exact else 4 * contract.copies
+    numbers = adapter_size(outline.modules)
+    if contract.is_exact:
+        adapter = _BYTES_OF_TRAINING + BYTES_OF_A_NUMBER * numbers
+    else:
+        adapter = 4 * contract.copies * numbers
     return RunMemory(
         runtime=RUNTIME_BYTES[engine],
         libraries=_LIBRARY_BYTES[engine],
-        mapped=(checkpoints if in_file else 0) + (held if engine == "native" else 0),
+        tokenizer=_BYTES_OF_A_WORD * contract.vocabulary_size,
+        # Pages of a state in a file are given back as soon as it is written, or read.
+        mapped=(state if in_file else 0) + (held if engine == "native" else 0),
         weights=0 if engine == "native" else held,
-        methods=outline.blocks * sum(_METHOD_BYTES[name] for name in loaded),
+        methods=outline.blocks * sum(_METHOD_BYTES[name] for name in methods),
         arena=arena,
         workspace=_run_workspace(outline, contract, call),
         # In and out, collected, and beside it what entered; then what an exact call keeps.
         states=3 * state + (0 if in_file else checkpoints),
         saved=saved,
-        adapter=of_a_number * adapter_size(outline.modules),
+        adapter=adapter,
         # Float32 inputs of the call, and the signs that they are filled from.
         directions=contract.queries * contract.rows * width * (4 + 1),
     )
@@ -357,13 +387,13 @@ def _checkpoints(outline: Outline, contract: Contract, bounds: Bounds, state: in
     return kept
 
 
-def _kept(weights: Weights, contract: Contract, memory: int | None) -> int:
+def _kept(weights: Weights, goes_back: bool, loaded: int | None) -> int:
     """Bytes of weights that stay loaded, as the engine packs them."""
-    kept = weights.packed + (weights.packed_transposed if contract.is_exact else 0)
-    if memory is None:
+    kept = weights.packed + (weights.packed_transposed if goes_back else 0)
+    if loaded is None:
         return kept
     # The bound counts whole files, of which a run maps what its roles need.
-    return round(kept * min(1, memory / (weights.layers + weights.transposed)))
+    return round(kept * min(1, loaded / (weights.layers + weights.transposed)))
 
 
 def _past(outline: Outline, bounds: Bounds, queries: int, length: int) -> int:
@@ -374,7 +404,7 @@ def _past(outline: Outline, bounds: Bounds, queries: int, length: int) -> int:
     return 4 * (1 + queries) * (2 * keys + _SCORES_OF_A_PIECE * scores)
 
 
-def _saved(outline: Outline, contract: Contract, weights: Weights, memory: int | None) -> int:
+def _saved(outline: Outline, contract: Contract, weights: Weights, loaded: int | None) -> int:
     """Bytes of what an exact step saves at most: answers of frozen layers, and those of the head."""
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     frozen = sum(module.rank for module in outline.modules if not module.trains_a)
@@ -386,7 +416,7 @@ def _saved(outline: Outline, contract: Contract, weights: Weights, memory: int |
         found = numbers * contract.rows * contract.sequence_length
     if outline.head is not None:
         found += outline.head.outputs * contract.rows * contract.positions
-    left = 4 * found if memory is None else max(0, memory - weights.layers - weights.transposed)
+    left = 4 * found if loaded is None else max(0, loaded - weights.layers - weights.transposed)
     return min(4 * found, left)
 
 
@@ -408,30 +438,151 @@ def _torch_arena(
     return below + adapted + opening + head
 
 
+def text_memory(
+    outline: Outline,
+    vocabulary_size: int,
+    weights: Weights,
+    engine: str,
+    slots: int,
+    context: int,
+    loaded: int | None = None,
+    cache_bytes: int = 4,
+) -> RunMemory:
+    """Memory of a process that writes texts.
+
+    Args:
+        outline: the model.
+        vocabulary_size: words of its tokenizer.
+        weights: of the bundle.
+        engine: which way of calling the runtime.
+        slots: sequences at once.
+        context: tokens of each, at most.
+        loaded: bytes of weights that may stay loaded; by default all may.
+        cache_bytes: of a number of keys and values: 4, or 2.
+    """
+    piece, heads = min(_TEXT_PIECE, outline.longest, context), outline.heads
+    rows = outline.key_width * 2 * context
+    kept = slots * rows * (cache_bytes * outline.blocks + (4 if cache_bytes < _FLOAT else 0))
+    # A piece of a prompt, and a token of each sequence, have scores with all tokens before.
+    scores = _FLOAT * heads * context * max(_SCORES_OF_A_PIECE * piece, slots)
+    held = _kept(weights, goes_back=False, loaded=loaded)
+    held += min(weights.table, (piece + slots) * _READ_AROUND)
+    numbers = sum(module.rank * (module.in_features + module.out_features) for module in outline.modules)
+    return RunMemory(
+        runtime=RUNTIME_BYTES[engine],
+        libraries=_LIBRARY_BYTES[engine],
+        tokenizer=_BYTES_OF_A_WORD * vocabulary_size,
+        mapped=held if engine == "native" else 0,
+        weights=0 if engine == "native" else held,
+        methods=outline.blocks * _TEXT_METHOD_BYTES,
+        arena=_block_arena(outline, STACK, 1, 0, piece) + scores,
+        workspace=max(_workspace(outline, STACK, 1, 0, piece), _head_logits(outline, slots)),
+        # Logits of each sequence: of the engine, joined, as probabilities, and sorted.
+        states=_FLOAT * (3 * piece * outline.width + 4 * slots * vocabulary_size) + kept,
+        saved=0,
+        # The bundle's, that of the sequences, and each sequence's beside the others.
+        adapter=_FLOAT * numbers * (2 + slots),
+        directions=0,
+    )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a bound of a process's memory leaves.
+
+    Attributes:
+        limit: bytes that the process may take, pages of mapped files included.
+        loaded: bytes of weights that may stay loaded, and beside all of them of saved activations.
+        predicted: bytes that it takes at most.
+    """
+
+    limit: int
+    loaded: int
+    predicted: int
+
+
+def budget_within(
+    limit: int, predicted: Callable[[int], int], weights: Weights, process: str, remedy: str
+) -> Budget:
+    """The most weights and activations that a process may hold and keep a bound.
+
+    Args:
+        limit: bytes that the process may take.
+        predicted: bytes that it takes with so many bytes of weights loaded, and of what is saved.
+        weights: of the bundle.
+        process: what takes them, such as `this run`.
+        remedy: what needs less.
+
+    Raises:
+        ConfigError: it takes more with the largest block alone; the message tells how much.
+    """
+    smallest = weights.largest
+    if (least := predicted(smallest)) > limit:
+        raise ConfigError(
+            f"--memory {megabytes(limit)} is too little:",
+            [f"{process} needs at least {megabytes(math.ceil(least / 1e6) * 10**6)}"],
+            remedy=remedy,
+        )
+    loaded = bisect_right(range(smallest, max(limit, smallest) + 1), limit, key=predicted) + smallest - 1
+    return Budget(limit, loaded, predicted(loaded))
+
+
+def costs_of(bundle: Bundle) -> tuple[Outline, Weights]:
+    """The outline and weights of an opened bundle.
+
+    Raises:
+        BundleError: its manifest has no outline, as those of earlier versions, or it can't be read.
+    """
+    manifest = bundle.manifest
+    if "outline" not in manifest:
+        raise BundleError(
+            f"{bundle.folder} doesn't tell what memory it needs: it is of an earlier version",
+            remedy="leave --memory out, or export the bundle again",
+        )
+    outline = Outline.from_json(manifest["outline"], bundle.chain)
+    quantization = manifest.get("quantization")
+    scheme = quantization.get("scheme") if isinstance(quantization, dict) else None
+    return outline, weights_of_bundle(
+        outline, bundle.chain, lambda name: int(manifest["files"][name]["bytes"]), scheme
+    )
+
+
+def least_memory(bundle: Bundle, role: str, rows: int, length: int) -> int:
+    """The least `--memory` of a run on the native engine with so many rows of so many tokens in a call.
+
+    With some room besides: what the process holds before it loads an engine is measured by the run alone.
+    """
+    outline, weights = costs_of(bundle)
+    contract = bundle.chain.contract(role, rows, length=length)
+    taken = run_memory(outline, contract, weights, bundle.chain.roles, "native", weights.largest)
+    return round(_ROOM * taken.total)
+
+
 def memory_table(
     outline: Outline, contracts: Mapping[Any, Contract], weights: Weights, roles: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Memory of runs on the native engine, a row for each estimator's call and bound of loaded weights.
+    """Memory of runs on the native engine: for each estimator's call with all weights and activations, and
+    with the weights of one block.
 
-    `memory_bytes` is the bound, None or the least that it may be; `anonymous_bytes` what no file can give
-    back, `resident_bytes` the peak with pages of files.
+    `loaded_bytes` are those of the weights, None for all; `anonymous_bytes` what no file can give back,
+    `resident_bytes` the peak with pages of files, which `--memory` bounds.
     """
     rows = []
     for estimator, contract in contracts.items():
-        for bound in (None, weights.largest):
-            found = run_memory(outline, contract, weights, roles, "native", bound)
+        for loaded in (None, weights.largest):
+            found = run_memory(outline, contract, weights, roles, "native", loaded)
             sizes = {"anonymous_bytes": found.anonymous, "resident_bytes": found.total}
-            rows.append({"estimator": estimator, "memory_bytes": bound, **sizes})
+            rows.append({"estimator": estimator, "loaded_bytes": loaded, **sizes})
     return rows
 
 
 def memory_text(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Lines of a `memory_table`."""
-    yield f"  {'estimator':<12}{'--memory':<14}{'anonymous':>12}{'resident':>12}"
+    yield f"  {'estimator':<12}{'loaded':<14}{'anonymous':>12}{'--memory':>12}"
     for row in rows:
-        bound = "all weights" if row["memory_bytes"] is None else str(row["memory_bytes"])
-        sizes = "".join(f"{bytes_text(row[name]):>12}" for name in ("anonymous_bytes", "resident_bytes"))
-        yield f"  {row['estimator']:<12}{bound:<14}{sizes}"
+        loaded = "everything" if row["loaded_bytes"] is None else "one block"
+        sizes = "".join(f"{megabytes(row[name]):>12}" for name in ("anonymous_bytes", "resident_bytes"))
+        yield f"  {row['estimator']:<12}{loaded:<14}{sizes}"
 
 
 def export_memory(outline: Outline, scheme: str, roles: Collection[str]) -> int:
@@ -455,6 +606,11 @@ def export_seconds(outline: Outline, roles: Collection[str]) -> float:
     lowering = _SECONDS_OF_ROLE * (of_roles + (1 if outline.blocks_below else 0))
     blocks = outline.blocks + outline.experts
     return _SECONDS + lowering + _SECONDS_OF_BLOCK * blocks + _SECONDS_OF_NUMBER * outline.parameters
+
+
+def megabytes(count: float) -> str:
+    """Bytes as a user writes them in flags: `331 MB`, of a million bytes each."""
+    return f"{count / 1e6:,.0f} MB" if count >= 1e6 else f"{count:.0f} bytes"
 
 
 def bytes_text(count: object) -> str:

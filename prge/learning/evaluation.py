@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -29,8 +30,8 @@ class Scores:
 
     @property
     def loss(self) -> float:
-        """Mean loss of the examples."""
-        return float(self.losses.mean())
+        """Mean loss of the examples, in whatever order they are."""
+        return math.fsum(self.losses) / len(self.losses)
 
 
 def score(
@@ -43,7 +44,8 @@ def score(
 ) -> Scores:
     """Score every candidate of every example with one adapter: ceil(sequences / rows) calls.
 
-    Sequences of about one length go together: a call is as long as its longest row.
+    What an example is given doesn't depend on the others, nor on their order. Sequences of about one length
+    go together, as rows of one padded length pass an engine's programs together.
     """
     contract = engine.contract
     inputs = stack(adapter, contract.copies)

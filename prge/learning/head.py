@@ -61,7 +61,10 @@ class Head:
 
     def slopes(self, tangents: FloatArray, rows: Sequence[int] = ()) -> Float64Array:
         """Derivatives of the scores, f64 [..., classes], from those of the states [..., width]."""
-        slopes: Float64Array = np.asarray(tangents, np.float64) @ self.weight.T.astype(np.float64)
+        # A matrix product may add in another order for another number of rows, einsum doesn't.
+        slopes: Float64Array = np.einsum(
+            "...w,cw->...c", np.asarray(tangents, np.float64), self.weight.astype(np.float64)
+        )
         return slopes
 
     def layers(self, rows: Sequence[int]) -> tuple[FloatArray, FloatArray]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from prge.errors import BundleError, DataError
-from prge.rows.forms import TEMPLATE_KWARGS, TOOLS
+from prge.rows.control_tokens import MessageTexts, in_messages
+from prge.rows.feedback import TEMPLATE_KWARGS
+from prge.rows.forms import TOOLS
 from prge.rows.readers import Row
-from prge.rows.report import CONTEXT_CUT, TURNS_CUT, TURNS_SPLIT
+from prge.rows.report import CONTEXT_CUT, CONTROL_IN_MESSAGES, CONTROL_OF_MESSAGES, TURNS_CUT, TURNS_SPLIT
 from prge.rows.task import RowError
 from prge.rows.windows import Made, Mask, Masked, Reading, fits, learnt
 
@@ -28,17 +30,32 @@ KWARGS_UNREAD = f"{TEMPLATE_KWARGS} that the chat template does not read"
 LEFT_OUT = "that the chat template leaves out"
 # Behind every text.
 _FAR = np.iinfo(np.int64).max
-CONTROL = "messages with control tokens written in them, read as such"
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of a row, the indices of those that are learnt, and what their template is given with them."""
+    """Messages of a row, the indices of those that are learnt, and what their template is given with them.
+
+    `texts` keeps control tokens that are written in the messages apart from those of the template.
+    """
 
     row: int
     messages: Sequence[Message]
     learnt: Sequence[int]
     variables: Mapping[str, Any]
+    texts: MessageTexts
+
+
+def conversation_of(
+    reading: Reading,
+    row: int,
+    messages: Sequence[Message],
+    learnt: Sequence[int],
+    variables: Mapping[str, Any],
+) -> Conversation:
+    """A row's messages, of which those at the indices `learnt` are learnt."""
+    texts = MessageTexts(reading.tokenizer, reading.control_tokens, [*messages, variables])
+    return Conversation(row, messages, learnt, variables, texts)
 
 
 def chat_examples(reading: Reading, chat: ChatTemplate, row: Row) -> Made:
@@ -50,7 +67,7 @@ def chat_examples(reading: Reading, chat: ChatTemplate, row: Row) -> Made:
     except ValueError as error:
         raise RowError(str(error)) from None
     variables = row.fields.get(TEMPLATE_KWARGS, {})
-    whole = Conversation(row.number, messages, learnt_turns(messages), variables)
+    whole = conversation_of(reading, row.number, messages, learnt_turns(messages), variables)
     texts = rendered(chat, whole)
     left_out = chat.left_out(messages[: max(whole.learnt) + 1], variables)
     made = Made((), (*_unread(chat, variables), *(f"{name} {LEFT_OUT}" for name in left_out)))
@@ -72,7 +89,9 @@ def rendered(chat: ChatTemplate, conversation: Conversation) -> list[Rendering]:
         BundleError: the template takes too much for it; the error names the row.
     """
     try:
-        return chat.renderings(conversation.messages, conversation.learnt, conversation.variables)
+        protect = conversation.texts.protect
+        messages, variables = protect(conversation.messages), protect(conversation.variables)
+        return chat.renderings(messages, conversation.learnt, variables)
     except BundleError as error:
         raise BundleError(f"{error.what} (row {conversation.row})", remedy=error.remedy) from None
 
@@ -82,12 +101,15 @@ def encoded(reading: Reading, conversation: Conversation, text: Rendering) -> Ma
     tokenizer, events = reading.tokenizer, []
     if not text.is_exact:
         events.append(TURN_INEXACT)
-    if _writes(conversation.messages, tokenizer.control_tokens):
-        events.append(CONTROL)
-    first, last = np.array([*text.spans, (_FAR, _FAR)], np.int64).T
+    if tokenizer.count_control(conversation.messages):
+        is_read = in_messages(reading.control_tokens)
+        events.append(CONTROL_OF_MESSAGES if is_read else CONTROL_IN_MESSAGES)
+    restored = conversation.texts.restore(text.text)
+    spans = [(restored.position(start), restored.position(end)) for start, end in text.spans]
+    first, last = np.array([*spans, (_FAR, _FAR)], np.int64).T
     tokens, mask = array("i"), bytearray()
     # The template writes the special tokens itself, `begin` among them.
-    for part in tokenizer.parts(text.text, control=True):
+    for part in tokenizer.parts(restored.text, control=restored.control):
         start, end = part[:, 1], part[:, 2]
         turn = np.searchsorted(first, start, side="right")
         inside = (turn > 0) & (end <= last[turn - 1]) & (end > start)
@@ -108,15 +130,6 @@ def _unread(chat: ChatTemplate, variables: Mapping[str, Any]) -> list[str]:
     """What a report tells of variables that the template doesn't have."""
     unread = variables.keys() - chat.variables
     return [TOOLS_UNREAD] * (TOOLS in unread) + [KWARGS_UNREAD] * bool(unread - {TOOLS})
-
-
-def _writes(value: object, words: Collection[str]) -> bool:
-    """Whether a text among messages, their parts and calls has one of the words."""
-    if isinstance(value, str):
-        return any(word in value for word in words)
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return isinstance(value, list) and any(_writes(each, words) for each in value)
 
 
 def _fitting(reading: Reading, chat: ChatTemplate, whole: Conversation, masked: Masked) -> Made:
@@ -188,8 +201,9 @@ def _between(
     messages = [*whole.messages[:first], *whole.messages[start:end]]
     part = replace(whole, messages=messages, learnt=chosen)
     if not chosen:
-        text = chat.render(messages, variables=whole.variables)
-        tokens = reading.tokenizer.ids(text, control=True)
+        protect = whole.texts.protect
+        text = whole.texts.restore(chat.render(protect(messages), variables=protect(whole.variables)))
+        tokens = reading.tokenizer.ids(text.text, control=text.control)
         return Masked(tokens, np.zeros(len(tokens), np.bool_), 0)
     texts = rendered(chat, part)
     if len(texts) > 1:

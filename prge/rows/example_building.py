@@ -1,6 +1,7 @@
 """Rows of a data file to the examples of one bundle: what is context, what is learnt, what had to be cut.
 
-    text                  every token after the first is learnt; `begin` is context
+    text                  every token after the first is learnt, and the end-of-sequence token after them;
+                          `begin` is context
     prompt, completion    the completion is learnt, with the end-of-sequence token after it
     messages              what the assistant wrote is learnt, an example for each way that its template has
                           to render the turns
@@ -19,18 +20,21 @@ turns.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, cast, get_args
 
 from prge.contract import Contract
 from prge.errors import DataError, shown
 from prge.learning.examples import Example
 from prge.learning.preferences import PREFERENCES, ObjectiveName, settled_objective
+from prge.rows.control_tokens import ControlTokens
 from prge.rows.conversations import chat_examples
 from prge.rows.forms import (
+    CONTROL_TOKENS,
     TEXT,
     WEIGHT,
     Form,
@@ -43,18 +47,32 @@ from prge.rows.forms import (
 from prge.rows.preference_examples import pair, rating
 from prge.rows.preferences import rated_rows
 from prge.rows.readers import Row, Selection, select_rows
-from prge.rows.report import CUTS, DataReport
+from prge.rows.report import (
+    CONTROL,
+    CONTROL_AS_TEXT,
+    CONTROL_IN_PROMPTS,
+    CONTROL_READ,
+    CUTS,
+    NO_ROOM_FOR_END,
+    DataReport,
+)
 from prge.rows.sources import Source, read_source
 from prge.rows.task import OBJECTIVES, RowError, Task
 from prge.rows.task_examples import completion, task_examples
 from prge.rows.tokenizer import Tokenizer
-from prge.rows.windows import Made, Masked, Overflow, Reading, learnt, learnt_after
+from prge.rows.windows import Made, Masked, Overflow, Reading, fits, learnt, learnt_after
 
 if TYPE_CHECKING:
     from prge.rows.chat import ChatTemplate
 
 # Of a row: more would be an oversight.
 MOST_WEIGHT = 1e6
+_READ_AS: Mapping[ControlTokens, str] = {
+    "special": CONTROL_READ,
+    "all": CONTROL_READ,
+    "prompt": CONTROL_IN_PROMPTS,
+    "text": CONTROL_AS_TEXT,
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +83,8 @@ class BuildOptions:
     """What is too long for the bundle: `error`, `truncate`, or `split` (not candidates) it; `auto`: split
     texts and chats, truncate all else."""
     append_eos: bool = True
-    """Learn an end-of-sequence token after completions and answers, where the model has one."""
+    """Learn an end-of-sequence token after texts, completions and answers, where the model has one and they
+    don't end with it."""
     max_dropped: float | None = None
     """Largest share of target tokens that may be left out; None: any."""
     skip_unusable: bool = False
@@ -74,6 +93,9 @@ class BuildOptions:
     """What is learnt of the rows; None: not of preferences, which are refused."""
     date: str | None = None
     """Day that a chat template takes for today, in ISO 8601; None: today."""
+    control_tokens: ControlTokens = "special"
+    """Where control tokens that are written in rows are control tokens: `special`, in texts, prompts and
+    completions; `prompt`, in prompts alone; `all`, in messages too; `text`, nowhere."""
 
 
 def load_examples(
@@ -147,13 +169,13 @@ def build_examples(
         is_split = form is TEXT or (chat is not None and objective == "completion")
         usual = "split" if is_split else "truncate"
     overflow = usual if options.overflow == "auto" else options.overflow
-    reading = Reading(tokenizer, contract, overflow, options.append_eos)
+    reading = Reading(tokenizer, contract, overflow, options.append_eos, options.control_tokens)
     columns = columns_text(read, present, renamed or {})
     unread = tuple(column for column in present if column not in read)
     report = DataReport(
         f"{source} ({kind})", reading.length, columns, objective, read=tuple(read), unread=unread
     )
-    examples = _built(rows, partial(make, reading), report)
+    examples = _built(rows, partial(_counted, make, read, reading), report)
     if report.unusable and not (options.skip_unusable and examples):
         raise DataError(
             f"{source} has rows that can't be used",
@@ -179,6 +201,8 @@ def _built(rows: Sequence[Row], make: Callable[[Row], Made], report: DataReport)
             continue
         for event in made.events:
             report.note(event, row.number)
+            if event in CONTROL:
+                report.written.setdefault(event, Counter()).update(made.written)
         report.dropped += made.dropped
         report.unknown += made.unknown
         if made.label is not None:
@@ -192,6 +216,20 @@ def _built(rows: Sequence[Row], make: Callable[[Row], Made], report: DataReport)
             report.lengths.append(len(sequence.tokens))
             report.targets.append(len(sequence.targets))
     return examples
+
+
+def _counted(make: Callable[[Reading, Row], Made], read: Sequence[str], reading: Reading, row: Row) -> Made:
+    """What `make` makes of a row, with the control tokens that are written in the columns that are `read`."""
+    if CONTROL_TOKENS in read and (own := row.fields.get(CONTROL_TOKENS)) is not None:
+        if own not in get_args(ControlTokens):
+            known = ", ".join(get_args(ControlTokens))
+            raise RowError(f"its {CONTROL_TOKENS} is {shown(own)}, must be one of {known}")
+        reading = replace(reading, control_tokens=cast(ControlTokens, own))
+    made = make(reading, row)
+    written = reading.tokenizer.count_control([row.fields.get(column) for column in read])
+    if written and not any(event in CONTROL for event in made.events):
+        made = replace(made, events=(*made.events, _READ_AS[reading.control_tokens]))
+    return replace(made, written=written)
 
 
 def _of_form(
@@ -229,10 +267,15 @@ def _learnt_of(form: Form, chat: ChatTemplate | None, reading: Reading, row: Row
     if "messages" in row.fields and chat is not None:
         return chat_examples(reading, chat, row)
     if form is TEXT:
-        begin = reading.tokenizer.begin
-        tokens = reading.tokenizer.ids(text_of(row.fields, "text"), before=begin)
-        masked = Masked(tokens, learnt_after(len(begin), len(tokens)), len(begin))
-        return learnt(reading, row.number, masked)
+        tokens, begin = reading.text(text_of(row.fields, "text")), len(reading.tokenizer.begin)
+        if len(tokens) <= begin:
+            raise RowError("its text is empty: there is nothing to learn from")
+        whole = Masked(tokens, learnt_after(begin, len(tokens)), begin)
+        ended = reading.ended(tokens)
+        with_end = Masked(ended, learnt_after(begin, len(ended)), begin)
+        if fits(whole.mask, reading.contract) and not fits(with_end.mask, reading.contract):
+            return learnt(reading, row.number, replace(whole, events=(NO_ROOM_FOR_END,)))
+        return learnt(reading, row.number, with_end)
     prompt, answer = (text_of(row.fields, column) for column in ("prompt", "completion"))
     return completion(reading, row.number, prompt, answer)
 

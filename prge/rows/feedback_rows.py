@@ -17,6 +17,7 @@ from typing import Any
 
 from prge.learning.preferences import PREFERENCES, ObjectiveName
 from prge.rows.feedback import BAD, GOOD, TEMPLATE_KWARGS, Fields, spaced
+from prge.rows.forms import CONTROL_TOKENS
 from prge.rows.readers import Row
 
 
@@ -57,7 +58,7 @@ def asked_text(row: Fields) -> str:
 def _completion(row: Fields) -> dict[str, Any]:
     prompt, answer = _asked(row), _said(row, row.get("correction", row["answer"]))
     if isinstance(prompt, str):
-        return {"prompt": prompt, "completion": answer}
+        return {"prompt": prompt, "completion": answer, **_given(row)}
     before = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in prompt]
     return {"messages": [*before, *answer], **_given(row)}
 
@@ -77,9 +78,11 @@ def _rated(row: Fields, text: str) -> dict[str, Any]:
     return {"prompt": _asked(row), "completion": _said(row, text), **_given(row)}
 
 
-def _given(row: Fields) -> dict[str, Any]:
-    """What the chat template of a conversation was given beside the messages."""
-    return {TEMPLATE_KWARGS: row[TEMPLATE_KWARGS]} if row.get(TEMPLATE_KWARGS) else {}
+def _given(row: Fields) -> Fields:
+    """What the chat template of a conversation was given beside the messages, or how a prompt was read."""
+    if "messages" in row:
+        return {TEMPLATE_KWARGS: row[TEMPLATE_KWARGS]} if row.get(TEMPLATE_KWARGS) else {}
+    return {CONTROL_TOKENS: row.get(CONTROL_TOKENS, "prompt")}
 
 
 def _asked(row: Fields) -> Any:

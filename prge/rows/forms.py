@@ -279,16 +279,18 @@ def text_of(fields: Fields, column: str) -> str:
     return value
 
 
+CONTROL_TOKENS = "control_tokens"
+_OF_ROW = (WEIGHT, CONTROL_TOKENS)
 TEXT = Form("text", ("text",), ("text",), _as_it_is, of_chats=())
 _PAIR, _RATING = ("chosen", "rejected"), ("prompt", "completion", "label")
 _TURNS, _INSTRUCTION = ("conversations",), ("instruction", "output")
 _BESIDE_INSTRUCTION = ("input", SYSTEM, HISTORY, WEIGHT)
 FORMS = (
-    Form("pairs", _PAIR, _PAIR, _of_pair, ("prompt", WEIGHT), prefers="pairs"),
-    Form("messages", ("messages",), ("messages",), _of_messages, (WEIGHT,), "needs"),
+    Form("pairs", _PAIR, _PAIR, _of_pair, ("prompt", *_OF_ROW), prefers="pairs"),
+    Form("messages", ("messages",), ("messages",), _of_messages, _OF_ROW, "needs"),
     Form("ShareGPT", _TURNS, _TURNS, _of_turns, (WEIGHT,), "needs"),
-    Form("ratings", _RATING, _RATING, _of_rating, (WEIGHT,), prefers="ratings"),
-    Form("prompt and completion", ("prompt", "completion"), ("prompt",), _of_completion, (WEIGHT,)),
+    Form("ratings", _RATING, _RATING, _of_rating, _OF_ROW, prefers="ratings"),
+    Form("prompt and completion", ("prompt", "completion"), ("prompt",), _of_completion, _OF_ROW),
     Form("Alpaca", _INSTRUCTION, _INSTRUCTION[:1], _of_instruction, _BESIDE_INSTRUCTION, "takes"),
     TEXT,
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prge.learning.examples import Example, TokenSequence
-from prge.rows.conversations import Conversation, encoded, rendered
+from prge.rows.conversations import conversation_of, encoded, rendered
 from prge.rows.forms import SYSTEM, Form, template_variables, with_system
 from prge.rows.preferences import OTHER, pair_fields, rating_fields
 from prge.rows.readers import Row
@@ -86,7 +86,7 @@ def _spoken(
         turns = [index for index in learnt_turns(messages) if index >= len(asked)]
         if not turns:
             raise RowError("one of its answers has no message of the assistant's that is learnt")
-        conversation = Conversation(row.number, messages, turns, variables)
+        conversation = conversation_of(reading, row.number, messages, turns, variables)
         texts = rendered(chat, conversation)
         if len(texts) > 1 or len(texts[0].turns) < len(turns):
             raise RowError(

@@ -15,6 +15,7 @@ from prge.rows.forms import column_names
 from prge.rows.tokenizer import Tokenizer
 
 SHOWN_ROWS = 5
+SHOWN_TOKENS = 8
 
 PROMPT_CUT = "prompts cut at the beginning"
 END_CUT = "ends cut off, not learnt"
@@ -22,6 +23,13 @@ ENCODER_CUT = "texts cut at the end"
 SPLIT = "longer than the bundle takes, split into several examples"
 TURNS_SPLIT = "chats longer than the bundle takes, split between turns into several examples"
 TURNS_CUT = "chats without their older turns, not learnt"
+NO_ROOM_FOR_END = "texts that fill the bundle, learnt without an end-of-sequence token"
+CONTROL_READ = "control tokens written in texts, read as control tokens"
+CONTROL_IN_PROMPTS = "control tokens written in texts, read as control tokens in prompts alone"
+CONTROL_AS_TEXT = "control tokens written in texts, read as the characters that they are"
+CONTROL_IN_MESSAGES = "control tokens written in messages, read as the characters that they are"
+CONTROL_OF_MESSAGES = "control tokens written in messages, read as control tokens"
+CONTROL = (CONTROL_READ, CONTROL_IN_PROMPTS, CONTROL_AS_TEXT, CONTROL_IN_MESSAGES, CONTROL_OF_MESSAGES)
 CONTEXT_CUT = "chats whose older turns don't fit before the answers that are learnt"
 CUTS = (PROMPT_CUT, END_CUT, ENCODER_CUT, TURNS_CUT, CONTEXT_CUT)
 # What KTO learns of labels that are all alike.
@@ -32,7 +40,20 @@ ONE_RATING = {
 }
 _LONGER = "an export with a larger --sequence-length keeps them whole"
 _SPLIT = "--overflow split keeps them, or " + _LONGER
-MENDS = {PROMPT_CUT: _LONGER, END_CUT: _SPLIT, TURNS_CUT: _SPLIT, ENCODER_CUT: _LONGER, CONTEXT_CUT: _LONGER}
+_AS_TEXT = "--control-tokens text reads them as characters"
+MENDS = {
+    **{
+        PROMPT_CUT: _LONGER,
+        NO_ROOM_FOR_END: _LONGER,
+        END_CUT: _SPLIT,
+        TURNS_CUT: _SPLIT,
+        ENCODER_CUT: _LONGER,
+        CONTEXT_CUT: _LONGER,
+    },
+    **dict.fromkeys((CONTROL_READ, CONTROL_IN_PROMPTS, CONTROL_OF_MESSAGES), _AS_TEXT),
+    CONTROL_AS_TEXT: "--control-tokens special reads them as control tokens",
+    CONTROL_IN_MESSAGES: "--control-tokens all reads them as control tokens",
+}
 
 
 @dataclass
@@ -42,7 +63,7 @@ class DataReport:
     `kind` says what they are, `columns` which of theirs were read and which not, in words, `read` which a row
     of this kind may have, `unread` which of theirs were not read, `objective` what is learnt of them;
     `dropped` target tokens didn't fit, `unknown` ones the tokenizer can't spell, `unusable` rows were left
-    out.
+    out; `written` are control tokens that are written in rows, by how they were read.
     """
 
     kind: str
@@ -60,6 +81,7 @@ class DataReport:
     unusable: dict[int, str] = field(default_factory=dict)
     read: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    written: dict[str, Counter[str]] = field(default_factory=dict)
 
     def note(self, event: str, row: int) -> None:
         """Record that something was done to a row; once a row."""
@@ -83,6 +105,7 @@ class DataReport:
             "dropped_target_tokens": self.dropped,
             "unknown_target_tokens": self.unknown,
             "notes": {event: len(rows) for event, rows in self.notes.items()},
+            "control_tokens": {event: count.total() for event, count in self.written.items()},
         }
 
     def text(self) -> str:
@@ -117,8 +140,17 @@ class DataReport:
                 ", ..." if len(rows) > SHOWN_ROWS else ""
             )
             mend = f"; {MENDS[event]}" if event in MENDS else ""
-            lines.append(f"{event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown}){mend}")
+            counted = self._counted(event)
+            lines.append(
+                f"{event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown}){counted}{mend}"
+            )
         return lines
+
+    def _counted(self, event: str) -> str:
+        """How often which control tokens are written in the rows of an event."""
+        written = self.written.get(event, Counter()).most_common()
+        more = ", ..." if len(written) > SHOWN_TOKENS else ""
+        return "".join(f", {name} {count} times" for name, count in written[:SHOWN_TOKENS]) + more
 
 
 def warn_unread(report: DataReport) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -49,7 +50,8 @@ def evaluate(
     if cut := sum(example.cut for example in examples):
         record[CUT_EXAMPLES] = cut
     if isinstance(objective, Preference):
-        value = -float(np.maximum(scored.losses, objective.enough).mean()) - _harm(scored, examples)
+        too_high = np.maximum(scored.losses, objective.enough)
+        value = -math.fsum(too_high) / len(examples) - _harm(scored, examples)
         return {**record, **preference_figures(objective, scored, examples), "value": value}, scored
     if task is None or examples[0].label is None:
         if normalisation == "token":

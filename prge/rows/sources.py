@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -131,9 +132,9 @@ def rows_files(where: Paths | str, part: Part) -> list[Path]:
         path = rows_file(paths[0], part)
         return [] if path is None else [path]
     what = f"{len(paths)} words are given as files of rows"
-    if missing := [path for path in paths if not path.exists()]:
+    if missing := [path for path in paths if not os.path.exists(path)]:
         joined = " ".join(map(str, paths))
-        remedy = "quote a path that has spaces" if Path(joined).exists() else "check the paths"
+        remedy = "quote a path that has spaces" if os.path.exists(joined) else "check the paths"
         raise DataError(what, [f"there is no {path}" for path in missing], remedy=remedy)
     if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
         raise DataError(what, [f"{path} is given twice" for path in twice], remedy="give each file once")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from prge.learning.examples import Example, Target, TokenSequence
+from prge.rows.control_tokens import in_texts
 from prge.rows.conversations import INEXACT
 from prge.rows.readers import Row
 from prge.rows.report import ENCODER_CUT, PROMPT_CUT
@@ -37,17 +38,14 @@ def completed(reading: Reading, prompt: str, text: str) -> Masked:
     Raises:
         RowError: the completion is empty.
     """
-    tokenizer = reading.tokenizer
-    pair = tokenizer.encode_pair(prompt, text)
+    pair = reading.pair(prompt, text)
     if not len(pair.completion):
         raise RowError("its completion is empty: there is nothing to learn from")
-    eos = tokenizer.eos_id
-    ends = reading.append_eos and eos is not None and pair.completion[-1] != eos
-    after = np.array([eos] if ends else [], np.int32)
     # What lies further back than the longest row is never read.
-    begin = len(tokenizer.begin)
+    begin = len(reading.tokenizer.begin)
     dropped = max(len(pair.prompt) - begin - reading.length, 0)
-    tokens = np.concatenate([pair.prompt[:begin], pair.prompt[begin + dropped :], pair.completion, after])
+    answer = reading.ended(pair.completion)
+    tokens = np.concatenate([pair.prompt[:begin], pair.prompt[begin + dropped :], answer])
     mask = learnt_after(len(pair.prompt) - dropped, len(tokens))
     return Masked(tokens, mask, begin, dropped, () if pair.exact else (INEXACT,))
 
@@ -65,7 +63,7 @@ def task_examples(task: Task, training: bool, reading: Reading, row: Row) -> Mad
     answers = task.answers(row.fields) or (candidates[label],)
     is_alone = training and task.objective == "completion"
     texts = [task.candidate_text(prompt, candidate, row.fields) for candidate in candidates]
-    pairs = [reading.tokenizer.encode_pair(prompt, text) for text in ([texts[label]] if is_alone else texts)]
+    pairs = [reading.pair(prompt, text) for text in ([texts[label]] if is_alone else texts)]
     if not all(len(pair.completion) for pair in pairs):
         raise RowError("has an empty candidate")
     sequences, is_cut = _candidates(reading, texts, pairs)
@@ -143,7 +141,7 @@ def _encoder_example(reading: Reading, task: Task, row: Row) -> Made:
         raise RowError("has an empty text: there is nothing to learn from")
     label = task.label(row.fields)
     begin, end = reading.tokenizer.begin, reading.tokenizer.end
-    tokens = reading.tokenizer.ids(text)
+    tokens = reading.tokenizer.ids(text, control=in_texts(reading.control_tokens))
     room = reading.length - len(begin) - len(end)
     if room < 1:
         raise RowError(f"the bundle takes {reading.length} tokens, too few for any text: export a longer one")

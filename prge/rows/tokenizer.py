@@ -2,7 +2,11 @@
 
 What a model wants around a text (a beginning-of-sequence token, an encoder's [CLS] and [SEP]) is learnt once
 from the tokenizer's own post-processor and the manifest, as `begin` and `end`. Everything else is encoded
-bare, so a prompt, a completion and a chat are put together in one way.
+bare, so a prompt, a completion and a chat are put together in one way. A text that has `begin` written at its
+beginning isn't given it twice.
+
+Control tokens that are written in a text, such as `<|im_end|>`, are read as control tokens or as characters.
+Of a chat template's text only those are read as control tokens that the template wrote (control_tokens.py).
 
 A long text is encoded in windows, because a library's encoding takes hundreds of bytes a character. Windows
 overlap, and are joined where both have the same tokens: the ids are those of the whole text.
@@ -15,14 +19,20 @@ overlap, and are joined where both have the same tokens: the ids are those of th
 from __future__ import annotations
 
 import contextlib
+import re
+import secrets
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import Unigram
 
@@ -45,6 +55,9 @@ _NO_CHARACTER = "\U0010ffff"
 Ids = NDArray[np.int32]
 # Rows of id, first character and the one after the last.
 Tokens = NDArray[np.int32]
+# Which of the control tokens that are written in a text are read as such: all, none, or those that begin at
+# these characters, in ascending order.
+Control = bool | Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +75,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """An encoded prompt: its ids after `begin`, and the last window, which what follows may change."""
+    """An encoded prompt: its ids, `begin` included, and the last window, which what follows may change."""
 
     text: str
+    control: bool
     ids: Ids
     start: int
     tail: Tokens
@@ -118,6 +132,8 @@ class Tokenizer:
         self.control_tokens = frozenset(self._control_ids)
         self.special_ids = frozenset(self._control_ids.values())
         self.unknown_id = _unknown_id(backend)
+        self.vocabulary_size: int = backend.get_vocab_size(with_added_tokens=True)
+        """Number of tokens, added ones included."""
 
     def _surroundings(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Ids that the post-processor puts before and after a text."""
@@ -128,21 +144,21 @@ class Tokenizer:
                 return tuple(whole[:start]), tuple(whole[start + len(bare) :])
         return (), ()
 
-    def encode(self, text: str, *, control: bool = False) -> list[int]:
+    def encode(self, text: str, *, control: Control = False) -> list[int]:
         """Token ids of a text; `control` as `ids`."""
         ids: list[int] = self.ids(text, control=control).tolist()
         return ids
 
     def ids(
-        self, text: str, *, control: bool = False, before: Sequence[int] = (), most: int | None = None
+        self, text: str, *, control: Control = False, before: Sequence[int] = (), most: int | None = None
     ) -> Ids:
         """Token ids of a text, i32.
 
         Args:
             text: of any length.
-            control: read control tokens written in the text, as a chat template does, instead of taking
-                `</s>` for the four characters that it is.
-            before: ids in front.
+            control: read control tokens that are written in the text, all or those that begin at these
+                characters, instead of taking `</s>` for the four characters that it is.
+            before: ids in front, unless the text's own begin with them.
             most: of a text with more there are a few more than these, and the rest isn't read.
         """
         count = len(before)
@@ -159,10 +175,12 @@ class Tokenizer:
             if most is not None and count > most:
                 break
         ids.resize(count, refcheck=False)
-        return ids
+        return ids[len(before) :] if self._is_doubled(ids, before) else ids
 
-    def parts(self, text: str, *, control: bool = False) -> Iterator[Tokens]:
+    def parts(self, text: str, *, control: Control = False) -> Iterator[Tokens]:
         """The tokens of a text, part by part: i32 [n, 3] of id, first character, and the one after the last.
+
+        `control` as `ids`.
 
         Raises:
             DataError: the text goes on for `LONGEST_WINDOW` characters without a place to divide it.
@@ -170,50 +188,72 @@ class Tokenizer:
         for _, tokens in self._parts(text, control):
             yield tokens
 
-    def encode_pair(self, prompt: str, completion: str) -> Pair:
+    def encode_pair(
+        self, prompt: str, completion: str, *, control: bool = False, control_after: bool = False
+    ) -> Pair:
         """Encode a prompt and what follows it, with an exact boundary between them.
+
+        Control tokens that are written in the prompt are read as such with `control`, those in the completion
+        with `control_after`.
 
         Where the joined text's ids begin with the prompt's, the completion is the rest. Where a token would
         straddle the boundary (a prompt that ends in a space, say) the prompt keeps its own ids, because these
         are all that a model sees before it answers, and the completion is encoded by itself.
         """
-        head = self._prompt(prompt)
+        head = self._prompt(prompt, control)
         # What follows a prompt changes tokens near its end at most, so the last window is enough of it.
         joined = array("i")
         anchor = head.tail[:1] if head.start else None
-        for _, part in self._parts(prompt[head.start :] + completion, False, anchor):
+        end = prompt[head.start :]
+        read: Control = control
+        if control != control_after:
+            first = len(end) if control_after else 0
+            read = [first + at for at in self.control_at(completion if control_after else end)]
+        for _, part in self._parts(end + completion, read, anchor):
             joined.frombytes(np.ascontiguousarray(part[:, 0]).tobytes())
         ids = np.frombuffer(joined, np.int32)
         count = len(head.tail)
         exact = np.array_equal(ids[:count], head.tail[:, 0])
-        tail = ids[count:] if exact else self._continuation(completion)
+        tail = ids[count:] if exact else self._continuation(completion, control_after)
         return Pair(head.ids, tail, exact)
 
-    def _continuation(self, text: str) -> Ids:
+    def _continuation(self, text: str, control: bool) -> Ids:
         """Token ids of a text that follows another one.
 
         SentencePiece-like tokenizers put a space before a text; after a line break they don't.
         """
         anchor = self.ids("\n")
-        joined = self.ids("\n" + text)
+        joined = self.ids("\n" + text, control=control)
         if np.array_equal(joined[: len(anchor)], anchor):
             return joined[len(anchor) :]
-        return self.ids(text)
+        return self.ids(text, control=control)
 
-    def _prompt(self, text: str) -> _Prompt:
+    def _is_doubled(self, ids: Ids, begin: Sequence[int]) -> bool:
+        """Whether ids begin with these control tokens twice: a text had them written at its beginning."""
+        count = len(begin)
+        return (
+            bool(count) and self.special_ids.issuperset(begin) and ids[count : 2 * count].tolist() == [*begin]
+        )
+
+    def _prompt(self, text: str, control: bool) -> _Prompt:
         """An encoded prompt; the last one is kept, since every candidate of a row has the same."""
         kept = self._last_prompt
-        if kept is None or kept.text != text:
-            ids = array("i", self.begin)
+        if kept is None or (kept.text, kept.control) != (text, control):
+            joined = array("i", self.begin)
             last = 0, np.empty((0, 3), np.int32)
-            for last in self._parts(text, control=False):
-                ids.frombytes(np.ascontiguousarray(last[1][:, 0]).tobytes())
+            for last in self._parts(text, control):
+                joined.frombytes(np.ascontiguousarray(last[1][:, 0]).tobytes())
+            ids = np.frombuffer(joined, np.int32)
+            if self._is_doubled(ids, self.begin):
+                ids = ids[len(self.begin) :]
             start, tail = last
             tail = tail - np.array([0, start, start], np.int32)
-            kept = self._last_prompt = _Prompt(text, np.frombuffer(ids, np.int32), start, tail)
+            kept = self._last_prompt = _Prompt(text, control, ids, start, tail)
         return kept
 
-    def _parts(self, text: str, control: bool, first: Tokens | None = None) -> Iterator[tuple[int, Tokens]]:
+    def _parts(
+        self, text: str, control: Control, first: Tokens | None = None
+    ) -> Iterator[tuple[int, Tokens]]:
         """Parts of a text with the start of the window that each is from.
 
         `first`, where it is given, is the token that the parts begin with; those before it are left out.
@@ -235,17 +275,46 @@ class Tokenizer:
                 raise _undivided(text[start : start + 20], end - start)
         yield start, tokens
 
-    def _window(self, text: str, start: int, end: int, control: bool) -> Tokens:
+    def _window(self, text: str, start: int, end: int, control: Control) -> Tokens:
         """The tokens of text[start:end] alone."""
-        self._backend.encode_special_tokens = not control
-        encoding = self._backend.encode(text[start:end], add_special_tokens=False)
-        tokens = np.empty((len(encoding), 3), np.int32)
-        try:
-            tokens[:, 0] = encoding.ids
-        except OverflowError:
-            raise _too_large() from None
-        tokens[:, 1:] = np.array(encoding.offsets, np.int32).reshape(-1, 2) + start
+        window = text[start:end]
+        if isinstance(control, bool):
+            self._backend.encode_special_tokens = not control
+            tokens = _encoded(self._backend, window)
+        else:
+            tokens = self._stand_ins.encode(self._backend, window, [at - start for at in control])
+        tokens[:, 1:] += start
         return tokens
+
+    @cached_property
+    def _stand_ins(self) -> _StandIns:
+        names = sorted(self.control_tokens)
+        added = self._backend.get_added_tokens_decoder()
+        return _StandIns(self._backend, [added[self._control_ids[name]] for name in names], self._control_ids)
+
+    def control_at(self, text: str) -> list[int]:
+        """Where control tokens that are written in a text begin."""
+        return [match.start() for match in self._written.finditer(text)]
+
+    def count_control(self, value: object) -> Counter[str]:
+        """Control tokens that are written in texts, in a row or anything else that JSON can hold."""
+        if isinstance(value, str):
+            return Counter(match[0] for match in self._written.finditer(value))
+        if isinstance(value, Mapping):
+            value = [*value, *value.values()]
+        if not isinstance(value, list | tuple):
+            return Counter()
+        return sum((self.count_control(each) for each in value), Counter())
+
+    def replace_control(self, text: str, replace: Callable[[str], str]) -> str:
+        """A text in which control tokens are replaced by what `replace` makes of them."""
+        return self._written.sub(lambda match: replace(match[0]), text)
+
+    @cached_property
+    def _written(self) -> re.Pattern[str]:
+        """Matches control tokens, where several begin the longest, as the library does."""
+        longest_first = sorted(self.control_tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
         """Text of token ids; with `special` false, special tokens are left out."""
@@ -272,10 +341,61 @@ class Tokenizer:
         """Name of a token in the vocabulary."""
         return self._backend.id_to_token(identifier) or f"<{identifier}>"
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of tokens, added ones included."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
+
+class _StandIns:
+    """Other names of control tokens, which no text has: only where they stand are control tokens read.
+
+    The library reads all control tokens of a text or none, but what was added without being special it
+    always reads.
+    """
+
+    def __init__(self, backend: Backend, tokens: Sequence[AddedToken], ids: Mapping[str, int]) -> None:
+        # Nobody who writes a text can guess it, so nobody else can write a control token.
+        self._mark = f"\ufdd0{secrets.randbits(64):020}"
+        names = [self._mark + token.content for token in tokens]
+        backend.add_tokens(
+            [
+                AddedToken(
+                    name,
+                    special=False,
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=token.normalized,
+                )
+                for name, token in zip(names, tokens, strict=True)
+            ]
+        )
+        self._ids = {
+            backend.token_to_id(name): ids[token.content] for name, token in zip(names, tokens, strict=True)
+        }
+
+    def encode(self, backend: Backend, text: str, control: Sequence[int]) -> Tokens:
+        """The tokens of a text in which control tokens begin at `control`."""
+        marks = [at for at in control if 0 <= at < len(text)]
+        edges = [0, *marks, len(text)]
+        marked = self._mark.join(text[start:end] for start, end in pairwise(edges))
+        backend.encode_special_tokens = True
+        tokens = _encoded(backend, marked)
+        ids = tokens[:, 0]
+        for known in self._ids.keys() & set(ids.tolist()):
+            ids[ids == known] = self._ids[known]
+        width = len(self._mark)
+        places = np.array(marks) + width * np.arange(len(marks))
+        tokens[:, 1:] -= width * np.searchsorted(places, tokens[:, 1:])
+        return tokens
+
+
+def _encoded(backend: Backend, text: str) -> Tokens:
+    """The tokens of a text alone."""
+    encoding = backend.encode(text, add_special_tokens=False)
+    tokens = np.empty((len(encoding), 3), np.int32)
+    try:
+        tokens[:, 0] = encoding.ids
+    except OverflowError:
+        raise _too_large() from None
+    tokens[:, 1:] = np.array(encoding.offsets, np.int32).reshape(-1, 2)
+    return tokens
 
 
 def _seam(tokens: Tokens, following: Tokens, low: int, high: int) -> tuple[int, int] | None:

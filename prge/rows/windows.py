@@ -5,8 +5,9 @@ tokens, mask -> windows: where each starts, which targets it has -> examples, an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -14,9 +15,10 @@ from numpy.typing import NDArray
 
 from prge.contract import Contract
 from prge.learning.examples import Example, Target, TokenSequence
+from prge.rows.control_tokens import ControlTokens, in_prompts, in_texts
 from prge.rows.report import END_CUT, PROMPT_CUT, SPLIT
 from prge.rows.task import RowError
-from prge.rows.tokenizer import Ids, Tokenizer
+from prge.rows.tokenizer import Ids, Pair, Tokenizer
 
 Overflow = Literal["auto", "error", "truncate", "split"]
 Mask = NDArray[np.bool_]
@@ -26,18 +28,37 @@ Mask = NDArray[np.bool_]
 class Reading:
     """How the rows of one file are read: for which bundle, with which tokenizer, and what is too long.
 
-    `overflow` is never `auto`; `append_eos` as in BuildOptions.
+    `overflow` is never `auto`; `append_eos` and `control_tokens` as in BuildOptions.
     """
 
     tokenizer: Tokenizer
     contract: Contract
     overflow: Overflow
     append_eos: bool = True
+    control_tokens: ControlTokens = "special"
 
     @property
     def length(self) -> int:
         """Most tokens of a sequence."""
         return self.contract.sequence_length
+
+    def text(self, text: str) -> Ids:
+        """Token ids of a whole text, after the model's `begin`."""
+        return self.tokenizer.ids(text, control=in_texts(self.control_tokens), before=self.tokenizer.begin)
+
+    def pair(self, prompt: str, completion: str) -> Pair:
+        """A prompt and what follows it."""
+        control = self.control_tokens
+        return self.tokenizer.encode_pair(
+            prompt, completion, control=in_prompts(control), control_after=in_texts(control)
+        )
+
+    def ended(self, tokens: Ids) -> Ids:
+        """Tokens with the end-of-sequence token after them, if there is one and they don't end with it."""
+        eos = self.tokenizer.eos_id
+        if not self.append_eos or eos is None or (len(tokens) and tokens[-1] == eos):
+            return tokens
+        return np.append(tokens, np.int32(eos))
 
 
 @dataclass(frozen=True)
@@ -58,7 +79,8 @@ class Masked:
 class Made:
     """The examples of a row, and what a report tells of it.
 
-    `dropped` target tokens didn't fit, `unknown` ones the tokenizer can't spell; `label` is a task's class.
+    `dropped` target tokens didn't fit, `unknown` ones the tokenizer can't spell; `label` is a task's class;
+    `written` are control tokens that are written in the row, by their names.
     """
 
     examples: tuple[Example, ...]
@@ -66,6 +88,7 @@ class Made:
     dropped: int = 0
     unknown: int = 0
     label: str | None = None
+    written: Counter[str] = field(default_factory=Counter)
 
     def __add__(self, other: Made) -> Made:
         return replace(

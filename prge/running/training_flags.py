@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 
 from prge.learning.optimizers import OptimizerName, ScheduleName, usual_warmup
 from prge.learning.training import TrainingSettings
+from prge.rows.control_tokens import ControlTokens
 from prge.rows.readers import Selection
 from prge.rows.sources import hub_names
 from prge.rows.windows import Overflow
@@ -31,6 +32,10 @@ class RowsFlags:
     messages, Alpaca's or ShareGPT's, a pair of answers or a rated one."""
     columns: list[str] = field(default_factory=list)
     """Names for columns of the rows: prompt=question completion=answer."""
+    control_tokens: ControlTokens = "special"
+    """Where control tokens that are written in rows, such as <|im_end|>, are control tokens and not the
+    characters that they are: special, in texts, prompts and completions, not in messages; prompt, in prompts
+    alone; all, in messages too; text, nowhere. How many there are is reported."""
     date: Day | None = None
     """Day that a chat template takes for today; default: that of the run that is gone on with or scored, else
     today."""
@@ -38,6 +43,14 @@ class RowsFlags:
     def dated(self: Rows) -> Rows:
         """The same settings with today's date where they have none."""
         return self if self.date else replace(self, date=Day(date.today().isoformat()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleFlags(RowsFlags):
+    """What rows are, and what is learnt of them."""
+
+    append_eos: bool = True
+    """End texts and completions with the model's end-of-sequence token, unless they end with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +77,6 @@ class OverflowFlags:
     overflow: Overflow = "auto"
     """What to do with a row that is too long for the bundle: error, truncate or split it; auto: split texts
     and chats, truncate all else. What is cut is reported."""
-    append_eos: bool = True
-    """End completions with the tokenizer's end-of-sequence token, where it has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +110,7 @@ class OptimizerFlags:
 
 
 @dataclass(frozen=True)
-class TrainingFlags(OverflowFlags, RateFlags, RowsFlags):
+class TrainingFlags(OverflowFlags, RateFlags, ExampleFlags):
     """What is trained, on what, and how long."""
 
     bundle: Path

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from prge.errors import DataError
+from prge.rows.control_tokens import ControlTokens, MessageTexts, RenderedText, in_messages, in_prompts
+from prge.rows.report import CONTROL_AS_TEXT, CONTROL_IN_MESSAGES, CONTROL_OF_MESSAGES, CONTROL_READ
 from prge.rows.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -32,6 +35,9 @@ class Prompt:
 class Prompts:
     """Makes prompts for the model of a tokenizer.
 
+    `control_tokens` says where control tokens that are written in texts and messages are control tokens, as
+    of rows, so that a model is asked as it was trained. `written` counts them by how they were read.
+
     A chat template runs in a child process that is forked at its first use: use it before an engine computes,
     by asking for `chat`.
 
@@ -40,9 +46,17 @@ class Prompts:
         date: day that the template takes for today, in ISO 8601; None: that on which it renders.
     """
 
-    def __init__(self, tokenizer: Tokenizer, date: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, date: str | None = None, *, control_tokens: ControlTokens = "special"
+    ) -> None:
         self._tokenizer = tokenizer
         self._date = date
+        self._control_tokens: ControlTokens = control_tokens
+        self.written: dict[str, Counter[str]] = {}
+
+    def _count(self, event: str, written: Counter[str]) -> None:
+        if written:
+            self.written.setdefault(event, Counter()).update(written)
 
     @cached_property
     def chat(self) -> ChatTemplate | None:
@@ -68,11 +82,13 @@ class Prompts:
 
         What has more than `most` tokens is read a little further than that.
         """
-        tokens = self._tokenizer.ids(text, before=self._tokenizer.begin, most=most)
+        control = in_prompts(self._control_tokens)
+        self._count(CONTROL_READ if control else CONTROL_AS_TEXT, self._tokenizer.count_control(text))
+        tokens = self._tokenizer.ids(text, control=control, before=self._tokenizer.begin, most=most)
         return Prompt(tuple(tokens.tolist()))
 
     def of_messages(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> Prompt:
-        """A conversation up to where the assistant answers; control tokens in messages are read as such.
+        """A conversation up to where the assistant answers.
 
         Args:
             messages: that end with what is to be answered.
@@ -83,7 +99,9 @@ class Prompts:
         """
         return self.of_rendered(self.rendered(messages, variables))
 
-    def rendered(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
+    def rendered(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+    ) -> RenderedText:
         """The text of a conversation in the chat template; `variables` as of `of_messages`.
 
         Raises:
@@ -97,24 +115,32 @@ class Prompts:
                 remedy="export with --chat-template plain, use a chat model, or give a text as the prompt",
             )
         _ = self._after_turn  # from here on the template isn't asked
-        return self.chat.render(messages, add_generation_prompt=True, variables=variables or {})
+        variables = variables or {}
+        texts = MessageTexts(self._tokenizer, self._control_tokens, [*messages, variables])
+        is_read = in_messages(self._control_tokens)
+        self._count(CONTROL_OF_MESSAGES if is_read else CONTROL_IN_MESSAGES, texts.written)
+        text = self.chat.render(
+            texts.protect(messages), add_generation_prompt=True, variables=texts.protect(variables)
+        )
+        return texts.restore(text)
 
     def check_answered(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> None:
         """Raise DataError where a conversation can't be learnt from, whose last message is an answer."""
         if self.chat is not None:
             self.chat.renderings(messages, [len(messages) - 1], variables or {})
 
-    def of_rendered(self, text: str, *, most: int | None = None) -> Prompt:
+    def of_rendered(self, rendered: RenderedText, *, most: int | None = None) -> Prompt:
         """What the template made of a conversation, as tokens; `most` as of texts."""
         # The template writes the special tokens itself.
-        tokens = self._tokenizer.ids(text, control=True, most=most)
-        ends, stop = self._end_of_turn
+        tokens = self._tokenizer.ids(rendered.text, control=rendered.control, most=most)
+        ends, stop = self.end_of_turn
         return Prompt(tuple(tokens.tolist()), continues=False, ends=ends, stop=stop)
 
     @cached_property
     def _after_turn(self) -> str:
         """What the template writes after an assistant's message."""
-        assert self.chat is not None
+        if self.chat is None:
+            return ""
         turns = [{"role": "user", "content": _WORD}, {"role": "assistant", "content": _WORD}]
         try:
             return self.chat.render(turns).rpartition(_WORD)[2]
@@ -122,8 +148,8 @@ class Prompts:
             return ""
 
     @cached_property
-    def _end_of_turn(self) -> tuple[frozenset[int], tuple[str, ...]]:
-        """The first control token of what follows an assistant's message, else its words.
+    def end_of_turn(self) -> tuple[frozenset[int], tuple[str, ...]]:
+        """The first control token of what the template writes after an assistant's message, else the words.
 
         A model that was trained on messages ends its answers with it, whatever its end-of-sequence token is.
         """

@@ -32,6 +32,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import re
 import shlex
 import sys
@@ -359,7 +360,7 @@ def _build(
         f"; {entry.where} took {shown(entry.value[-1])}, too"
         for entry in given
         if entry.where == flag(entry.key) and isinstance(entry.value, list) and len(entry.value) > 1
-        if Path(str(entry.value[-1])).exists()
+        if os.path.exists(str(entry.value[-1]))  # of a word that no file can be called it is false
     )
     problems += [
         f"{flag(item.name)} is missing: {described(kinds[item.name])}{taken}"

@@ -232,3 +232,99 @@ def mutate_safetensors(path: Path, random: Random) -> None:
         text = spelled(mutated(header, random))
     length = random.choice([len(text)] * 6 + [0, 2**40, 2**63, len(text) + 1])
     path.write_bytes(length.to_bytes(8, "little") + text + data)
+
+
+# What counts, lengths, sizes, types and offsets say that lie.
+_LIES = (
+    0,
+    1,
+    2,
+    5,
+    9,
+    48,
+    1 << 16,
+    1 << 20,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 40,
+    1 << 62,
+    1 << 63,
+    (1 << 64) - 32,
+)
+
+
+def mutate_gguf(path: Path, random: Random) -> None:
+    """Let some numbers of a GGUF header lie, or put another text of the same length into it."""
+    content = bytearray(path.read_bytes())
+    numbers, texts = gguf_places(bytes(content))
+    for _ in range(random.randint(1, 2)):
+        if random.random() < 0.8:
+            at, size = random.choice(numbers)
+            told = int.from_bytes(content[at : at + size], "little")
+            lie = random.choice([*_LIES, told + 1, max(told - 1, 0), told * 2, (1 << 64) - 1 - told])
+            content[at : at + size] = (lie % (1 << 8 * size)).to_bytes(size, "little")
+        else:
+            at, size = random.choice(texts)
+            other = random.choice(
+                [
+                    random.randbytes(size),
+                    b"\xff" * size,
+                    b"\0" * size,
+                    _text_of(bytes(content), texts, random),
+                ]
+            )
+            content[at : at + size] = (other + bytes(size))[:size]
+    path.write_bytes(content)
+
+
+def _text_of(content: bytes, texts: list[tuple[int, int]], random: Random) -> bytes:
+    at, size = random.choice(texts)
+    return bytes(content[at : at + size])
+
+
+def gguf_places(content: bytes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Beginnings and sizes in bytes of the numbers and texts of an undamaged GGUF header.
+
+    Of a list the first one and the last one alone.
+    """
+    numbers, texts, at = list[tuple[int, int]](), list[tuple[int, int]](), 4
+    widths = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+
+    def number(size: int) -> int:
+        nonlocal at
+        numbers.append((at, size))
+        at += size
+        return int.from_bytes(content[at - size : at], "little")
+
+    def text() -> None:
+        nonlocal at
+        length = number(8)
+        if length:
+            texts.append((at, length))
+        at += length
+
+    def value(kind: int) -> None:
+        if kind == 9:
+            element, count = number(4), number(8)
+            for place in range(count):
+                found = len(numbers), len(texts)
+                value(element)
+                if 0 < place < count - 1:
+                    # One token is like another, and there are more of them than of anything else.
+                    del numbers[found[0] :], texts[found[1] :]
+        elif kind == 8:
+            text()
+        else:
+            number(widths[kind])
+
+    _, tensors, keys = number(4), number(8), number(8)
+    for _ in range(keys):
+        text()
+        value(number(4))
+    for _ in range(tensors):
+        text()
+        for _ in range(number(4)):
+            number(8)
+        number(4)
+        number(8)
+    return numbers, texts

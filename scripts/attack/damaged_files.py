@@ -42,7 +42,7 @@ class Scene:
     folder: Path
 
     def copy(self, name: str) -> Path:
-        """A copy of the bench's `bundle`, `finished`, `unfinished`, `adapter`, `model`, rows or task."""
+        """A copy of what the bench has by that name; see `Bench.original`."""
         source, target = self.bench.original(self.kind, name), self.folder / name
         if not target.exists():
             (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
@@ -104,7 +104,7 @@ _OF_WORKSTATION = ("export", "export", "export", "publish", "baseline")
 
 @dataclass(frozen=True)
 class Target:
-    """A file, how it is damaged, and who reads it; see `of_device` and `of_model` of the tables."""
+    """A file, how it is damaged, and who reads it; see the tables that begin with `of_`."""
 
     often: int
     top: str = "model"
@@ -172,6 +172,7 @@ CRAFTED: Mapping[str, Sequence[damage.Way]] = {
     "bundle weights": _then(_rehash_bundle, *_WEIGHTS),
     "folder json": _then(_rehash_folder, *_JSON),
     "folder weights": _then(_rehash_folder, *_WEIGHTS),
+    "gguf": (damage.mutate_gguf,),
 }
 _TOLD = ("cut", "cut out", "empty", "all noise", "missing", "folder", "pipe", "device", "dangling link")
 WAYS: Mapping[str, Mapping[str, damage.Way]] = {
@@ -193,13 +194,18 @@ def attack_a_model(bench: Bench, random: Random, folder: Path) -> Found:
     return _attacked(bench, random, folder, "of_model", WORKSTATION_LIMITS)
 
 
+def attack_a_gguf_file(bench: Bench, random: Random, folder: Path) -> Found:
+    """Damage a GGUF file, its header above all, and let a verb of a workstation read it."""
+    return _attacked(bench, random, folder, "of_gguf", WORKSTATION_LIMITS)
+
+
 def _attacked(bench: Bench, random: Random, folder: Path, table: str, limits: Limits) -> Found:
     targets = [Target(**target) for target in TABLES[table]]
     (target,) = random.choices(targets, [target.often for target in targets])
     use = USES[random.choice(target.uses)]
     kinds = _KINDS if target.top == "bundle" and use is not USES["resume"] else _RUN_KINDS
     kind = random.choice([kind for kind in kinds if kind in bench.workshop.kinds])
-    scene = Scene(bench, "decoder" if target.top == "model" else kind, folder)
+    scene = Scene(bench, "decoder" if target.top in ("model", "gguf") else kind, folder)
     files = target.paths(scene.prepare(target.top, use))
     if not files:
         return [], Counter()

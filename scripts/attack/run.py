@@ -33,7 +33,7 @@ from random import Random
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from child import import_verbs
-from damaged_files import attack_a_file, attack_a_model
+from damaged_files import attack_a_file, attack_a_gguf_file, attack_a_model
 from hostile_clients import attack_clients
 from hostile_inputs import attack_an_input
 from hostile_server import attack_a_device
@@ -75,6 +75,7 @@ PARTS = {
     "torch_kills": Part(attack_a_run_with_torch, 0.07, needs_torch=True),
     "workstation_kills": Part(attack_a_workstation, 0.03, needs_torch=True),
     "model_files": Part(attack_a_model, 0.03, needs_torch=True),
+    "gguf_files": Part(attack_a_gguf_file, 0.03, needs_torch=True),
 }
 _SHARED_MEMORY = "/dev/shm"
 _FORK = multiprocessing.get_context("fork")

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from child import Child, prge_ends
 
 from prge.verbs.starting import answer_of
-from tests.tiny_models import save_model
+from tests.gguf_files import write_gguf
+from tests.tiny_models import make_model, make_tokenizer, save_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHAT = "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}"
@@ -26,6 +27,8 @@ metric: accuracy
 """
 
 Made = TypeVar("Made")
+# The model that is one file.
+GGUF = "gguf"
 STEPS, LEAST_STEPS = 12, 4
 _SHAPES = ["--rank", "2", "--sequence-length", "32"]
 # Model and words of the export, by kind of bundle.
@@ -85,9 +88,11 @@ class Bench:
             close()
 
     def original(self, kind: str, name: str) -> Path:
-        """The `bundle`, `finished` or `unfinished` run, `adapter`, rows or task that a case copies."""
+        """The `bundle`, `finished` or `unfinished` run, `adapter`, model, rows or task that a case copies."""
         if name == "bundle":
             return self.workshop.bundle(kind)
+        if name == "gguf":
+            return self.workshop.model(GGUF)
         if name == "model":
             return self.workshop.model(KINDS[kind][0])
         if name.endswith((".jsonl", ".yaml")):
@@ -135,6 +140,11 @@ def open_workshop(folder: Path, kinds: Sequence[str] = tuple(KINDS)) -> Workshop
         if not workshop.model(name).is_dir() and any(KINDS[kind][0] == name for kind in kinds):
             save_model(workshop.model(name), name)
             (workshop.model(name) / "chat_template.jinja").write_text(CHAT)
+    if not workshop.model(GGUF).is_dir():
+        workshop.model(GGUF).mkdir(parents=True)
+        write_gguf(
+            workshop.model(GGUF) / "tiny.gguf", make_model("llama"), make_tokenizer(), "Q8_0", template=CHAT
+        )
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda kind: _export(workshop, kind), kinds))
     return workshop

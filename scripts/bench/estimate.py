@@ -4,7 +4,7 @@
 
 The models are architectures with random weights, made shallower by a number of layers after a colon. Every
 one is exported by `prge export`; steps are taken by processes of their own, with all weights loaded or, bound
-`least`, with as few as may be. The estimate comes from the configuration alone. Prints JSON: estimated over
+`least`, with as few as may be. The estimate comes from the outline of the model. Prints JSON: estimated over
 measured of every figure, and the worst of each.
 """
 
@@ -20,8 +20,11 @@ from typing import Any
 from processes import forget, serving
 from reports import parser_of, report, shape_of
 from serve import ENGINE
-from timing import export, folder_bytes, least_memory, random_model, weights_memory
+from timing import all_loaded, export, folder_bytes, least_loaded, random_model
 
+from prge.files.bundle import open_bundle
+from prge.learning.costs import costs_of, run_memory
+from prge.learning.estimators.table import ESTIMATORS
 from prge.verbs.starting import answer_of
 
 THREADS, QUERIES = 1, 4
@@ -35,20 +38,25 @@ def compare(scheme: str, arguments: argparse.Namespace, folder: Path) -> dict[st
     # What was written a moment ago lies in the cache in larger pieces than what is read page by page.
     forget(bundle / "weights")
     pairs: dict[str, tuple[float, float]] = {}
-    bounds = {"": [], "least": [least_memory(bundle)], "weights": [weights_memory(bundle)]}
+    bounds = {"": None, "least": least_loaded(bundle), "weights": all_loaded(bundle)}
+    opened = open_bundle(bundle)
+    chain, (outline, weights) = opened.chain, costs_of(opened)
+    told = answer_of("estimate", "--json", "--model", model, *same, "--estimator", "exact")
+    estimated = json.loads(told)
     for method, (estimator, kind) in ENGINE.items():
         for rows, tokens in arguments.shapes:
-            told = ["--estimator", estimator, "--batch-size", rows, "--tokens", tokens]
-            told += [word for bound in bounds[kind] for word in ("--memory", bound)]
-            estimated = json.loads(answer_of("estimate", "--json", "--model", model, *same, *told))
+            entry = ESTIMATORS[estimator]
+            contract = chain.contract(entry.role, rows, **entry.sizes(QUERIES), length=tokens)
+            expected = run_memory(outline, contract, weights, chain.roles, "native", bounds[kind])
             sizes = (rows, tokens, THREADS, QUERIES)
             with serving(method, folder, *sizes) as packing:
                 packing.answer()
             with serving(method, folder, *sizes) as step:
                 found = step.memory(3)
-            expected, name = estimated["run_memory"]["native"], f"{method}_{rows}x{tokens}"
-            pairs[f"anonymous_{name}"] = expected["anonymous_bytes"], found.anonymous_mb * 1e6
-            pairs[f"resident_{name}"] = expected["total_bytes"], found.peak_rss_mb * 1e6
+            name = f"{method}_{rows}x{tokens}"
+            # These processes have no tokenizer.
+            pairs[f"anonymous_{name}"] = expected.anonymous - expected.tokenizer, found.anonymous_mb * 1e6
+            pairs[f"resident_{name}"] = expected.total - expected.tokenizer, found.peak_rss_mb * 1e6
     pairs |= {
         "programs": (estimated["programs_bytes"], folder_bytes(bundle / "programs")),
         "weights": (estimated["weights_bytes"], folder_bytes(bundle / "weights")),

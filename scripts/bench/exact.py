@@ -126,7 +126,9 @@ def main() -> None:
     parser = parser_of(__doc__, quantize="8da4w", **shape)
     parser.add_argument("--models", nargs="+", choices=CONFIGURATIONS, default=["smollm2-135m"])
     parser.add_argument(
-        "--memory", type=lambda text: converted(text, Bytes), help="of blocks, such as 1500MB"
+        "--memory",
+        type=lambda text: converted(text, Bytes),
+        help="of weights and activations",
     )
     methods = ["blocks", "recomputed", "least", "tangent", "prge", *PYTORCH]
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods)

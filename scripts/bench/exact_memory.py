@@ -5,7 +5,7 @@
         --limit-mb 256
 
 A model is an architecture with random weights. It is exported; a `prge run` packs its weights; another one
-takes steps on rows of random letters, with the least bound of `--memory`, and is what is measured, from its
+takes steps on rows of random letters, with the least `--memory`, and is what is measured, from its
 start to its end. The system has forgotten all files before. Prints JSON by model: `anonymous_mb`, the most
 that no file could give back, `peak_rss_mb` (VmHWM), pages of mapped files with it, `step_seconds`, the
 median, `major_faults`, `read_mb` from the storage, the same of the first run with its children as
@@ -34,10 +34,13 @@ from typing import Any
 
 from processes import forget
 from reports import parser_of, report_models
-from timing import export, least_memory
+from timing import export
 
+from prge.files.bundle import open_bundle
 from prge.files.run_folder import read_metrics
+from prge.files.signatures import BACK
 from prge.host.processes import watched
+from prge.learning.costs import least_memory
 from prge.verbs.starting import command_of
 
 # By version of control groups: where they are, the files of the limit and of the most that was taken.
@@ -79,7 +82,8 @@ def run(arguments: argparse.Namespace, place: Path, steps: int, limit: int | Non
     forget(place)
     words = ["run", "--estimator", "exact", "--quiet", "--threads", arguments.threads, "--steps", steps]
     words += ["--bundle", place / "bundle", "--train", place / "rows.jsonl", "--out", place / "run"]
-    words += ["--memory", least_memory(place / "bundle"), "--batch-size", arguments.batch_size]
+    least = least_memory(open_bundle(place / "bundle"), BACK, arguments.batch_size, arguments.seq_len)
+    words += ["--memory", least, "--batch-size", arguments.batch_size]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "XDG_CACHE_HOME": str(place / "cache")}
     begin, found = time.monotonic(), dict[str, float]()
     with ExitStack() as stack:

@@ -47,13 +47,13 @@ def engine_steps(
     method: str, folder: Path, rows: int, tokens: int, threads: int, queries: int, memory: int | None = None
 ) -> Answers:
     """Steps of a bundle."""
-    from timing import least_memory, timed_step, weights_memory
+    from timing import all_loaded, least_loaded, timed_step
 
     bundle = folder / "bundle"
     yield ()
     estimator, kind = ENGINE[method]
-    memory = {"least": least_memory, "weights": weights_memory}[kind](bundle) if kind else memory
-    step = timed_step(bundle, estimator, rows, tokens, threads, queries, memory=memory)
+    loaded = {"least": least_loaded, "weights": all_loaded}[kind](bundle) if kind else memory
+    step = timed_step(bundle, estimator, rows, tokens, threads, queries, loaded=loaded)
     while True:
         yield step.with_loss()
 

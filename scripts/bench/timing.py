@@ -48,13 +48,13 @@ def export(model: Path, out: Path, *flags: object) -> dict[str, float]:
     return {"seconds": time.monotonic() - begin, "peak_rss_mb": usage.ru_maxrss / 1024}
 
 
-def least_memory(bundle: Path) -> int:
-    """The least that `--memory` may be."""
+def least_loaded(bundle: Path) -> int:
+    """The fewest bytes of weights that may stay loaded."""
     return max(_loaded_bytes(bundle))
 
 
-def weights_memory(bundle: Path) -> int:
-    """The `--memory` that all weights take, and nothing besides."""
+def all_loaded(bundle: Path) -> int:
+    """Bytes of all weights, which leave nothing for activations."""
     return sum(_loaded_bytes(bundle))
 
 
@@ -100,7 +100,7 @@ def timed_step(
     threads: int | None = None,
     queries: int = 4,
     copies: int | None = None,
-    memory: int | None = None,
+    loaded: int | None = None,
 ) -> TimedStep:
     """A step on random rows, all of whose tokens are targets.
 
@@ -112,7 +112,7 @@ def timed_step(
         threads: of the engine.
         queries: of an estimator that has any.
         copies: of the adapter in one call; by default all of a step.
-        memory: as of `prge run`.
+        loaded: bytes of weights that may stay loaded, and beside all of them of saved activations.
     """
     given: dict[str, Any] = {"bundle": folder, "train": folder, "out": folder, "copies": copies}
     if estimator != "exact":
@@ -120,7 +120,7 @@ def timed_step(
     settings = RunSettings(**given, estimator=estimator, batch_size=rows)
     bundle = open_bundle(folder)
     plan = plan_run(bundle, [], settings)
-    engines = open_engines(bundle, plan.contract, threads, "auto", memory)
+    engines = open_engines(bundle, plan.contract, threads, "auto", loaded)
     adapter = read_peft(bundle.adapter, bundle.chain.modules)
     random = np.random.default_rng(0)
     adapter.values[:] = random.standard_normal(adapter.size) * 0.01

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prge.contract import Contract
 from prge.errors import ConfigError
 from prge.files.signatures import DECODE, PREFILL, STACK
-from prge.host.memory import memory_info
+from prge.host.atomic import check_place
+from prge.host.memory import available_memory, memory_info
 from prge.host.progress import duration
 from prge.learning.costs import (
     Outline,
@@ -16,6 +19,7 @@ from prge.learning.costs import (
     bytes_text,
     export_memory,
     export_seconds,
+    megabytes,
     programs_bytes,
     weights_of,
 )
@@ -40,6 +44,12 @@ class Estimate:
     readout: str
     vocabulary_size: int
     positions: int | None
+
+    def exported_as(self, scheme: str, roles: Collection[str]) -> Estimate:
+        """The same model with frozen weights in another scheme, and programs of other roles."""
+        roles = _own_roles(self.readout, roles)
+        weights = weights_of(self.outline, scheme, _has_int8_table(self.outline, scheme), roles)
+        return replace(self, weights=weights, scheme=scheme, roles=roles)
 
     @property
     def export_bytes(self) -> int:
@@ -106,24 +116,56 @@ def estimate_of(config: ExportConfig, source: Source) -> Estimate:
     """The same of a source that is open."""
     from server_export.model.loading import vocabulary_size
     from server_export.model.positions import position_count
-    from server_export.model.quantization import EMBEDDING_BYTES
 
     outline, readout = source.costs, source.readout
-    int8_table = config.quantize != "fp32" and 4 * outline.table_numbers >= EMBEDDING_BYTES
-    of_texts = () if readout == "logprobs" else (PREFILL, DECODE)
-    roles = tuple(role for role in dict.fromkeys((STACK, *config.roles)) if role not in of_texts)
-    weights = weights_of(outline, config.quantize, int8_table, roles)
+    roles = _own_roles(readout, config.roles)
+    weights = weights_of(outline, config.quantize, _has_int8_table(outline, config.quantize), roles)
     vocabulary, most = vocabulary_size(source.loaded.model), position_count(source.loaded)
     return Estimate(outline, weights, config.quantize, roles, readout, vocabulary, most)
 
 
+def _own_roles(readout: str, roles: Collection[str]) -> tuple[str, ...]:
+    """Those of the roles that a bundle with the readout has; `stack` is always there."""
+    of_texts = () if readout == "logprobs" else (PREFILL, DECODE)
+    return tuple(role for role in dict.fromkeys((STACK, *roles)) if role not in of_texts)
+
+
+def _has_int8_table(outline: Outline, scheme: str) -> bool:
+    from server_export.model.quantization import EMBEDDING_BYTES
+
+    return scheme != "fp32" and 4 * outline.table_numbers >= EMBEDDING_BYTES
+
+
 def announce(estimated: Estimate) -> None:
-    """Print what an export will take, before it begins, and a warning if the machine lacks the memory."""
+    """Print what an export will take, before it begins."""
     print(
         f"estimated  {bytes_text(estimated.export_bytes)} of memory at the peak of the export, "
         f"{duration(estimated.export_seconds)}, weights {bytes_text(estimated.weights.stored)}",
         flush=True,
     )
-    available = memory_info().get("MemAvailable")
-    if available is not None and estimated.export_bytes > available:
-        print(f"hint: this machine has {bytes_text(available)} of memory available", flush=True)
+
+
+def check_room(estimated: Estimate, folder: Path, memory: int | None = None) -> None:
+    """Refuse an export that this machine has no memory or storage for, before its minutes begin.
+
+    Args:
+        estimated: what it takes.
+        folder: where the bundle's folder will be made.
+        memory: bytes that the export may take; None: what is available.
+
+    Raises:
+        ConfigError: it takes more memory.
+        RunError: the storage has too little room, or can't be written.
+    """
+    check_place(folder, estimated.weights.stored + estimated.programs_bytes)
+    limit = memory
+    if limit is None:
+        swap = memory_info().get("SwapFree", 0)
+        limit = available + swap if (available := available_memory()) else None
+    if limit is not None and estimated.export_bytes > limit:
+        bound = f"--memory is {megabytes(limit)}" if memory else f"{megabytes(limit)} are available"
+        raise ConfigError(
+            "there is too little memory for the export:",
+            [f"it takes about {megabytes(estimated.export_bytes)}, {bound}"],
+            remedy="close other programs, export fewer --roles, or say with --memory how much it may take",
+        )

@@ -168,10 +168,12 @@ def role_graphs(
         seeds |= dict.fromkeys(adapter, RankOne(BATCH))
         graphs[TANGENT] = differentiate(copied(one_copy), seeds, QUERIES, {ONES: TOKENS})
     if BACK in roles:
+        # Every row has a copy of the adapter, so that it has a gradient of its own.
+        each_row = one_copy if is_head else with_size(graph_module, BATCH, 1)
         wanted = [STATE, *changing, *adapter]
-        joint = backpropagate(one_copy, wanted, list(adapter), TOKENS, slopes, with_answer=True)
+        joint = backpropagate(each_row, wanted, list(adapter), TOKENS, slopes, with_answer=True)
         # A head is read with a shift by what is known of the words so far, and goes back with one by all.
-        parts = partition(joint, 1 if is_head else BATCH, TOKENS, ["shift"], len(slopes))
+        parts = partition(joint, 1 if is_head else COPIES, TOKENS, ["shift"], len(slopes))
         graphs[BACK] = parts.back
         if saves:
             graphs |= {SAVE: parts.save, BACK_SAVED: parts.back_saved}
@@ -253,6 +255,8 @@ def sizes_of(role: str, bounds: Bounds, is_head: bool) -> dict[str, Size]:
         }
     if is_head:
         return {"tokens": Size(TOKENS, 5, 2, bounds.states), "queries": Size(QUERIES, 4, 1, bounds.queries)}
+    if role in (BACK, *OF_BACK):
+        return {"copies": Size(COPIES, 2, 1, bounds.batch), "tokens": Size(TOKENS, 5, 2, bounds.piece)}
     return {
         "copies": Size(COPIES, 3, 1, bounds.copies),
         "batch": Size(BATCH, 2, 1, bounds.batch),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A hub id with its commit, `revision`, or a folder with the hash of its content, `sha256`.
+    """A hub id with its commit, `revision`, or a folder or file with the hash of its content, `sha256`.
 
     One that has neither was recorded by something else, and is looked for on this machine only.
     """

@@ -68,7 +68,10 @@ def plain_template(tokenizer: Any, prepend_bos: PrependBos) -> str:
     """A template of plain words, for the tokens that a tokenizer has."""
     knows_lines = "\n" in tokenizer.decode(tokenizer.encode("a\nb", add_special_tokens=False))
     begins = prepend_bos == "always" or adds_bos(tokenizer)
-    body = _ENDS_WITH_USER if tokenizer.eos_token_id is None else _ENDS_WITH_TOKEN
+    end = tokenizer.eos_token_id
+    # An end that only the model's configuration names may have no text that is read as it.
+    is_read = end is not None and tokenizer.encode(tokenizer.eos_token, add_special_tokens=False) == [end]
+    body = _ENDS_WITH_TOKEN if is_read else _ENDS_WITH_USER
     return "{{- bos_token }}\n" * begins + body.replace("<line>", "\\n" if knows_lines else " ")
 
 

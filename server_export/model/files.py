@@ -259,14 +259,15 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
 
 
 def end_tokens(files: ModelFiles) -> list[int]:
-    """Ids that end a text, as `config.json` and, where there is one, `generation_config.json` name them.
+    """Ids that end a text, as `config.json` and, where there is one, `generation_config.json` name them, in
+    this order.
 
     Raises:
         BundleError: a file is damaged, or names what is no token.
     """
     if files.revision is not None:
         _from_hub(files.name, GENERATION_CONFIG, files.revision)
-    found: set[int] = set()
+    found: dict[int, None] = {}
     for path in (files.folder / CONFIG, files.folder / GENERATION_CONFIG):
         if not path.is_file():
             continue
@@ -280,8 +281,8 @@ def end_tokens(files: ModelFiles) -> list[int]:
                 f"{path} has the eos_token_id {shown(named)}, must be one token or several",
                 remedy="correct it",
             )
-        found.update(tokens)
-    return sorted(found)
+        found.update(dict.fromkeys(tokens))
+    return [*found]
 
 
 def stored_numbers(files: ModelFiles, names: Collection[str] | None = None) -> int:

@@ -32,13 +32,10 @@ _NEUTRAL: Mapping[str, object] = {
     "expert_gating_func": 1,
     "rope.scaling.attn_factor": 1.0,
 }
-_SAID_ELSEWHERE: tuple[str, ...] = (
-    "vocab_size",
-    "pooling_type",
-    "rope.scaling.finetuned",
-    "tensor_data_layout",
+_SAID_ELSEWHERE = (
+    *("vocab_size", "pooling_type", "rope.scaling.finetuned", "tensor_data_layout"),
+    "use_parallel_residual",  # which transformers sees by the tensors
 )
-_SAID_ELSEWHERE += ("use_parallel_residual",)  # which transformers sees by the tensors
 # Keys that have the same meaning in every configuration that has the attribute.
 _ATTRIBUTES = {
     "attention.key_length": "head_dim",

@@ -94,8 +94,9 @@ class GgufTensor:
         # What a block becomes takes several times its numbers while it is computed.
         step = max(1, _DEQUANTIZED_AT_ONCE // max(1, out.shape[-1]))
         for start in range(0, len(flat), step):
-            # A copy: what is mapped has any alignment.
-            out[start : start + step] = gguf.dequantize(np.array(flat[start : start + step]), kind)
+            # A copy: what is mapped has any alignment. Who reads weights refuses those that aren't finite.
+            with np.errstate(all="ignore"):
+                out[start : start + step] = gguf.dequantize(np.array(flat[start : start + step]), kind)
         return result
 
 

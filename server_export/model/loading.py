@@ -1,4 +1,4 @@
-"""A folder or hub id becomes a float32 model."""
+"""A folder, GGUF file or hub id becomes a float32 model."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def load_model(
     """Load a causal language model or an encoder.
 
     Args:
-        name_or_path: folder or hub id.
+        name_or_path: folder, GGUF file or hub id.
         pooled: True loads the model without its head, False with it, None decides by architecture.
         revision: of a hub id.
         own_head: whether an encoder's classification head is taken, if the checkpoint has one.

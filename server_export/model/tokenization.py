@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from prge.errors import BundleError, ConfigError, first_line
+from prge.errors import BundleError, ConfigError, PrgeError, first_line
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer
 from prge.rows.tokenizer import load_tokenizer as read_tokenizer
-from server_export.model.files import hub_answers, local_folder
+from prge.text.prompts import Prompts
+from server_export.model.files import end_tokens, find_files, hub_answers, local_folder
 from server_export.settings import PrependBos
 
 SAMPLES = (
@@ -24,7 +25,7 @@ SAMPLES = (
 
 
 def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
-    """The model's fast tokenizer.
+    """The model's fast tokenizer, with the end-of-sequence token of its configuration if it names none.
 
     Raises:
         BundleError: it has none, or only one that can't be written as `tokenizer.json`.
@@ -50,7 +51,23 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
             "reads tokenizer.json only",
             remedy="convert it to a tokenizer.json and put that beside the model",
         )
+    if tokenizer.eos_token_id is None:
+        name_end(tokenizer, end_tokens(find_files(name_or_path, revision)))
     return tokenizer
+
+
+def name_end(tokenizer: Any, ends: Sequence[int]) -> None:
+    """Give a tokenizer of transformers an end-of-sequence token, the first of `ends` that it knows.
+
+    Rows are learnt with this token at their end, and a chat template may write it.
+    """
+    known = next((token for token in ends if token in _known(tokenizer)), None)
+    if known is not None:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(known)
+
+
+def _known(tokenizer: Any) -> set[int]:
+    return set(tokenizer.get_vocab().values())
 
 
 def write_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -98,7 +115,8 @@ def tokenizer_block(
         tokenizer: of transformers.
         prepend_bos: as the export was asked.
         vocabulary_size: of the model's embeddings.
-        ends: tokens that end an answer, beside the tokenizer's own; those that it lacks are left out.
+        ends: tokens that end an answer; those that the tokenizer lacks are left out. Its end-of-sequence
+            token and what its chat template writes after an assistant's message end one too.
 
     Raises:
         BundleError: the tokenizer knows more tokens than the model.
@@ -116,16 +134,31 @@ def tokenizer_block(
             "the export settings can't be used:",
             ["prepend_bos is always, but the tokenizer has no such token"],
         )
-    known = set(tokenizer.get_vocab().values())
+    own = [tokenizer.eos_token_id, *_ends_of_turns(tokenizer)]
+    known = _known(tokenizer)
     return {
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
-        "stop_token_ids": [token for token in ends if token in known],
+        "stop_token_ids": sorted({token for token in (*ends, *own) if token in known}),
         "prepend_bos": prepend_bos == "always" and not adds_bos(tokenizer),
         "chat_template": chat_template(tokenizer) is not None,
         "vocabulary_size": size,
     }
+
+
+def _ends_of_turns(tokenizer: Any) -> Collection[int]:
+    """Control tokens that the chat template ends an assistant's message with."""
+    if chat_template(tokenizer) is None:
+        return ()
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(tokenizer, Path(folder))
+        block = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        prompts = Prompts(read_tokenizer(folder, block))
+        try:
+            return prompts.end_of_turn[0]
+        except PrgeError:  # rows of messages and clients of a server meet it
+            return ()
 
 
 def on_device(tokenizer: Any, prepend_bos: PrependBos, vocabulary_size: int) -> Tokenizer:

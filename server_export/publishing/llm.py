@@ -103,13 +103,16 @@ def check_generates(loaded: LoadedModel) -> None:
         )
 
 
-def ends_of(model: Any, tokenizer: Any) -> tuple[int | None, tuple[int, ...]]:
-    """The token that begins a text, and those that end one: the model's settings of generation may know more
-    of them than the tokenizer."""
+def ends_of(model: Any, tokenizer: Any, stops: Sequence[int] = ()) -> tuple[int | None, tuple[int, ...]]:
+    """The token that begins a text, and those that end one.
+
+    The model's settings of generation may know more of them than the tokenizer; `stops` are those that the
+    bundle stops at.
+    """
     settings = model.generation_config
     bos = settings.bos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     ends = settings.eos_token_id
-    ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+    ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id, *stops]
     return bos, tuple(dict.fromkeys(end for end in ends if end is not None))
 
 

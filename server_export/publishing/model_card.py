@@ -42,9 +42,10 @@ class CardFacts:
     `head_layer` is the layer of the base model's own classification head that is trained, or whose input is;
     `has_own_classes` says that it is for the classes of that head.
     `run` is the run's `run.json`, empty where there is none; `step` is that which the adapter is of, where
-    that is known; `num_bos` is how many tokens begin a prompt. `source` describes the GGUF file that the base
-    model's weights were dequantized from. `weights` are those of a merged model, `scheme` is the quantization
-    of a program, `trained_scheme` that of the bundle that the adapter was trained with, where there is one.
+    that is known; `num_bos` is how many tokens begin a prompt; `begin` is the token that texts began with in
+    training and that the tokenizer doesn't put there. `source` describes the GGUF file that the base model's
+    weights were dequantized from. `weights` are those of a merged model, `scheme` is the quantization of a
+    program, `trained_scheme` that of the bundle that the adapter was trained with, where there is one.
     """
 
     name: str
@@ -60,6 +61,7 @@ class CardFacts:
     bundle_sha256: str | None
     step: int | None = None
     num_bos: int = 0
+    begin: str = ""
     has_chat_template: bool = False
     is_part: bool = False
     key_mapping: Mapping[str, str] = field(default_factory=dict)

@@ -26,7 +26,8 @@ class PublishConfig:
     """Bundle that the adapter was trained with; without it the one that the run's config.yaml names."""
 
     model: str | None = None
-    """Folder or hub id of the base model; without it the one that the bundle records, if still there."""
+    """Folder, GGUF file or hub id of the base model; without it the one that the bundle records, if it is
+    still there."""
 
     revision: str | None = None
     """Revision of a hub model; without it the one that the bundle names."""

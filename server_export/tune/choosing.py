@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -11,12 +11,13 @@ from prge.errors import PrgeError
 from prge.files.adapter import adapter_size
 from prge.files.bundle import Bundle
 from prge.host.memory import available_memory
-from prge.learning.costs import Outline, run_memory, weights_of_bundle
+from prge.learning.costs import BYTES_OF_A_TOKEN, budget_within, costs_of, run_memory
 from prge.learning.estimators.table import ESTIMATORS, fitting
+from prge.learning.examples import Example
 from prge.rows.readers import Row
 from prge.rows.sources import Part
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
-from server_export.check.estimation import Estimate, estimate
+from server_export.check.estimation import Estimate, check_room, estimate
 from server_export.settings import EstimateConfig
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, RowFacts
@@ -24,7 +25,9 @@ from server_export.tune.named_rows import NamedRows
 from server_export.tune.record import Record
 from server_export.tune.row_files import RowFiles
 from server_export.tune.settings import TuneSettings
-from server_export.tune.tokenizing import ROWS, Sequences, Tokenizing
+from server_export.tune.tokenizing import ROWS, Tokenizing
+
+_LESS = "give more, take --quantize 8da4w, a smaller --sequence-length or --rank, or --adapt-layers top:k"
 
 
 class Choosing:
@@ -50,11 +53,8 @@ class Choosing:
             PrgeError: the model or rows can't be used.
         """
         settings, model = self._settings, str(self._settings.model)
-        estimated = estimate(EstimateConfig(model=model))
-        self.decide("quantize", settings.quantize, lambda: decisions.scheme(estimated.outline.parameters))
-        numbers, is_encoder = _numbers_of_all_layers(model), estimated.readout == "pooled"
-        for each in decisions.adapted(settings.estimator, is_encoder, numbers, self._free()):
-            self.decide(each.name, getattr(settings, each.name), partial(Decision, **asdict(each)))
+        estimated = self._decide_adapter(model, rows)
+        check_room(estimated, settings.out)
         contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
 
         tokenizing = Tokenizing(model, estimated)
@@ -68,27 +68,62 @@ class Choosing:
         tokenizer = tokenizing.on_device(chat_template, None)
         longest = rows.check(tokenizer, contract)
 
-        def some(tokenizer: Tokenizer) -> Sequences:
+        def some(tokenizer: Tokenizer) -> Sequence[Example]:
             return rows.some(ROWS, tokenizer, contract)
 
         self.decide("prepend_bos", settings.prepend_bos, lambda: tokenizing.decide_bos(chat_template, some))
         if begins := self._record.value("prepend_bos"):
+            why = next(each.why for each in self._record.decisions if each.name == "prepend_bos")
+            rows.notes.append(f"prepend_bos is {begins}: {why}")
             tokenizer = tokenizing.on_device(chat_template, begins)
             longest = rows.check(tokenizer, contract)
         self.decide(
             "sequence_length",
             settings.sequence_length,
             lambda: decisions.sequence_length(
-                longest, estimated.positions, partial(_step_on_a_row, estimated, model), self._free()
+                longest,
+                estimated.positions,
+                lambda length: _on_a_row(estimated, model, length)(estimated.weights.largest),
+                self._free(),
             ),
         )
         length = self._record.value("sequence_length")
+        if limit := self._limit():
+            # In seconds, and not after minutes of an export.
+            needed = _on_a_row(estimated, model, min(length, longest))
+            budget_within(limit, needed, estimated.weights, "a run of this model", _LESS)
         positions = max(length - 1, 1) if contract.positions else 0
         return rows.split(tokenizer, replace(contract, sequence_length=length, positions=positions))
 
+    def _decide_adapter(self, model: str, rows: NamedRows) -> Estimate:
+        """Scheme, adapted layers and roles; returns what a bundle of them costs, with rows of any length."""
+        settings = self._settings
+        try:
+            whole = estimate(EstimateConfig(model=model, **decisions.ALL_LAYERS))
+            numbers = adapter_size(whole.outline.modules)
+        except PrgeError:  # not all linear layers of this model can have an adapter
+            whole, numbers = estimate(EstimateConfig(model=model)), None
+        self.decide("quantize", settings.quantize, lambda: decisions.scheme(whole.outline.parameters))
+        is_encoder = whole.readout == "pooled"
+        for each in decisions.adapted(settings.estimator, is_encoder, numbers, self._free()):
+            self.decide(each.name, getattr(settings, each.name), partial(Decision, **asdict(each)))
+        writes_texts = rows.are_texts and not is_encoder
+        self.decide("roles", settings.roles, lambda: decisions.roles(settings.estimator, writes_texts))
+        chosen = {name: self._record.value(name) for name in decisions.ALL_LAYERS}
+        chosen["adapt_layers"] = settings.adapt_layers
+        if numbers is None or chosen != {**decisions.ALL_LAYERS, "adapt_layers": None}:
+            given = {name: value for name, value in chosen.items() if value is not None}
+            whole = estimate(EstimateConfig(model=model, **given))
+        return whole.exported_as(self._record.value("quantize"), self._record.value("roles"))
+
+    def _limit(self) -> int | None:
+        """Bytes that a run's process may take: by the user, or of what a phone has free."""
+        limit: int | None = self._settings.memory or self._record.value("memory")
+        return limit
+
     def _free(self) -> int:
-        """Bytes that a step may take: by the user, on a phone, or half of this machine's."""
-        return int(self._settings.memory or self._record.value("memory") or available_memory() // 2)
+        """Bytes that a run's process may take: as `_limit`, or half of what this machine has."""
+        return self._limit() or available_memory() // 2
 
     def for_runs(self, bundle: Bundle, rows: RowFiles) -> RowFacts:
         """Estimator, batch, memory, head and steps of runs; what rows are like on the bundle."""
@@ -102,48 +137,42 @@ class Choosing:
         self.decide("batch_size", settings.batch_size, lambda: decisions.batch_size(facts))
         batch = record.value("batch_size")
         if record.value("rows_of_a_call") is None:
-            record.decide(*self._fitting(bundle, facts, batch))
+            record.decide(self._rows_of_a_call(bundle, facts, batch))
         self.decide("head_folds", settings.head_folds, lambda: decisions.head_folds(facts))
         self.decide("beta", settings.beta, lambda: decisions.beta(facts))
         self.decide("steps", settings.steps, lambda: decisions.steps(facts, batch, settings.epochs))
         return facts
 
-    def _fitting(self, bundle: Bundle, facts: RowFacts, batch: int) -> list[Decision]:
-        """Rows of a call and weights that stay loaded, by the bundle's own outline."""
-        manifest, chain, entry = bundle.manifest, bundle.chain, ESTIMATORS[self._record.value("estimator")]
-        outline = Outline.from_json(manifest["outline"], chain)
-        sizes = {name: int(entry["bytes"]) for name, entry in manifest["files"].items()}
-        loaded = chain.loaded_bytes(sizes.__getitem__)
-        scheme = (manifest.get("quantization") or {}).get("scheme")
-        weights = weights_of_bundle(outline, chain, sizes.__getitem__, scheme)
+    def _rows_of_a_call(self, bundle: Bundle, facts: RowFacts, batch: int) -> Decision:
+        """Rows of a call that keep the bound of a run's process, by the bundle's own outline."""
+        chain, entry, limit = bundle.chain, ESTIMATORS[self._record.value("estimator")], self._limit()
+        if limit is None:
+            return decisions.rows_of_a_call(batch, facts.widest)
+        outline, weights = costs_of(bundle)
         length = min(facts.longest, chain.bounds.tokens)
-        limit = self._settings.memory or self._record.value("memory")
 
-        def needed(rows: int, memory: int) -> int:
+        def needed(rows: int, everything: bool) -> int:
             contract = chain.contract(entry.role, rows, **entry.sizes(), length=length)
-            taken = run_memory(outline, contract, weights, chain.roles, "native", memory).total
-            return taken + decisions.BYTES_OF_A_TOKEN * facts.tokens
+            loaded = weights.layers + weights.transposed if everything else weights.largest
+            taken = run_memory(outline, contract, weights, chain.roles, "native", loaded).total
+            return taken + BYTES_OF_A_TOKEN * facts.tokens
 
-        return decisions.fitting(limit, batch, facts.widest, needed, sum(loaded), max(loaded))
+        return decisions.rows_of_a_call(batch, facts.widest, limit, needed)
 
 
-def _step_on_a_row(estimated: Estimate, model: str, length: int) -> int:
-    """Bytes of a step on one row of so many tokens that no file can give back, with one block loaded."""
+def _on_a_row(estimated: Estimate, model: str, length: int) -> Callable[[int], int]:
+    """Bytes that the process of steps on one row of so many tokens takes, by those of the weights that stay
+    loaded."""
     estimated = replace(estimated, outline=replace(estimated.outline, longest=length))
     config = EstimateConfig(model=model, batch_size=1)
     contract = estimated.contract(config, estimated.estimators[0], length, length - 1)
-    least = estimated.weights.largest
-    return run_memory(
-        estimated.outline, contract, estimated.weights, estimated.roles, "native", least
-    ).anonymous
 
+    def needed(loaded: int) -> int:
+        return run_memory(
+            estimated.outline, contract, estimated.weights, estimated.roles, "native", loaded
+        ).total
 
-def _numbers_of_all_layers(model: str) -> int | None:
-    """How many numbers the largest adapter would train; None: a model can't have it."""
-    try:
-        return adapter_size(estimate(EstimateConfig(model=model, **decisions.ALL_LAYERS)).outline.modules)
-    except PrgeError:
-        return None
+    return needed
 
 
 def _best_estimator(bundle: Bundle) -> Decision:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from prge.errors import ConfigError
+from prge.files.signatures import DECODE, PREFILL, STACK
 from prge.host.progress import duration
-from prge.learning.costs import BYTES_OF_A_NUMBER, bytes_text
+from prge.learning.costs import BYTES_OF_A_NUMBER, bytes_text, megabytes
+from prge.learning.estimators.table import ESTIMATORS, EstimatorName
 from prge.running.training_flags import TrainingFlags
 from server_export.tune.rates import longest_search
 
@@ -23,8 +25,6 @@ _EPOCHS, _FEWEST_READ, _MOST_READ, _MOST_EPOCHS = 3, 2_400, 24_000, 40
 # Rows of a step where there are so many rows at least.
 _BATCHES = ((1_000, 16), (200, 8), (40, 4), (10, 2))
 _EVALUATIONS = 10
-# What a row takes for each of its tokens while it waits, as measured.
-BYTES_OF_A_TOKEN = 70
 # Different rows of a class of which a tenth can be left out.
 _FOLDED_ROWS = 10
 # Tokens for each nat that a margin of 1 takes; and the usual beta, for answers of some hundred tokens.
@@ -34,8 +34,10 @@ ALL_LAYERS: Mapping[str, Any] = {"target_modules": ["all-linear"], "rank": 16, "
 _ADAPTER_SHARE = 1 / 4
 # A loss that is below so much of another is lower by more than chance.
 _CLEARLY = 0.98
-# The share of a limit that an estimate may come up to.
-_MARGIN = 0.85
+# The share of a limit that an estimate may come up to: the run itself measures what it holds already.
+_MARGIN = 0.95
+# Sequences that a call computes as fast as more.
+_SEQUENCES = 4
 # The share of the time that is left that an estimate may come up to; and of all of it that training has.
 _MARGIN_OF_TIME, _LEAST_SHARE = 0.95, 1 / 3
 # Of the final run: with fewer steps those of a search differ in nothing but chance.
@@ -129,13 +131,15 @@ def chat_template(has_template: bool) -> Decision | None:
     return Decision("chat_template", "plain", "the rows are messages, and the tokenizer has no chat template")
 
 
-def prepend_bos(without: float, begun: float) -> Decision:
-    """Whether texts begin with the begin-of-sequence token, by the frozen model's losses of training rows."""
-    losses = f"the frozen model's loss of training rows is {begun:.4g} with the token, {without:.4g} without"
+def prepend_bos(name: str, without: float, begun: float) -> Decision:
+    """Whether texts begin with the begin-of-sequence token, by the frozen model's losses of target tokens."""
+    losses = f"the frozen model's loss of target tokens is {begun:.4g} after {name}, {without:.4g} without"
     return Decision("prepend_bos", "always" if begun < _CLEARLY * without else "never", losses)
 
 
-def adapted(estimator: str | None, is_encoder: bool, numbers: int | None, free: int) -> list[Decision]:
+def adapted(
+    estimator: EstimatorName | None, is_encoder: bool, numbers: int | None, free: int
+) -> list[Decision]:
     """Which layers, at which rank, what of them is trained, where `lora_a` comes from.
 
     Args:
@@ -163,6 +167,18 @@ def _of_queries(init: str, why: str) -> list[Decision]:
     """PEFT's usual layers: queries and values."""
     values = {"rank": 8, "adapter": "lora-fa", "init": init}
     return [Decision(name, value, why) for name, value in values.items()]
+
+
+def roles(estimator: EstimatorName | None, writes_texts: bool) -> Decision:
+    """Roles of the exported programs: those that the tuning runs, since each takes its time to export.
+
+    Args:
+        estimator: the user's; None: exact.
+        writes_texts: whether the model learns to write, so that samples of its texts are taken.
+    """
+    needed = (STACK, ESTIMATORS[estimator or "exact"].role, *((PREFILL, DECODE) if writes_texts else ()))
+    why = "steps, scores and samples of texts" if writes_texts else "steps and scores"
+    return Decision("roles", list(dict.fromkeys(needed)), f"{why} need them; --roles exports others")
 
 
 def memory(free: int) -> Decision:
@@ -267,53 +283,37 @@ def evaluate_every(count: int) -> int:
     return math.ceil(count / _EVALUATIONS)
 
 
-def fitting(
-    limit: int | None,
+def rows_of_a_call(
     rows: int,
     widest: int,
-    needed: Callable[[int, int], int],
-    blocks: int,
-    largest: int,
-) -> list[Decision]:
-    """Rows of one call, at most 4 sequences or one row, and bytes of weights that stay loaded.
+    limit: int | None = None,
+    needed: Callable[[int, bool], int] = lambda sequences, everything: 0,
+) -> Decision:
+    """Rows of one call: at most 4 sequences, or one row.
 
     Args:
-        limit: most bytes of the run's process.
         rows: of a step.
         widest: sequences of the row that has most of them.
-        needed: bytes that a run takes with so many sequences in a call, and so many bytes of weights loaded.
-        blocks: bytes of all weights, loaded.
-        largest: bytes of the largest block, the least that must be loaded.
+        limit: most bytes of the run's process; None: no bound.
+        needed: bytes that it takes with so many sequences in a call, and with all weights loaded, or with the
+            largest block alone.
 
     Raises:
         ConfigError: nothing fits.
     """
-    sizes = [size for size in (4, 2, 1) if rows % size == 0 and (size == 1 or size * widest <= 4)]
+    sizes = [size for size in (4, 2, 1) if rows % size == 0 and (size == 1 or size * widest <= _SEQUENCES)]
     if limit is None:
-        return [Decision("rows_of_a_call", sizes[0], "there is no --memory")]
-    room = int(_MARGIN * limit)
-    bound = f"--memory is {bytes_text(limit)}"
-    for size in sizes:
-        if (found := needed(size * widest, blocks)) <= room:
-            # What is left holds activations, which need not be computed again.
-            return [
-                Decision("rows_of_a_call", size, f"{bound}, about {bytes_text(found)} are taken at least"),
-                Decision("weights_memory", blocks + room - found, "all weights fit"),
-            ]
-    for size in sizes:
-        spare = room - needed(size * widest, largest)
-        if spare >= 0:
-            # What is loaded beyond the largest block takes its own bytes.
-            loaded = min(largest + spare, blocks)
-            text = f"{bound}: the other weights are mapped when their turn comes"
-            return [
-                Decision("rows_of_a_call", size, f"{bound}, all weights would not fit"),
-                Decision("weights_memory", loaded, text),
-            ]
-    least = math.ceil(needed(widest, largest) / _MARGIN)
+        return Decision("rows_of_a_call", sizes[0], "there is no --memory")
+    bound = f"--memory is {megabytes(limit)}"
+    for everything, told in ((True, "with all weights loaded"), (False, "with one block's weights loaded")):
+        for size in sizes:
+            if (taken := needed(size * widest, everything)) <= _MARGIN * limit:
+                why = f"{bound}, about {megabytes(taken)} are taken {told}"
+                return Decision("rows_of_a_call", size, why)
+    least = math.ceil(needed(widest, False) / _MARGIN / 1e6) * 10**6
     raise ConfigError(
-        "no run fits into the memory:",
-        [f"{bound}, the least that a run of this model needs is {bytes_text(least)}"],
+        f"--memory {megabytes(limit)} is too little:",
+        [f"a run of this model needs at least {megabytes(least)}"],
         remedy="give more, take --quantize 8da4w, a smaller --sequence-length, or --adapt-layers top:k",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from prge.contract import Contract
 from prge.errors import DataError
@@ -17,6 +18,7 @@ from prge.rows.sources import Part, Source, holding_part, read_source
 from prge.rows.splitting import split_rows
 from prge.rows.task import load_task
 from prge.rows.tokenizer import Tokenizer
+from prge.rows.windows import Overflow
 from prge.verbs.kinds import Paths
 from server_export.tune.settings import TuneSettings
 
@@ -58,17 +60,22 @@ class NamedRows:
             return ""
         return find_form(train.rows, train.name, train.renamed, objective=self._settings.objective).chat
 
-    def some(self, count: int, tokenizer: Tokenizer, contract: Contract) -> list[tuple[int, ...]]:
-        """Tokens of a random choice of training rows as a run of the contract takes them."""
+    @property
+    def are_texts(self) -> bool:
+        """Whether a model learns to write what the rows hold, and not to choose among candidates."""
+        return self._task is None or self._task.generate is not None
+
+    def some(self, count: int, tokenizer: Tokenizer, contract: Contract) -> list[Example]:
+        """Examples of a random choice of training rows as a run of the contract takes them."""
         rows = select_rows(self._sources["train"].rows, Selection(limit=count, shuffle_seed=0))
         examples, _ = self._built(
             "train",
             rows,
             tokenizer,
             _unbounded(contract),
-            BuildOptions("auto", objective=self._settings.objective, date=self._settings.date),
+            self._options("auto"),
         )
-        return [example.sequences[0].tokens for example in examples]
+        return examples
 
     def check(self, tokenizer: Tokenizer, contract: Contract) -> int:
         """Leave out rows that can't be used; returns the tokens of the longest training row.
@@ -80,9 +87,7 @@ class NamedRows:
         longest = 0
         problems: dict[str, list[str]] = {}
         for part, source in self._sources.items():
-            options = BuildOptions(
-                "auto", skip_unusable=True, objective=self._settings.objective, date=self._settings.date
-            )
+            options = self._options("auto", skip_unusable=True)
             examples, report = self._built(part, source.rows, tokenizer, _unbounded(contract), options)
             found = [
                 *self._broken.pop(part, ()),
@@ -121,12 +126,7 @@ class NamedRows:
             has no training row.
         """
         settings = self._settings
-        options = BuildOptions(
-            settings.overflow,
-            max_dropped=settings.max_dropped,
-            objective=settings.objective,
-            date=settings.date,
-        )
+        options = self._options(settings.overflow, max_dropped=settings.max_dropped)
         for part, source in self._sources.items():
             _, report = self._built(part, source.rows, tokenizer, contract, options)
             self.notes.append(f"{source.name}: columns: {report.columns}")
@@ -163,6 +163,17 @@ class NamedRows:
         if not self._task:  # rows of no form are refused before anything else is done
             find_form(source.rows, source.name, source.renamed, objective=self._settings.objective)
         return source
+
+    def _options(self, overflow: Overflow, **more: Any) -> BuildOptions:
+        given = self._settings
+        return BuildOptions(
+            overflow,
+            given.append_eos,
+            objective=given.objective,
+            control_tokens=given.control_tokens,
+            date=given.date,
+            **more,
+        )
 
     def _built(
         self,

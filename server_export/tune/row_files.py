@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from prge.contract import Contract
 from prge.host.atomic import new_folder, write_file
 from prge.learning.preferences import ObjectiveName
+from prge.rows.control_tokens import ControlTokens
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.forms import find_form, present_columns
 from prge.rows.readers import Row, json_fields, read_rows
@@ -32,13 +33,15 @@ SAMPLES, _WORDS = 3, 8
 class RowFiles:
     """The folder of the rows.
 
-    `task` is the name or file that the user gave, `objective` what is learnt, `date` what chat templates take
-    for today.
+    `task` is the name or file that the user gave, `objective` what is learnt; `append_eos`, `control_tokens`
+    and `date` are as in BuildOptions.
     """
 
     folder: Path
     task: str | None
     objective: ObjectiveName = "auto"
+    append_eos: bool = True
+    control_tokens: ControlTokens = "special"
     date: str | None = None
 
     @property
@@ -93,7 +96,13 @@ class RowFiles:
             tokenizer,
             contract,
             self._task(),
-            BuildOptions(overflow, objective=self.objective, date=self.date),
+            BuildOptions(
+                overflow,
+                self.append_eos,
+                objective=self.objective,
+                control_tokens=self.control_tokens,
+                date=self.date,
+            ),
             source=str(self.train),
         )
         lengths = [len(sequence.tokens) for example in examples for sequence in example.sequences]

@@ -12,17 +12,17 @@ from prge.learning.estimators.table import EstimatorName
 from prge.learning.preferences import ObjectiveFlags
 from prge.rows.sources import hub_names
 from prge.rows.windows import Overflow
-from prge.running.training_flags import OptimizerFlags, RowsFlags, TrainingFlags
+from prge.running.training_flags import ExampleFlags, OptimizerFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Bytes, Paths
 from prge.verbs.settings import with_whole_paths
-from server_export.settings import SCHEMES, AdapterKind, Init, PrependBos
+from server_export.settings import SCHEMES, AdapterKind, Init, PrependBos, roles_problems
 
 OnBadRow = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True)
-class TuneSettings(ObjectiveFlags, RowsFlags):
+class TuneSettings(ObjectiveFlags, ExampleFlags):
     """Tune a model on rows: export, choose, find the learning rate, train, score, publish.
 
     Whatever is left out is decided from measured facts.
@@ -37,7 +37,7 @@ class TuneSettings(ObjectiveFlags, RowsFlags):
     out: Path
     """Folder for bundle, run, adapter and report."""
     model: str | None = None
-    """Folder or hub id of a transformers causal language model or encoder."""
+    """Folder or hub id of a transformers causal language model or encoder, or a GGUF file."""
     bundle: Path | None = None
     """Bundle that `prge export` wrote, instead of a model."""
     dev: Paths | None = None
@@ -54,8 +54,9 @@ class TuneSettings(ObjectiveFlags, RowsFlags):
     max_dropped: float = TrainingFlags.max_dropped
     """Largest share of target tokens that may be left out because rows are too long."""
     memory: Bytes | None = None
-    """Most memory of a run's process, such as 400MB. Default: no bound; of a phone half of what it has
-    free."""
+    """Most memory that a process takes which trains or scores, as of `prge run`, such as 400MB; too little is
+    refused before the export, which takes what `prge estimate` says. Default: no bound; on a phone half of
+    what it has free."""
     minutes: float | None = None
     """Minutes that all of it should take, the export too: they choose the steps. Default: as the rows ask."""
 
@@ -84,6 +85,9 @@ class TuneSettings(ObjectiveFlags, RowsFlags):
     random. Default: random; eva where exact gradients adapt queries and values alone."""
     estimator: EstimatorName | None = None
     """Default: exact, the gradient by backpropagation."""
+    roles: list[str] | None = None
+    """Roles of the exported programs, as of `prge export`. Default: those that this tuning uses;
+    `prge probe` and other estimators need more."""
     batch_size: int | None = None
     """Examples of an optimizer step; those that don't fit into memory together are added up. Default: by the
     number of rows."""
@@ -116,7 +120,7 @@ class TuneSettings(ObjectiveFlags, RowsFlags):
         problems = bound_problems(self)
         if self.bundle is not None:
             exports = (
-                *("chat_template", "prepend_bos"),
+                *("chat_template", "prepend_bos", "roles"),
                 *("quantize", "sequence_length", "target_modules", "adapt_layers", "init"),
             )
             problems += [
@@ -129,6 +133,7 @@ class TuneSettings(ObjectiveFlags, RowsFlags):
                     f"--adapter is {self.adapter}, but --bundle is given: a bundle is of one kind, which "
                     f"`prge export --adapter {self.adapter}` chooses"
                 )
+        problems += roles_problems(self.roles or ())
         if self.quantize is not None and self.quantize not in SCHEMES:
             problems.append(f"--quantize is {self.quantize!r}, must be one of {', '.join(SCHEMES)}")
         lengths = [f"--{name}" for name in ("steps", "epochs", "minutes") if getattr(self, name) is not None]

@@ -28,6 +28,7 @@ from prge.errors import PrgeError, RunError
 from prge.files.bundle import Bundle, open_bundle, read_manifest
 from prge.files.run_folder import DECISIONS, ENDED, JOURNAL, SUMMARY, read_metrics, run_lock
 from prge.files.signatures import DECODE
+from prge.host.atomic import check_place
 from prge.host.progress import duration
 from prge.learning.estimators.guide import GUIDE
 from prge.learning.estimators.table import having
@@ -50,6 +51,8 @@ from server_export.tune.settings import TuneSettings
 # Development rows that a run's evaluations read.
 _DEV_ROWS = 200
 _PILOT, _PILOT_STEPS = "search/pilot", 10
+# How rows become examples.
+_EXAMPLES = ("append_eos", "control_tokens")
 _OBJECTIVE = tuple(item.name for item in fields(ObjectiveFlags))
 # Of the adapter and the report, about.
 _SECONDS_AFTER = 8.0
@@ -63,9 +66,11 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
             nothing was made for isn't begun.
     """
     with ExitStack() as held:
+        check_place(settings.out)
         if is_there := (settings.out / DECISIONS).is_file():
             held.enter_context(run_lock(settings.out))
         tuning = _Tuning(settings)
+        tuning.check_folder(is_there)
         stages: list[tuple[str, Callable[[], None]]] = [
             *([("phone", tuning.meet_phone)] if settings.on else []),
             ("rows", tuning.read),
@@ -95,7 +100,14 @@ class _Tuning:
         self._record = Record(settings)
         date = self._record.found("date", lambda: settings.dated().date)
         self._settings = settings = replace(settings, date=date)
-        self._rows = RowFiles(settings.out / "rows", settings.task, settings.objective, date)
+        self._rows = RowFiles(
+            settings.out / "rows",
+            settings.task,
+            settings.objective,
+            settings.append_eos,
+            settings.control_tokens,
+            date,
+        )
         self._parts: dict[Part, list[Row]] = {}
         self._notes: list[str] | None = None
         self._folder = settings.bundle or settings.out / "bundle"
@@ -115,12 +127,17 @@ class _Tuning:
         out = self._settings.out
         if self._notes is None:
             return
-        if not is_there and any((out / name).exists() for name in (DECISIONS, "rows", "search", "run")):
-            raise RunError(f"{out} holds something already", remedy="give another folder with --out")
+        self.check_folder(is_there)
         self._record.keep()
         (out / "before.json").unlink(missing_ok=True)
         self._rows.write(self._parts)
         self._record.found("rows", lambda: self._notes)
+
+    def check_folder(self, is_there: bool) -> None:
+        """Raise RunError if the folder holds something else than a tuning."""
+        out = self._settings.out
+        if not is_there and any((out / name).exists() for name in (DECISIONS, "rows", "search", "run")):
+            raise RunError(f"{out} holds something already", remedy="give another folder with --out")
 
     def meet_phone(self) -> None:
         """Measure the phone that runs take place on; from then on it is this one."""
@@ -156,7 +173,7 @@ class _Tuning:
         settings = self._settings
         if settings.bundle is None and not self._folder.is_dir():
             names = (
-                *("target_modules", "adapter", "rank", "init"),
+                *("target_modules", "adapter", "rank", "init", "roles"),
                 *("quantize", "sequence_length", "chat_template", "prepend_bos"),
             )
             values = {name: self._record.value(name) for name in names}
@@ -170,7 +187,8 @@ class _Tuning:
             and settings.estimator in having("queries")
             and GUIDE not in read_manifest(self._folder)["files"]
         ):
-            rows = {"data": self._rows.train, "task": settings.task, "date": settings.date}
+            rows = {"data": self._rows.train, "task": settings.task}
+            rows |= self._given("date", *_EXAMPLES)
             self._verb("guide", {"bundle": self._folder, "model": settings.model, **rows})
         print(f"bundle {open_bundle(self._folder).folder}")
 
@@ -250,9 +268,14 @@ class _Tuning:
             print("there are no rows to score")
         elif not path.is_file():
             partial = path.with_suffix(".partial")
-            scored = {"bundle": self._folder, "data": rows, "task": self._settings.task, "adapter": adapter}
-            scored["date"] = self._settings.date
-            scored |= {**self._given("overflow", "threads", *_OBJECTIVE), "beta": self._record.value("beta")}
+            scored: dict[str, Any] = {"bundle": self._folder, "data": rows, "adapter": adapter}
+            scored |= {
+                "task": self._settings.task,
+                **self._given("date", "overflow", "threads", *_EXAMPLES, *_OBJECTIVE),
+                "beta": self._record.value("beta"),
+            }
+            if self._settings.on is None:  # else it is of the phone, and rows are scored here
+                scored["memory"] = self._settings.memory
             self._verb("eval", {**scored, "json": partial}, name)
             partial.rename(path)
         self._record.found("scoring_seconds", lambda: time.perf_counter() - begin)
@@ -353,7 +376,7 @@ class _Tuning:
         batch, of_a_call = value("batch_size"), value("rows_of_a_call")
         heads = self._settings.out / (self._record.known("heads") or "")
         return {
-            **self._given("overflow", "max_dropped", "weight_decay", *_OBJECTIVE),
+            **self._given("overflow", "max_dropped", "weight_decay", *_EXAMPLES, *_OBJECTIVE),
             "beta": value("beta"),
             "heads_of": heads if heads.is_file() else None,
             "bundle": self._folder,
@@ -366,7 +389,7 @@ class _Tuning:
             "head_folds": value("head_folds"),
             "batch_size": batch,
             "calls": batch // of_a_call,
-            "memory": value("weights_memory"),
+            "memory": self._settings.memory or value("memory"),
             # Of few development rows a metric is often the same.
             "select": "loss",
             "seed": self._settings.seed,

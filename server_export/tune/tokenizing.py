@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from prge.host.memory import memory_info
+from prge.learning.examples import Example
 from prge.rows.tokenizer import Tokenizer
 from server_export.settings import PrependBos
 from server_export.tune import decisions
@@ -16,12 +17,46 @@ from server_export.tune.decisions import Decision
 if TYPE_CHECKING:
     from server_export.check.estimation import Estimate
 
-Sequences = Sequence[Sequence[int]]
-
-# Rows that the frozen model reads, and tokens of each: at the beginning a token before it counts most.
+# Rows that the frozen model reads, and tokens of each.
 ROWS, _TOKENS = 32, 128
 # Bytes that a loaded model takes for each of its parameters.
 _BYTES = 6
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """Tokens of a row, and those of them that are learnt: where each is read, and its id."""
+
+    tokens: tuple[int, ...]
+    targets: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, example: Example) -> ScoredRow:
+        """Of an example, what is right."""
+        right = example.label or 0
+        rows = [
+            cls(
+                sequence.tokens,
+                tuple((each.position, each.token) for each in sequence.targets if each.candidate == right),
+            )
+            for sequence in example.sequences
+        ]
+        return max(rows, key=lambda row: len(row.targets))
+
+    def window(self, most: int) -> ScoredRow:
+        """So many tokens before the last target, or before those that lie so far behind the first one."""
+        first, last = self.targets[0][0], self.targets[-1][0]
+        end = min(last + 1, max(first + 1 + most // 2, most))
+        start = max(end - most, 0)
+        targets = tuple((place - start, token) for place, token in self.targets if start <= place < end)
+        return ScoredRow(self.tokens[start:end], targets)
+
+    def after(self, begin: Sequence[int]) -> ScoredRow:
+        """The same after other tokens."""
+        count = len(begin)
+        return ScoredRow(
+            (*begin, *self.tokens), tuple((place + count, token) for place, token in self.targets)
+        )
 
 
 @dataclass(frozen=True)
@@ -52,13 +87,13 @@ class Tokenizing:
         return chat_template(self._load()) is not None
 
     def decide_bos(
-        self, template: str | None, sequences: Callable[[Tokenizer], Sequences]
+        self, template: str | None, examples: Callable[[Tokenizer], Sequence[Example]]
     ) -> Decision | None:
         """Whether every text begins with a token that the tokenizer has and doesn't put there.
 
         Args:
             template: that messages become text by.
-            sequences: tokens of some training rows with a tokenizer.
+            examples: some training rows with a tokenizer.
 
         Returns:
             None where there is nothing to decide.
@@ -68,18 +103,23 @@ class Tokenizing:
         tokenizer = self._load()
         if self.estimated.readout == "pooled" or tokenizer.bos_token_id is None or adds_bos(tokenizer):
             return None
-        without, begun = (sequences(self.on_device(template, each)) for each in ("auto", "always"))
+        without, begun = (
+            [ScoredRow.of(each) for each in examples(self.on_device(template, begins))]
+            for begins in ("auto", "always")
+        )
         if without == begun:
             return None  # a chat template of its own says how texts begin
         available = memory_info().get("MemAvailable", math.inf)
         if _BYTES * self.estimated.outline.parameters > available:
             return Decision("prepend_bos", "auto", "the model is too large for this machine to measure it")
+        name = tokenizer.bos_token
         print(
-            f"reading {len(begun)} rows with the frozen model, with a token before them and without",
+            f"reading {len(begun)} rows with the frozen model, with the token {name} before them and without",
             flush=True,
         )
         most = min(_TOKENS, (self.estimated.positions or _TOKENS + 1) - 1)
-        return decisions.prepend_bos(*frozen_losses(self.model, without, begun, most))
+        rows = [row.window(most) for row in without if row.targets]
+        return decisions.prepend_bos(name, *frozen_losses(self.model, rows, tokenizer.bos_token_id))
 
     def _load(self) -> Any:
         from server_export.model.tokenization import load_tokenizer
@@ -87,17 +127,13 @@ class Tokenizing:
         return load_tokenizer(self.model)
 
 
-def frozen_losses(model: str, without: Sequences, begun: Sequences, most: int) -> tuple[float, float]:
-    """Mean loss of a model without adapter on the same tokens of rows, the first one of each aside.
+def frozen_losses(model: str, rows: Sequence[ScoredRow], bos: int) -> tuple[float, float]:
+    """Mean losses of the targets of rows by a model without adapter, and of the same after a token.
 
     Args:
         model: folder or hub id.
-        without: rows.
-        begun: the same rows, with a token more before each.
-        most: tokens of a row.
-
-    Returns:
-        In the order of the arguments.
+        rows: as they are.
+        bos: the token.
 
     Raises:
         PrgeError: the model can't be loaded.
@@ -111,15 +147,12 @@ def frozen_losses(model: str, without: Sequences, begun: Sequences, most: int) -
     net: Any = load_model(model, pooled=False).model
     sums, count = [0.0, 0.0], 0
     with torch.inference_mode():
-        for pair in zip(without, begun, strict=True):
-            read = min(len(pair[0]), most)
-            if read < 2:
-                continue
-            count += read - 1
-            for which, row in enumerate(pair):
-                tokens = torch.tensor([row[: len(row) - len(pair[0]) + read]])
-                scores = net(input_ids=tokens).logits[0, -read:-1]
-                sums[which] += float(cross_entropy(scores, tokens[0, 1 - read :], reduction="sum"))
+        for row in rows:
+            count += len(row.targets)
+            for which, read in enumerate((row, row.after([bos]))):
+                places, targets = torch.tensor(read.targets).T
+                logits = net(input_ids=torch.tensor([read.tokens])).logits[0, places]
+                sums[which] += float(cross_entropy(logits, targets, reduction="sum"))
     del net
     give_back_freed()
     return sums[0] / max(count, 1), sums[1] / max(count, 1)

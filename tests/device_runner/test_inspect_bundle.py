@@ -26,7 +26,7 @@ def test_text_shows_all_of_the_manifest(tmp_path: Path, capsys: pytest.CaptureFi
         "512 B  programs/block.pte  1 block: stack, tangent, back",
         "512 B  programs/embedding.pte  1 block: stack",
         "3.0 KiB  in all",
-        "1.5 KiB  weights/head.ptd, the largest block: --memory must be 1536 at least",
+        "1.5 KiB  weights/head.ptd, the largest block, the least that is loaded at once",
         "copies     8",
         "states     128",
         "causal, window 7: 1 block",
@@ -66,12 +66,17 @@ def test_memory_of_runs_is_told_by_estimator_and_bound(
 ) -> None:
     folder = make_bundle(tmp_path / "bundle", outline=OUTLINE.to_json())
     rows = inspect(folder)["memory"]
-    assert [(row["estimator"], row["memory_bytes"]) for row in rows] == [
+    assert [(row["estimator"], row["loaded_bytes"]) for row in rows] == [
         (name, bound) for name in ESTIMATORS for bound in (None, 1536)
     ]
     assert main([str(folder)]) == 0
     text = capsys.readouterr().out
-    for words in ("4 rows of 16 tokens, native engine", "exact       all weights", "exact       1536"):
+    for words in (
+        "4 rows of 16 tokens, native engine",
+        "exact       everything",
+        "exact       one block",
+        "--memory",
+    ):
         assert words in text, words
     assert "\nother" not in text and "\noutline" not in text
 

@@ -168,7 +168,7 @@ def test_a_bundle_without_tangents_has_nothing_to_compare_with(measure: Any) -> 
     [
         (["--epsilons", "0", "1e-2"], "--epsilons is 0"),
         (["--epsilons", "-1"], "--epsilons is -1"),
-        (["--epsilons"], "--epsilons is empty"),
+        (["--epsilons"], "--epsilons needs a value"),
         (["--epsilons", "small"], "--epsilons must be"),
         (["--batches", "0"], "--batches is 0"),
         (["--limit", "0"], "limit is 0"),

@@ -647,7 +647,7 @@ def test_a_run_that_no_engine_can_be_had_for_has_not_begun(
 
     with monkeypatch.context() as patch, pytest.raises(EngineError):
         patch.setattr(run_verb, "open_engines", refuse)
-        run(replace(settings, memory=1))
+        run(settings)
     assert not (settings.out / "config.yaml").exists()
     run(settings)
 
@@ -675,3 +675,55 @@ def test_a_guided_run_resumes_and_replays_to_the_same_bits(
     run(replace(guided, out=tmp_path / "free", guided=False))
     with Journal(tmp_path / "free" / "journal.jsonl", writable=False) as journal:
         assert journal.first("guide") is None
+
+
+def test_decay_and_normalisation_are_part_of_a_run(
+    device: Device, settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed and resumed, and replayed, it has the same bits; with others it isn't gone on with."""
+    changes: dict[str, Any] = {"weight_decay": 0.1}
+    if not device.encoder:
+        changes["loss_normalisation"] = "token"
+    changed = replace(settings, **changes)
+    run(changed)
+    run(replace(settings, out=tmp_path / "plain"))
+    assert bits(tmp_path / "plain")[1] != bits(settings.out)[1]
+    killed = replace(changed, out=tmp_path / "killed")
+    assert _run_to_its_end(device, killed, range(3, 11)) > 3
+    assert bits(killed.out) == bits(settings.out)
+    assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
+    assert "the same bits" in capsys.readouterr().out
+    for name, value in changes.items():
+        with pytest.raises(ConfigError, match=f"{name} was {value!r}, is {getattr(settings, name)!r}"):
+            run(replace(changed, resume=settings.out, **{name: getattr(settings, name)}))
+
+
+def test_the_normalisation_by_tokens_is_for_completions(device: Device, settings: RunSettings) -> None:
+    if device.encoder:  # it compares classes
+        with pytest.raises(ConfigError, match="token is for completions, texts and chats"):
+            run(replace(settings, loss_normalisation="token"))
+
+
+def test_a_run_whose_steps_had_other_examples_is_not_gone_on_with(settings: RunSettings) -> None:
+    """Earlier versions counted the sequences of a call; what they didn't know was as it is by default."""
+    run(settings)
+    path = settings.out / "journal.jsonl"
+    with Journal(path, writable=False) as journal:
+        records = journal.records
+    for name in ("weight_decay", "loss_normalisation"):
+        del records[0]["settings"][name]
+
+    def write() -> None:
+        path.unlink()
+        with Journal(path) as journal:
+            for record in records:
+                journal.append(record)
+
+    write()
+    run(replace(settings, resume=settings.out))
+    for record in records:
+        if record["kind"] == "step":
+            record["rows"] = record["rows"][:2]
+    write()
+    with pytest.raises(ConfigError, match=f"its steps had 2 examples, its settings now ask for {2 * BATCH}"):
+        run(replace(settings, resume=settings.out))

@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from device_runner import run as run_verb
+from prge.cli import main
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
 from prge.files.peft import read_lora
 from prge.rows.example_building import load_examples
 from prge.rows.tokenizer import bundle_tokenizer
+from tests.budgets import allow_loaded
 from tests.verbs import prge
 from tests.workshop import write_rows
 
@@ -43,17 +46,22 @@ def test_it_learns_and_says_what_it_did(workshop: Path, tmp_path: Path) -> None:
     assert all(record["gradient_norm"] > 0 for record in steps if record["event"] == "step")
 
 
-def test_a_budget_says_what_it_holds_and_changes_no_bit(workshop: Path, tmp_path: Path) -> None:
+def test_a_budget_says_what_it_holds_and_changes_no_bit(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle = workshop / "bundle"
     # Rows of the embedding are read where they lie.
     files = [path for path in (bundle / "weights").iterdir() if path.stem != "embedding"]
     weights = sum(path.stat().st_size for path in files)
     finals = set()
-    for name, memory, told in (
-        ("none", ["--memory", weights], "activations: 0 of "),
-        ("all", [], "activations: 3 of 3 blocks save them for the way back (0 of "),
+    for name, loaded, told in (
+        ("none", weights, "activations: 0 of "),
+        ("all", None, "activations: 3 of 3 blocks save them for the way back (0 of "),
     ):
-        prge(*words_of(workshop, bundle, tmp_path / name, steps=6), *memory)
+        with monkeypatch.context() as patch:
+            if loaded is not None:
+                allow_loaded(patch, run_verb, loaded)
+            assert main([*map(str, words_of(workshop, bundle, tmp_path / name, steps=6))]) == 0
         log = (tmp_path / name / "log.txt").read_text()
         assert told in log and log.index("training: exact") < log.index("activations: ")
         finals.add((tmp_path / name / "final/adapter_model.safetensors").read_bytes())

@@ -122,7 +122,9 @@ from device_runner.engines import packed_files
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.native.build import library
 from device_runner.engines.native.runtime import WeightsFile
+from device_runner import run as run_verb
 from prge.files import journal
+from prge.learning.costs import Budget
 
 # Owner and name of a function, and which of its calls are meant.
 INSTANTS = {
@@ -138,14 +140,14 @@ owner, name, is_meant = INSTANTS[sys.argv[4]]
 counts = list(map(int, sys.argv[5:]))
 loaded = [path.stat().st_size for path in (bundle / "weights").iterdir()]
 settings |= dict(
-    steps=9, evaluate_every=4, checkpoint_every=100, estimator="exact", engine="native",
-    memory=max(loaded),
+    steps=9, evaluate_every=4, checkpoint_every=100, estimator="exact", engine="native", memory=1 << 40
 )
 # What each process in turn may save: nothing, all, of the head alone, of some blocks.
 BUDGETS = [sum(loaded) + left for left in (0, 1 << 30, 10_000, 60_000, 100_000)]
 os.environ["PRGE_NATIVE_LIBRARY"] = str(library())
 
-def prepare(out, count=None):
+def prepare(out, count, budget):
+    run_verb.budget_of_steps = lambda *_: Budget(limit=1 << 40, loaded=budget, predicted=1 << 40)
     os.environ["XDG_CACHE_HOME"] = str(out.with_name(f"cache of {out.name}"))
     function, left = getattr(owner, name), count
 
@@ -161,8 +163,8 @@ def prepare(out, count=None):
 
 for out, kills in ((folder / "whole", []), (folder / "killed", counts)):
     for turn, count in enumerate((*kills, None)):
-        other = dict(memory=BUDGETS[turn % len(BUDGETS)]) if sys.argv[4] == "back_saved" else {}
-        child = start(lambda: prepare(out, count), out=out, resume=resumed(out), **other)
+        budget = BUDGETS[turn % len(BUDGETS)] if sys.argv[4] == "back_saved" else max(loaded)
+        child = start(lambda: prepare(out, count, budget), out=out, resume=resumed(out))
         _, status = os.waitpid(child, 0)
         assert status == (0 if count is None else signal.SIGKILL), (count, status)
 """

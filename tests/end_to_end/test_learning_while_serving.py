@@ -110,7 +110,7 @@ def test_it_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["native", "torch"])
 def test_answers_beside_steps_are_those_without_them(workshop: Path, tmp_path: Path, engine: str) -> None:
     bundle, learn = workshop / "bundle", tmp_path / "learn"
-    with serving(bundle, learn, "--engine", engine, "--memory", "1MB") as (_, client):
+    with serving(bundle, learn, "--engine", engine, "--memory", "600MB") as (_, client):
         alone = [ask(client, prompt)[1] for prompt in ASKED]
         ids = [ask(client, prompt)[0] for prompt in ASKED]
         for id in ids:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from prge.files.bundle import open_bundle
 from prge.files.peft import PeftAdapter, read_lora
+from prge.rows.example_building import load_examples
+from prge.rows.tokenizer import bundle_tokenizer
 from tests.end_to_end.test_exact import losses, words_of
 from tests.tiers import rest
 from tests.verbs import prge
+from tests.workshop import write_rows
 
 
 def both(bundle: Path, run: Path) -> tuple[PeftAdapter, PeftAdapter]:
@@ -60,6 +65,47 @@ def test_it_is_scored_served_and_started_from(workshop: Path, lora_bundle: Path,
     refused = prge(*words_of(workshop, workshop / "bundle", tmp_path / "no"), "--adapter", run, check=False)
     told = refused.stderr
     assert refused.returncode == 2 and "lora_A" in told and "--start-adapter" in told
+
+
+def test_an_adapter_from_elsewhere_is_scored_as_peft_computes_it_and_trained_on(
+    workshop: Path, lora_bundle: Path, tmp_path: Path
+) -> None:
+    """Of some of the bundle's modules, of a lower rank and another scale, in bfloat16: in every verb."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(workshop / "model", dtype=torch.float32)
+    model: Any = get_peft_model(base, LoraConfig(r=1, lora_alpha=3, target_modules=["q_proj"])).eval()
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = (0.3 * torch.randn_like(parameter)).bfloat16()
+    model.save_pretrained(tmp_path / "theirs")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    rows = [
+        {"prompt": f"{first} {first}", "completion": f" {second} aa"} for first in "ab" for second in "cd"
+    ]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    bundle = open_bundle(lora_bundle)
+    examples, _ = load_examples(data, bundle_tokenizer(bundle), bundle.chain.scoring)
+    losses_of_tokens = []
+    for example in examples:
+        (sequence,) = example.sequences
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(input_ids=torch.tensor([sequence.tokens])).logits[0], -1)
+        losses_of_tokens += [-float(logprobs[each.position, each.token]) for each in sequence.targets]
+
+    words = ["--bundle", lora_bundle, "--adapter", tmp_path / "theirs"]
+    prge("eval", *words, "--data", data, "--json", tmp_path / "scores.json")
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["perplexity"] == pytest.approx(np.exp(np.mean(losses_of_tokens)), rel=1e-4)
+    prge("generate", *words, "--prompt", "aa bb", "--max-tokens", 2)
+    prge("run", *words, "--train", data, "--out", tmp_path / "run", "--steps", 2)
+    trained = read_lora(tmp_path / "run/final")
+    assert len(trained.lora_b) == len(bundle.chain.modules)
+    assert all(matrix.any() for matrix in trained.lora_b.values())
 
 
 def test_what_needs_lora_says_so(workshop: Path, tmp_path: Path) -> None:

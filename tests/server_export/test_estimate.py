@@ -55,7 +55,7 @@ def test_all_estimators_are_compared_with_all_and_the_fewest_weights_loaded(
     runs = report_of(capsys, *words)["runs"]
     assert [run["estimator"] for run in runs[::2]] == ["exact", "tangent", "antithetic", "fzoo"]
     for whole, bounded in zip(runs[::2], runs[1::2], strict=True):
-        assert whole["memory_bytes"] is None and bounded["memory_bytes"] > 0
+        assert whole["loaded_bytes"] is None and bounded["loaded_bytes"] > 0
         assert bounded["resident_bytes"] < whole["resident_bytes"]
         alone = report_of(capsys, *words, "--estimator", whole["estimator"])
         assert alone["run_memory"]["native"]["total_bytes"] == whole["resident_bytes"]
@@ -66,7 +66,11 @@ def test_all_estimators_are_compared_with_all_and_the_fewest_weights_loaded(
         *2 * ["fzoo"],
     ]
     # A bound alone is one run, of the estimator that `prge run` would take.
-    assert report_of(capsys, *words, "--memory", "1MB")["estimator"] == "exact"
+    bounded = report_of(capsys, *words, "--memory", "400MB")
+    assert bounded["estimator"] == "exact"
+    assert bounded["run_memory"]["native"]["total_bytes"] <= 400_000_000
+    with pytest.raises(ConfigError, match=r"--memory 1 MB is too little:\n.*this run needs at least \d+ MB"):
+        main([*map(str, words), "--memory", "1MB"])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert", "gemma3"])

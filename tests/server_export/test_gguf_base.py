@@ -48,7 +48,7 @@ def made(made_once: Made) -> Path:
 
 
 def test_a_bundle_says_what_it_was_made_of(made: Path) -> None:
-    model = read_json(made / "bundle/manifest.json")["model"]
+    model = read_json(made / "bundle")["model"]
     assert model["sha256"] == file_sha256(made / FILE)
     assert model["source"] == {
         "format": "gguf",
@@ -62,10 +62,10 @@ def test_a_bundle_says_what_it_was_made_of(made: Path) -> None:
 
 def test_weights_and_programs_are_those_of_a_folder_with_the_same_weights(made: Path) -> None:
     files, others = (
-        {name: each["sha256"] for name, each in read_json(made / bundle / "manifest.json")["files"].items()}
+        {name: each["sha256"] for name, each in read_json(made / bundle)["files"].items()}
         for bundle in ("bundle", "bundle-of-folder")
     )
-    assert "source" not in read_json(made / "bundle-of-folder/manifest.json")["model"]
+    assert "source" not in read_json(made / "bundle-of-folder")["model"]
     # The adapter's configuration names the base model.
     del files["adapter/adapter_config.json"], others["adapter/adapter_config.json"]
     assert files == others
@@ -95,9 +95,9 @@ def test_a_merged_model_is_an_ordinary_folder(made: Path, tmp_path: Path) -> Non
     prge("publish", made / "trained", *words, "--out", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert merged.dtype is torch.float32
-    assert "quantization_config" not in read_json(tmp_path / "merged/config.json")
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
     torch.testing.assert_close(answer(merged), by_hand(made), atol=1e-4, rtol=0)
-    assert read_json(tmp_path / "merged/generation_config.json")["eos_token_id"] == [2]
+    assert json.loads((tmp_path / "merged/generation_config.json").read_text())["eos_token_id"] == [2]
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == "{{ messages }}"
     assert "The weights here are what the GGUF file" in (tmp_path / "merged/README.md").read_text()
 

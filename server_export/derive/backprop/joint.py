@@ -60,10 +60,9 @@ def backpropagate(
     No constant of it has a shape that depends on rows or tokens, if these differ from all widths.
 
     Args:
-        graph_module: rewritten, of one copy; its nodes carry `meta["val"]`. Its constants are shared.
+        graph_module: rewritten; its nodes carry `meta["val"]`. Its constants are shared.
         wanted: inputs whose slopes are outputs, in this order.
-        adapter: inputs that are the adapter's, its last ones, [1, rank, out]; the result takes and returns
-            [rank, out].
+        adapter: inputs that are the adapter's, [copies, rank, out], its last ones.
         tokens: of a row; states of a decoder's head. No constant is as long as this.
         slopes: names of the loss's derivatives by the graph's outputs, in order.
         with_answer: whether the graph's outputs come first.
@@ -87,8 +86,7 @@ def backpropagate(
         tensors_of = dict(zip(constants, arguments, strict=False))
         given = dict(zip(inputs, arguments[len(constants) :], strict=True))
         given |= {name: given[name].detach().requires_grad_() for name in wanted}
-        values = {name: given[name].unsqueeze(0) if name in adapter else given[name] for name in known}
-        answers = _run(graph_module.graph, values | tensors_of)
+        answers = _run(graph_module.graph, {name: given[name] for name in known} | tensors_of)
         inwards = [given[name] for name in slopes]
         found = torch.autograd.grad(answers, [given[name] for name in wanted], inwards, allow_unused=True)
         _check_used(wanted, found)
@@ -124,9 +122,7 @@ def _inputs(
         name: torch.empty_like(value, device="meta") for name, value in known.items() if name not in adapter
     }
     inputs[ONES] = torch.empty(1, tokens, 1, device="meta")
-    inputs |= {
-        name: torch.empty(known[name].shape[1:], dtype=known[name].dtype, device="meta") for name in adapter
-    }
+    inputs |= {name: torch.empty_like(known[name], device="meta") for name in adapter}
     inputs |= {
         name: torch.empty(answer.meta["val"].shape, device="meta")
         for name, answer in zip(slopes, answers, strict=True)

@@ -37,7 +37,13 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings) -> BaselineInputs:
     """
     task = task_of(bundle, settings.task)
     tokenizer = bundle_tokenizer(bundle)
-    options = BuildOptions(settings.overflow, settings.append_eos, settings.max_dropped, date=settings.date)
+    options = BuildOptions(
+        settings.overflow,
+        settings.append_eos,
+        settings.max_dropped,
+        control_tokens=settings.control_tokens,
+        date=settings.date,
+    )
     contract, seed, texts = bundle.chain.scoring, settings.shuffle_seed, []
 
     def read(where: Paths | None, part: Part, chosen: Selection) -> list[Example]:

@@ -36,7 +36,7 @@ class BaselineSettings(TrainingFlags):
     method: MethodName
     """What trains."""
     model: str
-    """Folder or hub id of the model that the bundle was exported from."""
+    """Folder, GGUF file or hub id of the model that the bundle was exported from."""
     threads: int | None = None
     """Threads that compute; default: PyTorch's own choice."""
     test: Paths | None = None

@@ -190,5 +190,7 @@ def _shared(settings: CompareSettings, bundle: Path) -> dict[str, Any]:
         "task": settings.task_path,
         "date": settings.date,
         "overflow": settings.overflow,
+        "append_eos": settings.append_eos,
+        "control_tokens": settings.control_tokens,
         "threads": settings.threads,
     }

@@ -11,7 +11,7 @@ from prge.errors import ConfigError
 from prge.learning.optimizers import OptimizerName, ScheduleName
 from prge.rows.sources import Part, file_of_part
 from prge.rows.windows import Overflow
-from prge.running.training_flags import RowsFlags, TrainingFlags
+from prge.running.training_flags import ExampleFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
 from server_export.settings import ExportConfig, PrependBos
 
@@ -23,7 +23,7 @@ SEARCH_SEED = 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareSettings(RowsFlags):
+class CompareSettings(ExampleFlags):
     """Compare training methods on one model, one frozen base and the same rows, at equal quality."""
 
     PRESETS: ClassVar = Path(__file__).with_name("presets")
@@ -36,8 +36,8 @@ class CompareSettings(RowsFlags):
     """File to write the figures of every method to as JSON."""
 
     model: str | None = None
-    """Folder or hub id of a transformers model; demo: the tiny one that comes along; random:NAME: an
-    architecture with random weights."""
+    """Folder or hub id of a transformers model, or a GGUF file; demo: the tiny one that comes along;
+    random:NAME: an architecture with random weights."""
     data: str | None = None
     """Folder of the rows; demo: those that come along."""
     train: str | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from prge.errors import ConfigError
-from prge.running.training_flags import RowsFlags
+from prge.running.training_flags import ExampleFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Paths
 from server_export.settings import ExportConfig
@@ -42,7 +42,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class LeakSettings(RowsFlags):
+class LeakSettings(ExampleFlags):
     """Try to read rows from what a device of a fleet would send of them. Failing is no proof of safety."""
 
     PRESETS: ClassVar = Path(__file__).with_name("presets")
@@ -50,7 +50,7 @@ class LeakSettings(RowsFlags):
     preset: str | None = None
     """Settings to begin with: demo, the tiny model that comes along; flags win over them."""
     model: str | None = None
-    """Folder or hub id of the model; demo: the one that comes along."""
+    """Folder, GGUF file or hub id of the model; demo: the one that comes along."""
     bundle: Path | None = None
     """Bundle of this model, whose lora_a and adapter are attacked. Without one they are drawn as
     `prge export` draws them, anew for every seed."""

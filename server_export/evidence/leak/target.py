@@ -102,9 +102,10 @@ def open_target(settings: LeakSettings) -> Target:
         contract = Contract("stack", "logprobs", 1, 1, _LENGTH, _LENGTH, 0, vocabulary, some)
     task = load_task(settings.task) if settings.task else None
     rows = read_source(settings.rows_path, "test", settings.columns, task=task)
-    examples, report = load_examples(
-        rows, tokenizer, contract, task, options=BuildOptions("truncate", date=settings.date)
+    options = BuildOptions(
+        "truncate", settings.append_eos, control_tokens=settings.control_tokens, date=settings.date
     )
+    examples, report = load_examples(rows, tokenizer, contract, task, options=options)
     warn_unread(report)
     return Target(settings, bundle, tokenizer, examples)
 

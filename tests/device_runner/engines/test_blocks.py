@@ -313,7 +313,7 @@ def test_packed_files_that_are_gone_meanwhile_end_no_call(folder: Path, cache: P
     bundle = open_bundle(folder)
     contract = bundle.chain.contract("back", 2)
     largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)
-    engine, given = opened(bundle, contract, memory=largest).step, inputs_of(contract)
+    engine, given = opened(bundle, contract, loaded=largest).step, inputs_of(contract)
     before = [array.tobytes() for array in computed(engine, given).values()]
     assert packed_files.remove_files(cache)
     assert [array.tobytes() for array in computed(engine, given).values()] == before

@@ -165,7 +165,7 @@ def test_with_room_for_one_block_the_bits_are_the_same(
     largest = max(sizes_of_blocks)
     want = computed(opened(bundle, contract, engine).step, given)
     for memory in (largest, 3 * largest // 2):
-        programs = opened(bundle, contract, engine, memory=memory)
+        programs = opened(bundle, contract, engine, loaded=memory)
         with counted_loads(programs) as loads:
             found = [computed(programs.step, given) for _ in range(3)]
         for one in found:
@@ -204,8 +204,8 @@ def test_without_a_bound_every_method_is_loaded_once(bundle: Bundle) -> None:
 
 
 def test_a_bound_below_the_largest_block_says_what_would_do(bundle: Bundle) -> None:
-    with pytest.raises(EngineError, match=r"--memory is 1000 bytes, the largest block has \d+\n  give at le"):
-        opened(bundle, bundle.chain.scoring, memory=1000)
+    with pytest.raises(EngineError, match=r"1000 bytes of weights may, the largest block has \d+\n  allow"):
+        opened(bundle, bundle.chain.scoring, loaded=1000)
 
 
 @pytest.mark.parametrize(("kind", "sizes"), KINDS, ids=[kind for kind, _ in KINDS])
@@ -304,7 +304,7 @@ def test_with_little_memory_the_next_block_is_read_while_one_computes(
 ) -> None:
     contract = contract_of(bundle, "back", 2)
     largest = max(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
-    engine = opened(bundle, contract, memory=largest).step
+    engine = opened(bundle, contract, loaded=largest).step
     blocks: Any = engine._blocks  # type: ignore[attr-defined]
     given = inputs_of(contract)
     computed(engine, given)

@@ -29,7 +29,7 @@ def test_a_step_loads_the_experts_that_its_tokens_ask_for(bundle: Bundle) -> Non
     least = max(chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
     found = []
     for memory in (None, least):
-        engines = opened(bundle, contract, memory=memory)
+        engines = opened(bundle, contract, loaded=memory)
         with counted_loads(engines) as loads:
             found.append({name: array.tobytes() for name, array in computed(engines.step, given).items()})
         for layer in layers:

@@ -153,7 +153,7 @@ def test_a_number_that_is_none_shows_through_layers_that_round(
     contract, given = call_of(bundle, 2)
     weights = sum(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
     memory = 1 << 40 if role == BACK_SAVED else weights
-    engine = opened(bundle, contract, memory=memory).step
+    engine = opened(bundle, contract, loaded=memory).step
     before, run = engine.gradient(given, slope_of)[1], ChainEngine._run
 
     def broken(self: ChainEngine, number: int, now: str, part: Part, *rest: Any, **more: Any) -> Any:

@@ -138,7 +138,7 @@ def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:
     contract, given = call_of(bundle, "back", 2)
     whole = computed(opened(bundle, contract).step, given)
     least = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks[1:])
-    for other in (opened(bundle, contract, memory=least), opened(bundle, contract, "torch")):
+    for other in (opened(bundle, contract, loaded=least), opened(bundle, contract, "torch")):
         assert {name: array.tobytes() for name, array in computed(other.step, given).items()} == {
             name: array.tobytes() for name, array in whole.items()
         }

@@ -128,7 +128,7 @@ def test_a_budget_is_what_is_left_beside_all_weights(bundle: Bundle, monkeypatch
     contract, _ = call_of(bundle, 2)
     loaded = bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size)
     for memory, left in ((max(loaded), 0), (sum(loaded), 0), (sum(loaded) + 12_345, 12_345)):
-        engines = opened(bundle, contract, memory=memory)
+        engines = opened(bundle, contract, loaded=memory)
         assert engines.saved is not None and engines.saved.most == left
     monkeypatch.setattr(blocks_module, "available_memory", lambda: sum(loaded) + 4_000)
     engines = opened(bundle, contract)
@@ -136,7 +136,7 @@ def test_a_budget_is_what_is_left_beside_all_weights(bundle: Bundle, monkeypatch
     told = engines.saved.told(2 * TOKENS, 10)
     assert "activations: 0 of " in told and "(0 of 0 MB)" in told
     # The torch engine holds room for the largest answers of each method.
-    on_torch = opened(bundle, contract, "torch", memory=1 << 30)
+    on_torch = opened(bundle, contract, "torch", loaded=1 << 30)
     assert on_torch.saved is not None and on_torch.saved.most == 0
 
 

@@ -178,7 +178,7 @@ def test_with_little_memory_the_logits_are_the_same_bits(bundle: Bundle, precisi
         return [array.tobytes() for array in found]
 
     largest = max(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
-    assert logits() == logits(memory=largest)
+    assert logits() == logits(loaded=largest)
 
 
 def test_a_text_ends_at_the_last_position(bundle: Bundle) -> None:

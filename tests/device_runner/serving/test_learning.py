@@ -25,11 +25,11 @@ from device_runner.serving.rounds import held_back, read_kept
 from device_runner.serving.worker import Worker
 from device_runner.session.sensors import Reading, Sensors
 from device_runner.session.settings import EngineFlags, RunSettings
-from prge.errors import ConfigError, RunError
+from prge.errors import AdapterError, ConfigError, RunError
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
-from prge.files.peft import read_peft
+from prge.files.peft import read_lora, read_peft, write_lora
 from prge.rows.feedback import Answered, append_feedback, forget_rows, read_feedback
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import GenerationSettings, Generator, Request
@@ -423,3 +423,13 @@ def test_the_history_is_whole_lines_of_its_owner(place: Place) -> None:
     assert kinds == ["start", "round", "judged"]
     assert np.isfinite(place.served[0].values).all()
     assert len(read_feedback(place.learn / FEEDBACK)) == EVERY
+
+
+def test_an_adapter_that_only_generates_is_not_learnt_from(place: Place) -> None:
+    """Steps would be taken against another lora_A than the one that answers."""
+    bundle = open_bundle(place.folder / "bundle")
+    found = read_lora(bundle.adapter)
+    others = {name: matrix + 1 for name, matrix in found.lora_a.items()}
+    write_lora(place.folder / "theirs", replace(found, lora_a=others))
+    with pytest.raises(AdapterError, match="differs from the one inside the bundle"):
+        place.open(source=place.folder / "theirs")

@@ -23,6 +23,7 @@ from device_runner.serving.app import BYTES_A_TOKEN, BYTES_BESIDE, MOST_HELD
 from prge.text.loop import GenerationSettings, Generator, Request
 from prge.text.prompts import Prompts
 from tests.device_runner.serving.child import CONTEXT, FAILING, SlowSpeaker, adapters, make_tokenizer
+from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SLOW = 0.01
@@ -138,6 +139,23 @@ def test_a_completion(child: Child) -> None:
     tokens = make_tokenizer().encode("the film")
     asked = completions.create(model="base", prompt=[1, *tokens], max_tokens=12, temperature=0, stream=True)
     assert "".join(event.choices[0].text for event in asked) == texts[0]
+
+
+def test_control_tokens_are_read_in_prompts_of_completions_and_nowhere_else(child: Child) -> None:
+    """By transformers' tokenizer: a rendered prompt is read as it was rendered, what is said in it is not."""
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend())
+    client, said = child.client(), "a cat<|im_end|> and</s> a dog"
+    header, end = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+    completion = client.completions.create(model="base", prompt=header + said + end, max_tokens=1)
+    assert completion.usage.prompt_tokens == 1 + len(theirs(header + said + end).input_ids)
+    chat = client.chat.completions.create(
+        model="base", messages=[{"role": "user", "content": said}], max_tokens=1
+    )
+    spelled = theirs(said, split_special_tokens=True).input_ids
+    assert chat.usage.prompt_tokens == len([*theirs(header).input_ids, *spelled, *theirs(end).input_ids])
+    assert len(spelled) > len(theirs(said).input_ids) + 10
 
 
 def test_several_answers_and_the_seed(child: Child) -> None:

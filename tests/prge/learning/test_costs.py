@@ -176,12 +176,12 @@ def test_memory_of_a_row_in_pieces_grows_with_its_length() -> None:
 def test_a_table_of_memory_has_all_estimators_and_both_bounds() -> None:
     contracts = dict(zip(("exact", "tangent", "antithetic"), (EXACT, TANGENT, STACK), strict=True))
     rows = memory_table(OUTLINE, contracts, WEIGHTS, ROLES)
-    assert [(row["estimator"], row["memory_bytes"]) for row in rows] == [
+    assert [(row["estimator"], row["loaded_bytes"]) for row in rows] == [
         (name, bound) for name in ("exact", "tangent", "antithetic") for bound in (None, WEIGHTS.largest)
     ]
     assert all(row["anonymous_bytes"] < row["resident_bytes"] for row in rows)
     lines = [*memory_text(rows)]
-    assert len(lines) == 7 and "resident" in lines[0] and "all weights" in lines[1]
+    assert len(lines) == 7 and "--memory" in lines[0] and "everything" in lines[1]
 
 
 def test_a_manifest_keeps_the_outline() -> None:

@@ -67,14 +67,14 @@ def problems_of(*arguments: Any, **keywords: Any) -> list[str]:
 
 def test_text() -> None:
     [example], report = build_examples(rows({"text": "the film was bad"}), TOKENIZER, contract())
-    assert show_sample(example, TOKENIZER) == "row 1\n  <s>[the][ film][ was][ bad]"
+    assert show_sample(example, TOKENIZER) == "row 1\n  <s>[the][ film][ was][ bad][</s>]"
     assert (example.candidates, example.label) == (1, None)
-    assert [target.weight for target in example.sequences[0].targets] == [1 / 4] * 4
+    assert [target.weight for target in example.sequences[0].targets] == [1 / 5] * 5
     assert report.text() == (
         "the data (text): 1 rows, 1 examples, 1 sequences\n"
         "  columns: text\n"
-        "  tokens in a sequence: 5 to 5, mean 5.0; the bundle takes 48\n"
-        "  target tokens: 4 of 5 tokens, at most 4 in a sequence"
+        "  tokens in a sequence: 6 to 6, mean 6.0; the bundle takes 48\n"
+        "  target tokens: 5 of 6 tokens, at most 5 in a sequence"
     )
 
 
@@ -105,11 +105,6 @@ def test_completion_that_a_token_would_join_to_its_prompt() -> None:
         "  completions encoded apart, a token would straddle the end of the prompt: 1 row (1)"
         in report.text()
     )
-
-
-def test_control_tokens_in_data_are_text() -> None:
-    [example], _ = build_examples(rows({"prompt": "a</s>", "completion": " b"}), TOKENIZER, contract())
-    assert example.sequences[0].tokens.count(2) == 1
 
 
 @given(known=st.integers(0, 5), unknown=st.integers(0, 5), asked=st.integers(0, 3))
@@ -224,14 +219,6 @@ def test_rows_that_cant_be_used_may_be_left_out() -> None:
     assert sorted(report.unusable) == [1, 3]
     with pytest.raises(DataError, match="row 1: its completion is empty"):
         build_examples(data[:1], TOKENIZER, contract(), options=skip)
-
-
-def test_control_tokens_in_messages_are_reported() -> None:
-    messages = [{"role": "user", "content": "</s>"}, {"role": "assistant", "content": "No"}]
-    _, report = build_examples(
-        rows({"messages": messages}), chat_tokenizer(CHATML), contract(sequence_length=128)
-    )
-    assert "messages with control tokens written in them, read as such: 1 row (1)" in report.text()
 
 
 def test_messages_that_a_template_refuses() -> None:
@@ -405,7 +392,7 @@ def test_long_text_is_refused_cut_or_split() -> None:
     data = rows({"text": "the film was a cat on a mat and a dog"})
     small = contract(sequence_length=6, positions=3)
     assert problems_of(data, TOKENIZER, small) == [
-        "row 1: has 12 tokens, the bundle takes 6: shorten it, export with a larger "
+        "row 1: has 13 tokens, the bundle takes 6: shorten it, export with a larger "
         "--sequence-length, or set overflow to truncate or split"
     ]
     cut, report = build_examples(data, TOKENIZER, small, options=TRUNCATE)
@@ -416,7 +403,7 @@ def test_long_text_is_refused_cut_or_split() -> None:
         "<s>[the][ film][ was]",
         "<s> film was[ a][ cat][ on]",
         "<s> cat on[ a][ mat][ and]",
-        "<s> a mat and[ a][ dog]",
+        "<s> mat and[ a][ dog][</s>]",
     ]
     assert report.notes == {"longer than the bundle takes, split into several examples": [1]}
 
@@ -459,7 +446,7 @@ def test_program_that_is_too_small_for_anything() -> None:
 @pytest.mark.parametrize(
     ("fields", "task", "problems"),
     [
-        ({"text": ""}, None, ["row 2: has 1 tokens and none to learn from"]),
+        ({"text": ""}, None, ["row 2: its text is empty: there is nothing to learn from"]),
         ({"text": 3}, None, ["row 2: column 'text' is int, must be a text"]),
         ({"txt": "a"}, None, ["row 2: is no row of text: its columns are txt"]),
         ({"sentence": "a", "label": 7}, "sst2", ["row 2: column 'label' is 7, the task knows 0, 1"]),
@@ -541,9 +528,11 @@ def check_slots(example: Example, contract: Contract) -> None:
 def test_texts_teach_each_token_by_the_one_before_it(
     text: str, length: int, positions: int, overflow: Any
 ) -> None:
-    contract, tokens = program(length, positions), TOKENIZER.encode(text)
+    contract, tokens = program(length, positions), TOKENIZER.encode(text, control=True)
     if not tokens:
         return
+    if len(tokens) != min(positions, length - 1):  # else there is no room for the end
+        tokens.append(2)
     examples, _ = build_examples(rows({"text": text}), TOKENIZER, contract, options=BuildOptions(overflow))
     for example in examples:
         check_slots(example, contract)
@@ -605,7 +594,7 @@ def test_rows_that_would_lose_more_target_tokens_than_allowed_are_refused() -> N
 
 
 def test_split_rows_lose_nothing_and_what_is_cut_is_counted() -> None:
-    whole = len(TOKENIZER.encode(LONG["text"]))
+    whole = len(TOKENIZER.encode(LONG["text"])) + 1
     few = contract(positions=8)
     parts, report = build_examples(rows(LONG), TOKENIZER, few, options=BuildOptions(overflow="split"))
     assert report.dropped == 0

@@ -39,11 +39,13 @@ def test_corrections_become_completions_or_pairs(path: Path) -> None:
     rows = TEXT.judged(correction="bad"), TEXT.judged("good")
     found, told = made(path, *rows)
     assert found == [
-        {"prompt": "It was", "completion": " bad"}, {"prompt": "It was", "completion": " great"}
-    ]  # fmt: skip
+        {"prompt": "It was", "completion": " bad", "control_tokens": "prompt"},
+        {"prompt": "It was", "completion": " great", "control_tokens": "prompt"},
+    ]
     assert told == "feedback: 1 corrections, 1 good, 0 bad; completions"
     found, told = made(path, *rows, objective="dpo")
-    assert found == [{"prompt": "It was", "chosen": " bad", "rejected": " great"}]
+    pair = {"prompt": "It was", "chosen": " bad", "rejected": " great"}
+    assert found == [{**pair, "control_tokens": "prompt"}]
     assert told.endswith("pairs, 1 ratings left out")
 
 

@@ -94,8 +94,9 @@ def test_several_files_that_can_not_be_read(write: Write, tmp_path: Path) -> Non
     assert len(read_source((bad, good), broken=broken).rows) == 2 and len(broken) == 1
     with pytest.raises(DataError, match=f"{good} is given twice"):
         read_source((good, bad, good))
-    with pytest.raises(DataError, match="there is no imdb"):
-        read_source((good, Path("imdb")))
+    for word in ("imdb", "a" * 5000, "a\0"):
+        with pytest.raises(DataError, match=f"there is no {word[:1]}"):
+            read_source((good, Path(word)))
     write("my rows.jsonl", '{"text": "one"}\n')
     with pytest.raises(DataError, match=r"(?s)there is no .*my\n.*quote a path that has spaces"):
         read_source((tmp_path / "my", Path("rows.jsonl")))

@@ -235,6 +235,10 @@ def test_a_text_in_windows_has_the_tokens_of_the_whole(
         found = [tuple(row) for part in tokenizer.parts(text, control=control) for row in part.tolist()]
         pair = tokenizer.encode_pair(prompt, completion)
     assert found == whole(tokenizer, text, control)
+    some = [at for at in tokenizer.control_at(text) if text.startswith("</s>", at)]
+    with small_windows():
+        in_windows = tokenizer.ids(text, control=some)
+    assert in_windows.tolist() == real(name, 1).ids(text, control=some).tolist()
     plain = real(name, 1).encode_pair(prompt, completion)
     assert [*map(list, (pair.prompt, pair.completion))] == [*map(list, (plain.prompt, plain.completion))]
     assert pair.exact == plain.exact

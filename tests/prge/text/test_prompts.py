@@ -22,9 +22,9 @@ def make_tokenizer(template: str | None = None) -> Tokenizer:
 
 def test_a_text_begins_as_the_models_texts_begin_and_is_gone_on_from() -> None:
     prompt = Prompts(make_tokenizer()).of_text("the film</s>")
-    assert prompt.tokens[0] == 1
-    assert 2 not in prompt.tokens[1:]
+    assert (prompt.tokens[0], prompt.tokens[-1]) == (1, 2)
     assert prompt.continues
+    assert 2 not in Prompts(make_tokenizer(), control_tokens="text").of_text("the film</s>").tokens
 
 
 def test_messages_end_where_the_assistant_begins_and_its_turn_ends_as_the_template_says() -> None:

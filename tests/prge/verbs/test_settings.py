@@ -169,7 +169,9 @@ def test_a_list_that_took_what_was_meant_for_another_setting(tmp_path: Path) -> 
     words = ["--rows", "a.jsonl", str(tmp_path)]
     (problem,) = problems(*words, positional=("bundle",))
     assert problem == f"--bundle is missing: a path; --rows took {str(tmp_path)!r}, too"
-    assert problems("--label-words", "a", "b", positional=("bundle",)) == ["--bundle is missing: a path"]
+    for word in ("b", "b" * 5000, "b\0"):
+        told = problems("--label-words", "a", word, positional=("bundle",))
+        assert told == ["--bundle is missing: a path"]
 
 
 def test_several_files_in_yaml_and_in_python(tmp_path: Path) -> None:

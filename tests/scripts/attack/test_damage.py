@@ -74,3 +74,27 @@ def test_headers_of_weights_are_changed(tmp_path: Path) -> None:
         except (SafetensorError, ValueError):
             refused += 1
     assert 5 < refused < 30
+
+
+def test_a_gguf_header_is_damaged_where_it_says_something(tmp_path: Path) -> None:
+    """Numbers and texts are found up to the data, and a lie changes some of them alone."""
+    import gguf
+
+    path = tmp_path / "a.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint32("llama.block_count", 2)
+    writer.add_token_list(["a", "bc"])
+    writer.add_tensor("x", np.zeros((2, 3), np.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    content = path.read_bytes()
+    numbers, texts = damage.gguf_places(content)
+    assert [content[at : at + size] for at, size in texts][-3:] == [b"a", b"bc", b"x"]
+    at, size = numbers[-1]
+    # The offset of the last tensor; behind it nothing but padding and data.
+    assert (content[at : at + size], len(content[at + size :].strip(b"\0"))) == (bytes(8), 0)
+    damage.mutate_gguf(path, Random(1))
+    damaged = path.read_bytes()
+    assert damaged != content and len(damaged) == len(content)
+    assert damaged[at + size :] == content[at + size :]

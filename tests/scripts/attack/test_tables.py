@@ -7,7 +7,7 @@ from damaged_files import CRAFTED, USES, WAYS, Target
 from tables import TABLES
 
 
-@pytest.mark.parametrize("table", ["of_device", "of_model"])
+@pytest.mark.parametrize("table", ["of_device", "of_model", "of_gguf"])
 def test_targets_name_uses_and_ways(table: str) -> None:
     for target in (Target(**entry) for entry in TABLES[table]):
         assert {*target.uses} <= {*USES} and target.crafted in CRAFTED and target.ways in WAYS

@@ -55,7 +55,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
 
 
 def answers(graph: GraphModule, state: torch.Tensor, lora_b: torch.Tensor, slope: torch.Tensor) -> Any:
-    given = {"state": state, ONES: torch.ones(1, LENGTH, 1), "lora_b": lora_b[0], SLOPE: slope}
+    given = {"state": state, ONES: torch.ones(1, LENGTH, 1), "lora_b": lora_b, SLOPE: slope}
     with torch.no_grad():
         return graph(*(given[name] for name in inputs_of(graph)))
 
@@ -65,7 +65,7 @@ def by_autograd(module: nn.Module) -> tuple[torch.Tensor, ...]:
     state, lora_b, slope = inputs()
     state.requires_grad_(), lora_b.requires_grad_()
     by_state, by_adapter = torch.autograd.grad(module(state, lora_b), (state, lora_b), slope)
-    return by_state, by_adapter[0]
+    return by_state, by_adapter
 
 
 def constants(graph: GraphModule) -> set[str]:
@@ -153,7 +153,7 @@ def test_each_row_goes_back_by_itself() -> None:
     wanted = state.requires_grad_(), lora_b.requires_grad_()
     by_state, by_adapter = torch.autograd.grad(module(*wanted), wanted, slope)
     found = answers(graph, state, lora_b, slope)
-    for ours, theirs in zip(found, (by_state, by_adapter[0]), strict=True):
+    for ours, theirs in zip(found, (by_state, by_adapter), strict=True):
         assert relative_difference(ours, theirs) < 1e-5
     made = with_transposed(module.state_dict(), transposed(graph))
     for name in ("lora_a_0", "lora_a_1"):

@@ -41,6 +41,7 @@ DIFFERENT = ("llama", "gemma2", "gpt2", "opt")
 RANK, LONGEST = 4, 64
 ROWS, TOKENS, QUERIES = 2, 7, 4
 SIZES = {traced.COPIES: 1, traced.BATCH: ROWS, traced.TOKENS: TOKENS, roles.QUERIES: QUERIES}
+OF_BACKWARD = {traced.COPIES: ROWS, traced.TOKENS: TOKENS}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -56,8 +57,10 @@ class Kind:
     def call(self, role: str, **changes: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What a role's graph answers, with gradients where an input wants them."""
         given = self.inputs | changes
-        if role == STACK:
-            given |= {name: given[name].unsqueeze(0) for name in self.adapter}
+        if role != TANGENT:
+            # In the backward roles every row has a copy.
+            copies = 1 if role == STACK else len(self.state)
+            given |= {name: given[name].expand(copies, -1, -1) for name in self.adapter}
         return tuple(self.graphs[role](*(given[name] for name in inputs_of(self.graphs[role]))))
 
     @property
@@ -104,8 +107,9 @@ def kind_of(chain: ModelChain, number: int, is_head: bool) -> Kind:
         attribute(kind.graph_module, name).copy_(tensor)
     adapter = {name: chain.adapter[name] for name in block.adapter}
     graphs = role_graphs(kind.graph_module, adapter, {STACK, TANGENT, BACK}, is_head)
-    for marker, size in SIZES.items():
-        graphs = {role: with_size(graph, marker, size) for role, graph in graphs.items()}
+    for role in graphs:
+        for marker, size in (SIZES if role in (STACK, TANGENT) else OF_BACKWARD).items():
+            graphs[role] = with_size(graphs[role], marker, size)
     width = graphs[STACK].graph.find_nodes(op="placeholder")[0].meta["val"].shape[-1]
     state = random(1 if is_head else ROWS, TOKENS, width, dtype=torch.float32)
     beside = torch.arange(TOKENS).reshape(1, TOKENS)
@@ -140,10 +144,15 @@ def slopes(kind: Kind, slope: torch.Tensor) -> tuple[torch.Tensor, list[torch.Te
         *rest(("llama", 1), ("bert", 1)),
     ],
 )
-def test_the_way_back_gives_the_slopes_of_autograd(architecture: str, rank: int, tmp_path: Path) -> None:
+def test_the_way_back_gives_the_slopes_of_autograd_by_the_adapter_those_of_each_row(
+    architecture: str, rank: int, tmp_path: Path
+) -> None:
     for kind in kinds_of(architecture, tmp_path, rank=rank):
         slope = torch.randn(kind.call(STACK)[0].shape)
-        _, expected = slopes(kind, slope)
+        of_rows = [slope * (torch.arange(len(slope)) == row)[:, None, None] for row in range(len(slope))]
+        by_state = slopes(kind, slope)[1][0]
+        by_adapter = zip(*(slopes(kind, of_row)[1][1:] for of_row in of_rows), strict=True)
+        expected = [by_state, *map(torch.stack, by_adapter)]
         found = kind.call(BACK, slope=slope)
         largest = float(torch.cat([part.ravel() for part in expected]).abs().max())
         for ours, theirs in zip(found, expected, strict=True):

@@ -64,8 +64,6 @@ class Block:
             graph = with_size(graph, marker, size)
         for matrices in (self.adapter, self.frozen):
             given |= {name: matrix.expand(rows, -1, -1) for name, matrix in matrices.items()}
-        if role in (BACK, PREFILL_BACK):
-            given |= {name: matrix[0] for name, matrix in self.adapter.items()}
         return list(graph(*(given[name] for name in inputs_of(graph))))
 
     def tables_of(self, start: int, end: int) -> dict[str, torch.Tensor]:

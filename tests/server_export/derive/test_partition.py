@@ -44,10 +44,10 @@ def parts(changing: tuple[str, ...] = ()) -> tuple[Parts, dict[str, torch.Tensor
     module = Gated()
     state, lora_b, slope = (
         random(*shape, seed=9, dtype=torch.float32)
-        for shape in ((ROWS, TOKENS, WIDTH), (RANK, WIDTH), (ROWS, TOKENS, WIDTH))
+        for shape in ((ROWS, TOKENS, WIDTH), (1, RANK, WIDTH), (ROWS, TOKENS, WIDTH))
     )
     shift = torch.zeros(ROWS, TOKENS, 1)
-    forward = rewritten_graph(module, (state, shift, lora_b[None]))
+    forward = rewritten_graph(module, (state, shift, lora_b))
     joint = backpropagate(forward, ["state", "lora_b"], ["lora_b"], TOKENS, with_answer=True)
     given = {"state": state, "shift": shift, "lora_b": lora_b, SLOPE: slope, ONES: torch.ones(1, TOKENS, 1)}
     return partition(joint, ROWS, TOKENS, changing), given
@@ -60,7 +60,7 @@ def answers(graph: torch.fx.GraphModule, given: dict[str, torch.Tensor]) -> tupl
 
 def by_autograd(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     state, lora_b = (given[name].clone().requires_grad_() for name in ("state", "lora_b"))
-    answer = Gated()(state, given["shift"], lora_b[None])
+    answer = Gated()(state, given["shift"], lora_b)
     return answer.detach(), *torch.autograd.grad(answer, (state, lora_b), given[SLOPE])
 
 

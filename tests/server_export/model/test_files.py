@@ -95,7 +95,7 @@ def test_tokens_that_end_a_text_are_those_of_both_configurations(tmp_path: Path)
     files = find_files(str(write_model(tmp_path, {"eos_token_id": 7})))
     assert end_tokens(files) == [7]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7, 2]}')
-    assert end_tokens(files) == [2, 7, 9]
+    assert end_tokens(files) == [7, 9, 2]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
     assert end_tokens(files) == [7]
     for inner, tokens in (({"eos_token_id": 0}, [0]), ("nothing", [])):

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from prge.errors import BundleError
+from prge.rows.example_building import build_examples
+from prge.rows.readers import Row
+from prge.rows.tokenizer import load_tokenizer as read_tokenizer
+from server_export.model.files import end_tokens, find_files
 from server_export.model.tokenization import (
     check_tokenizer,
     load_tokenizer,
     tokenizer_block,
     write_tokenizer,
 )
+from tests.bundles import make_contract
 from tests.tiny_models import VOCABULARY, make_tokenizer
 
 
@@ -55,9 +62,63 @@ def test_vocabulary_larger_than_the_model() -> None:
 
 
 def test_end_tokens_are_those_that_the_tokenizer_knows() -> None:
-    assert tokenizer_block(make_tokenizer(), "auto", VOCABULARY)["stop_token_ids"] == []
-    block = tokenizer_block(make_tokenizer(), "auto", VOCABULARY, [2, 3, VOCABULARY, -1, 10**12])
+    assert tokenizer_block(make_tokenizer(), "auto", VOCABULARY)["stop_token_ids"] == [2]
+    block = tokenizer_block(make_tokenizer(), "auto", VOCABULARY, [3, VOCABULARY, -1, 10**12])
     assert block["stop_token_ids"] == [2, 3]
+
+
+def test_what_a_chat_template_ends_answers_with_ends_one() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<s>\n{% endfor %}"
+    block = tokenizer_block(tokenizer, "auto", VOCABULARY)
+    assert (block["eos_token_id"], block["stop_token_ids"]) == (2, [1, 2])
+    for source in ("{{ raise_exception('no') }}", "{% for %}", "{{ messages[-1].content }}"):
+        tokenizer.chat_template = source
+        assert tokenizer_block(tokenizer, "auto", VOCABULARY)["stop_token_ids"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "eos", "stops"),
+    [
+        ({"eos_token_id": 2}, None, 2, [2]),
+        ({"eos_token_id": [2, 1]}, None, 2, [1, 2]),
+        ({}, {"eos_token_id": [1, 2]}, 1, [1, 2]),
+        ({"eos_token_id": None}, {"eos_token_id": 2}, 2, [2]),
+        ({"eos_token_id": [VOCABULARY + 9, 2]}, {"eos_token_id": 1}, 2, [1, 2]),
+        ({}, None, None, []),
+    ],
+)
+def test_a_tokenizer_without_an_end_has_that_of_the_configuration(
+    tmp_path: Path, config: Any, generation: Any, eos: int | None, stops: list[int]
+) -> None:
+    """What rows end with in training, the device and transformers' generation stop at."""
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    loaded, ends = load_tokenizer(str(tmp_path)), end_tokens(find_files(str(tmp_path)))
+    block = tokenizer_block(loaded, "auto", VOCABULARY, ends)
+    assert (block["eos_token_id"], block["stop_token_ids"]) == (eos, stops)
+    write_tokenizer(loaded, tmp_path / "out")
+    device = read_tokenizer(tmp_path / "out", block)
+    assert (device.eos_id, device.stop_ids) == (eos, frozenset(stops))
+    [example], _ = build_examples(
+        [Row(1, {"text": "a b"})],
+        device,
+        make_contract(sequence_length=16, positions=15, vocabulary_size=VOCABULARY),
+    )
+    wanted = [*make_tokenizer().encode("a b"), *([] if eos is None else [eos])]
+    assert [*example.sequences[0].tokens] == wanted
+
+
+def test_a_tokenizer_that_names_its_end_keeps_it(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    loaded = load_tokenizer(str(tmp_path))
+    block = tokenizer_block(loaded, "auto", VOCABULARY, end_tokens(find_files(str(tmp_path))))
+    assert (block["eos_token_id"], block["stop_token_ids"]) == (2, [1, 2])
 
 
 def test_prepending_is_left_to_the_tokenizer_unless_asked() -> None:

@@ -129,6 +129,7 @@ def test_all_tokens_that_end_a_text_are_known() -> None:
     assert ends_of(model, tokenizer) == (1, (5, 2, 7))
     tokenizer.bos_token = tokenizer.eos_token = None
     assert ends_of(model, tokenizer) == (1, (5, 2, 7))
+    assert ends_of(model, tokenizer, [3, 7]) == (1, (5, 2, 7, 3))
     model.generation_config.bos_token_id = model.generation_config.eos_token_id = None
     assert ends_of(model, tokenizer) == (None, ())
 

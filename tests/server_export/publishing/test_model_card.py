@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from prge.text.prompts import Prompts
 from server_export.model.base import BaseModel
+from server_export.model.tokenization import on_device
 from server_export.publishing.model_card import CardFacts, model_card, read_run
+from tests.tiny_models import VOCABULARY, make_tokenizer
 
 COMMIT = "0123456789" * 4
 HUB = BaseModel("some/model", COMMIT)
@@ -26,7 +31,9 @@ SETTINGS = {
 }
 
 
-def card(estimator: str | None = None, base: BaseModel = HUB, **run: Any) -> str:
+def card(
+    estimator: str | None = None, base: BaseModel = HUB, told: Mapping[str, Any] | None = None, **run: Any
+) -> str:
     facts = {
         "run": {"status": "completed", "settings": {**SETTINGS, "estimator": estimator}, **run},
         "train": {
@@ -43,7 +50,6 @@ def card(estimator: str | None = None, base: BaseModel = HUB, **run: Any) -> str
             head_layer="",
             has_own_classes=False,
             name="adapter",
-            format="peft",
             base=base,
             is_encoder=False,
             pooling=None,
@@ -52,8 +58,24 @@ def card(estimator: str | None = None, base: BaseModel = HUB, **run: Any) -> str
             run=facts if estimator or run else {},
             bundle_sha256="ab" * 32,
             step=5,
+            **{"format": "peft", **(told or {})},
         )
     )
+
+
+@pytest.mark.parametrize("format", ["peft", "merged", "gguf", "llm"])
+def test_the_token_that_texts_begin_with_is_told_with_a_prompt(format: str) -> None:
+    text = card(told={"format": format, "begin": "<s>"})
+    assert ("Texts began with the token `<s>` in training" in text) == (format != "llm")
+    assert "Texts began" not in card(told={"format": format})
+    if format == "gguf":
+        assert '-p "<s>Once upon a time"' in text
+    elif format != "llm":
+        [line] = [line for line in text.splitlines() if line.startswith("tokens = ")]
+        tokenizer = make_tokenizer()
+        tokens = eval(line.removeprefix("tokens = "), {"torch": torch, "tokenizer": tokenizer})
+        device = on_device(tokenizer, "always", VOCABULARY)
+        assert tokens.tolist() == [[*Prompts(device).of_text("Once upon a time").tokens]]
 
 
 @pytest.mark.parametrize(
@@ -157,3 +179,25 @@ def test_a_damaged_summary_tells_nothing(tmp_path: Any, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     assert read_run(tmp_path) == {}
     assert read_run(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"format": "peft"}, "With the original weights of the base model answers can differ"),
+        ({"format": "gguf"}, "`prge publish --format merged` writes a model with the weights"),
+        ({"format": "merged", "trained_scheme": "8da4w"}, "The weights here are those, as floats"),
+        ({"format": "merged", "trained_scheme": "8da4w", "weights": "original"}, "into the original weights"),
+        ({"format": "merged"}, "into the original weights"),
+        (
+            {"format": "llm", "scheme": "8da8w"},
+            "The weights here are in 8da8w, with which answers can differ",
+        ),
+        ({"format": "llm", "scheme": "8da4w"}, ""),
+    ],
+)
+def test_it_says_which_weights_were_trained_against(told: Mapping[str, Any], words: str) -> None:
+    text = " ".join(card("exact", told=told, quantization={"scheme": "8da4w"}).split())
+    said = "trained and scored against frozen weights that are rounded to 8da4w, in an engine that rounds"
+    assert (said in text) == bool(words) and words in text
+    assert said not in " ".join(card("exact").split())

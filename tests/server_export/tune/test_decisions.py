@@ -139,42 +139,39 @@ def test_a_run_has_ten_evaluations_at_most(steps: int, evaluations: int) -> None
     assert math.ceil(steps / decisions.evaluate_every(steps)) == evaluations
 
 
-def needed(rest: int, of_a_row: int) -> Callable[[int, int], int]:
-    """Bytes of a run: what all take, what a row takes, and the weights that are loaded with what is saved."""
-    return lambda rows, memory: rest + of_a_row * rows + memory
+def needed(rest: int, of_a_row: int) -> Callable[[int, bool], int]:
+    """Bytes of a run: what all take, a row takes, and 1,000 of all weights or 100 of the largest block."""
+    return lambda rows, everything: rest + of_a_row * rows + (1_000 if everything else 100)
 
 
 @pytest.mark.parametrize(
     ("limit", "rows", "widest", "expected"),
     [
-        (None, 8, 1, [4]),
-        (None, 6, 1, [2]),
-        (None, 8, 2, [2]),
-        (None, 8, 9, [1]),
-        (2_000, 8, 1, [4, 1_200]),  # 100 + 4 x 100 + 1,000, and the rest of 0.85 x 2,000 for activations
-        (1_600, 8, 1, [2, 1_060]),
-        (900, 8, 1, [4, 265]),  # weights are mapped rather than rows computed one by one
-        (500, 8, 1, [2, 125]),
+        (None, 8, 1, 4),
+        (None, 6, 1, 2),
+        (None, 8, 2, 2),
+        (None, 8, 9, 1),
+        (2_000, 8, 1, 4),
+        (1_400, 8, 1, 2),
+        (900, 8, 1, 4),  # weights are mapped rather than rows computed one by one
+        (500, 8, 1, 2),
     ],
 )
-def test_rows_of_a_call_and_loaded_weights_fit_into_memory(
-    limit: int | None, rows: int, widest: int, expected: list[int]
-) -> None:
-    found = decisions.fitting(limit, rows, widest, needed(100, 100), 1_000, 100)
-    assert [each.value for each in found] == expected
+def test_rows_of_a_call_fit_into_memory(limit: int | None, rows: int, widest: int, expected: int) -> None:
+    assert decisions.rows_of_a_call(rows, widest, limit, needed(100, 100)).value == expected
 
 
 @given(st.integers(300, 5_000), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 6))
 def test_what_is_chosen_takes_no_more_than_the_limit(limit: int, rows: int, widest: int) -> None:
     take = needed(50, 20)
-    found = {each.name: each.value for each in decisions.fitting(limit, rows, widest, take, 900, 60)}
-    assert take(found["rows_of_a_call"] * widest, found["weights_memory"]) <= limit
-    assert rows % found["rows_of_a_call"] == 0
+    found = decisions.rows_of_a_call(rows, widest, limit, take).value
+    assert take(found * widest, False) <= limit
+    assert rows % found == 0
 
 
 def test_too_little_memory_names_the_least() -> None:
-    with pytest.raises(ConfigError, match="the least that a run of this model needs is"):
-        decisions.fitting(200, 8, 1, needed(100, 100), 1_000, 100)
+    with pytest.raises(ConfigError, match=r"--memory 200 bytes is too little:\n.*needs at least 1 MB"):
+        decisions.rows_of_a_call(8, 1, 200, needed(100, 100))
 
 
 def test_the_best_rate_is_that_of_the_longest_trials() -> None:
@@ -206,7 +203,7 @@ def test_exact_gradients_train_both_matrices_of_all_layers(estimator: str | None
         ("tangent", 1_000, 1 << 40, "random"),
         ("antithetic", 1_000, 1 << 40, "random"),
         (None, None, 1 << 40, "eva"),
-        (None, 1_000_001, 600_000_000, "eva"),
+        (None, 1_875_001, 600_000_000, "eva"),
     ],
 )
 def test_few_numbers_are_trained_where_many_do_not_fit(
@@ -240,7 +237,7 @@ def test_rows_of_messages_get_a_template_where_there_is_none() -> None:
     ("without", "begun", "found"), [(1.37, 1.323, "always"), (3.264, 3.335, "never"), (2.0, 1.99, "never")]
 )
 def test_texts_begin_as_the_frozen_model_knows_them(without: float, begun: float, found: str) -> None:
-    decision = decisions.prepend_bos(without, begun)
+    decision = decisions.prepend_bos("<s>", without, begun)
     assert decision.value == found
     assert f"{without:.4g}" in decision.why and f"{begun:.4g}" in decision.why
 

@@ -90,6 +90,7 @@ def test_feedback_is_tuned_on(tmp_path: Path, objective: Any, columns: set[str],
     append_feedback(tmp_path / "a.jsonl", [answers[0].judged("good"), answers[1].judged("bad"), *given])
     rows = NamedRows(tune(tmp_path / "a.jsonl", objective=objective))
     parts = rows.split(TOKENIZER, CONTRACT)
+    columns |= {"control_tokens"}
     assert all(row.fields.keys() == columns for part in parts.values() for row in part)
     numbers = [row.number for part in parts.values() for row in part]
     assert len({*numbers}) == len(numbers)

@@ -1,0 +1,205 @@
+"""`--memory`: the most that a process takes, what that leaves for an engine, and whether it was kept.
+
+The figure is resident memory at its peak, as `top` shows it and VmHWM of /proc tells it: pages of mapped
+weights are part of it, and so is what was swapped out. What is predicted follows from the bundle and the
+rows; what the process holds already is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from device_runner.engines.choice import choose
+from device_runner.engines.trunk_cache import Precision
+from prge.contract import Contract
+from prge.engine import EngineName
+from prge.errors import ConfigError
+from prge.files.bundle import Bundle
+from prge.files.signatures import STACK
+from prge.host.memory import PeakMemory, resident_bytes
+from prge.learning.costs import (
+    Budget,
+    RunMemory,
+    budget_within,
+    costs_of,
+    megabytes,
+    run_memory,
+    text_memory,
+)
+from prge.learning.examples import Example
+
+_LESS = "give more, or take a smaller --batch-size, shorter rows, or a bundle with a smaller adapter"
+_LESS_TEXT = "give more, or take a smaller --context"
+# Tokens of a text that is worth writing.
+_FEWEST_TOKENS, _STEP = 64, 64
+
+
+def budget_of_steps(
+    bundle: Bundle,
+    contract: Contract,
+    examples: Sequence[Example],
+    limit: int | None,
+    engine: EngineName = "auto",
+    process: str = "this run",
+) -> Budget | None:
+    """What `--memory` leaves for steps, or scores, of some rows; None without a bound.
+
+    Args:
+        bundle: an opened one.
+        contract: of the calls.
+        examples: rows, the longest of which decides; without any the contract's own sizes do.
+        limit: bytes that the process may take.
+        engine: the one that is asked for.
+        process: what it is called in a message.
+
+    Raises:
+        ConfigError: it needs more than the limit; the message tells the least.
+        BundleError: the bundle doesn't tell what it needs.
+        EngineError: see device_runner.engines.choice.choose.
+    """
+    if limit is None:
+        return None
+    outline, weights = costs_of(bundle)
+    sequences = [sequence for example in examples for sequence in example.sequences]
+    if sequences:
+        longest = max(len(sequence.tokens) for sequence in sequences)
+        targets = max(len(sequence.targets) for sequence in sequences)
+        contract = replace(
+            contract,
+            sequence_length=min(contract.sequence_length, longest),
+            positions=min(contract.positions, max(targets, 1)),
+        )
+    name = choose(engine).name
+    needed = _beside_what_is_held(
+        name, lambda loaded: run_memory(outline, contract, weights, bundle.chain.roles, name, loaded)
+    )
+    return budget_within(limit, needed, weights, process, _LESS)
+
+
+def budget_of_scores(
+    bundle: Bundle,
+    examples: Sequence[Example],
+    limit: int | None,
+    engine: EngineName = "auto",
+    process: str = "this run",
+) -> tuple[Contract, Budget | None]:
+    """The largest calls that score some rows within `--memory`, and what it leaves for them.
+
+    Raises:
+        PrgeError: as `budget_of_steps`.
+    """
+    chain = bundle.chain
+    if limit is None:
+        return chain.scoring, None
+    widest = max((len(example.sequences) for example in examples), default=1)
+    rows = chain.scoring.rows
+    while True:
+        contract = chain.contract(STACK, rows)
+        try:
+            return contract, budget_of_steps(bundle, contract, examples, limit, engine, process)
+        except ConfigError:
+            if rows // 2 < widest:
+                raise
+            rows //= 2
+
+
+def budget_of_texts(
+    bundle: Bundle,
+    limit: int | None,
+    engine: EngineName = "auto",
+    slots: int = 1,
+    context: int | None = None,
+    precision: Precision = "float32",
+    steps: Contract | None = None,
+) -> tuple[int | None, Budget | None]:
+    """The most tokens of a text within `--memory`, and what it leaves for weights.
+
+    Args:
+        bundle: with the roles `prefill` and `decode`.
+        limit: bytes that the process may take.
+        engine: the one that is asked for.
+        slots: sequences at once.
+        context: tokens of each, by the user; None: as many as fit, all that the bundle has positions for.
+        precision: of keys and values.
+        steps: of the calls of steps that the same process takes, if it learns.
+
+    Raises:
+        PrgeError: as `budget_of_steps`.
+    """
+    if limit is None:
+        return context, None
+    outline, weights = costs_of(bundle)
+    chain, name = bundle.chain, choose(engine).name
+    cache_bytes = 2 if precision == "float16" else 4
+    slots = min(slots, chain.bounds.sequences)
+
+    def needed(tokens: int) -> Callable[[int], int]:
+        def memory(loaded: int) -> RunMemory:
+            texts = text_memory(
+                outline, chain.vocabulary_size, weights, name, slots, tokens, loaded, cache_bytes
+            )
+            if steps is None:
+                return texts
+            # Both have the same blocks; what one keeps between its calls is there while the other computes.
+            taken = run_memory(outline, steps, weights, chain.roles, name, loaded)
+            return replace(
+                taken,
+                methods=taken.methods + texts.methods,
+                states=taken.states + texts.states,
+                adapter=taken.adapter + texts.adapter,
+                arena=max(taken.arena, texts.arena),
+            )
+
+        return _beside_what_is_held(name, memory)
+
+    most = chain.bounds.context
+    if context is None:
+        # Weights are mapped again when their turn comes; a text that is cut off is lost.
+        context = most
+        while context > _FEWEST_TOKENS and needed(context)(weights.largest) > limit:
+            context = max(context // 2 // _STEP * _STEP, _FEWEST_TOKENS)
+    context = min(context, most)
+    process = "this process" if steps is None else "a process that learns"
+    return context, budget_within(limit, needed(context), weights, process, _LESS_TEXT)
+
+
+@contextmanager
+def watched_memory(limit: int | None, tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell at the end of the block whether the process kept a bound; nothing without one."""
+    before = PeakMemory().peak
+    try:
+        yield
+    finally:
+        if limit is not None and (told := outcome(limit, before)):
+            tell(told)
+
+
+def outcome(limit: int, before: int | None = None) -> str:
+    """Whether this process kept a bound of its memory, in a line; empty where that isn't known.
+
+    Args:
+        limit: bytes that it may take.
+        before: its peak when the work began, which may be of something else.
+    """
+    peak = PeakMemory().peak
+    if peak is None or (before is not None and peak <= before):
+        return ""
+    if peak <= limit:
+        return f"memory: {megabytes(peak)} at most, of the {megabytes(limit)} of --memory"
+    return (
+        f"warning: this process took {megabytes(peak)}, more than the {megabytes(limit)} of --memory: "
+        "the prediction was wrong for this bundle; please report it with the output of `prge inspect`"
+    )
+
+
+def _beside_what_is_held(engine: str, memory: Callable[[int], RunMemory]) -> Callable[[int], int]:
+    """What a process takes by the bytes of weights that it loads, with what it holds now."""
+    held = resident_bytes()
+
+    def needed(loaded: int) -> int:
+        taken = memory(loaded)
+        return taken.total if held is None else taken.beside(held, engine)
+
+    return needed

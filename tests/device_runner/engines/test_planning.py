@@ -1,0 +1,79 @@
+"""How the sequences of a call are laid out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from device_runner.engines.planning import (
+    at_least_two,
+    copies_together,
+    groups,
+    groups_of_one_adapter,
+    padded_length,
+    slices,
+)
+from prge.engine import IntArray
+from prge.files.chain import Bounds
+
+BOUNDS = Bounds(copies=3, batch=4, tokens=300, piece=100)
+COUNTS = st.lists(st.integers(1, BOUNDS.tokens), min_size=1, max_size=40)
+
+
+def lengths_of(counts: list[int]) -> IntArray:
+    return np.array([padded_length(count, BOUNDS) for count in counts])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length"),
+    [(1, 8), (2, 8), (8, 8), (9, 16), (96, 96), (97, 100), (100, 100), (101, 101), (299, 299)],
+)
+def test_a_sequence_is_padded_to_a_multiple_and_a_long_one_not_at_all(tokens: int, length: int) -> None:
+    assert padded_length(tokens, BOUNDS) == length
+
+
+def test_a_program_for_few_tokens_gets_no_more() -> None:
+    assert [padded_length(tokens, Bounds(tokens=5)) for tokens in (1, 5)] == [5, 5]
+
+
+@settings(deadline=None)
+@given(COUNTS)
+def test_every_row_passes_once_and_only_with_rows_of_its_length(counts: list[int]) -> None:
+    lengths = lengths_of(counts)
+    found = [*groups(lengths, BOUNDS)]
+    assert sorted(np.concatenate(found).tolist()) == [*range(len(counts))]
+    for rows in found:
+        assert len({*lengths[rows].tolist()}) == 1
+        assert len(rows) <= (BOUNDS.batch if lengths[rows[0]] <= BOUNDS.piece else 1)
+        assert rows.tolist() == sorted(rows.tolist())
+
+
+@settings(deadline=None)
+@given(COUNTS)
+def test_rows_of_one_adapter_take_the_place_of_copies_too(counts: list[int]) -> None:
+    lengths = lengths_of(counts)
+    found = [*groups_of_one_adapter(lengths, BOUNDS)]
+    assert sorted(np.concatenate([rows.ravel() for rows in found]).tolist()) == [*range(len(counts))]
+    for rows in found:
+        length = int(lengths[rows.flat[0]])
+        assert (lengths[rows] == length).all()
+        assert len(rows) <= copies_together(length, BOUNDS)
+        assert rows.shape[1] <= (BOUNDS.batch if length <= BOUNDS.piece else 1)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 9))
+def test_slices_are_few_and_of_about_one_size(count: int, most: int, start: int) -> None:
+    found = [*slices(start + count, most, start)]
+    assert [place for some in found for place in range(some.stop)[some]] == [*range(start, start + count)]
+    assert len(found) == -(-count // most)
+    sizes = [some.stop - some.start for some in found]
+    assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+def test_a_single_row_is_repeated() -> None:
+    assert at_least_two(np.array([[1.0, 2.0]])).tolist() == [[1, 2], [1, 2]]
+    assert at_least_two(np.array([[[1.0], [2.0]]]).swapaxes(1, 2), -2).tolist() == [[[1, 2], [1, 2]]]
+    assert at_least_two(np.ones((3, 2))).shape == (3, 2)
