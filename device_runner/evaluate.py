@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,15 @@ from device_runner.engines.opening import open_engines
 from device_runner.session.memory import budget_of_scores, budget_of_texts, watched_memory
 from device_runner.session.settings import EngineFlags, date_of_run
 from device_runner.session.speaking import note
+from prge.contract import Contract
+from prge.engine import Answering, Array
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.peft import HEAD, find_adapter, read_compatible_adapter, read_peft, run_of
 from prge.files.run_folder import reported, write_json
 from prge.files.tuned import tuning_at
+from prge.host.progress import Progress
 from prge.learning.evaluation import Scores, referred
 from prge.learning.examples import Example
 from prge.learning.head import Head
@@ -113,10 +116,11 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         context, budget = budget_of_texts(bundle, *given, SLOTS, steps=scoring)
     loaded = None if budget is None else budget.loaded
     engines = open_engines(bundle, None, settings.threads, settings.engine, loaded, scoring)
-    engine = engines.score
+    is_compared = isinstance(objective, Preference)
+    engine = _Counted(engines.score, examples, 2 if is_compared else 1)
     generator = Generator(engines.speaker(SLOTS, context), tokenizer) if writes else None
     pad = tokenizer.pad_id
-    if isinstance(objective, Preference):
+    if is_compared:
         start = read_peft(bundle.adapter, contract.modules)
         examples = referred(engine, start, examples, pad)
     record, scored = evaluate(
@@ -146,6 +150,31 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     if settings.predictions:
         _write_predictions(settings.predictions, examples, scored, answers)
     return record
+
+
+class _Counted:
+    """An engine whose calls are shown as progress, while it scores examples so many times."""
+
+    def __init__(self, engine: Answering, examples: Sequence[Example], times: int) -> None:
+        sequences = sum(len(example.sequences) for example in examples)
+        count = times * math.ceil(sequences / engine.contract.rows)
+        self._engine = engine
+        self._progress = Progress(count, unit="call", only_if_long=True)
+        self._calls = 0
+
+    @property
+    def contract(self) -> Contract:
+        """See Answering."""
+        return self._engine.contract
+
+    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """See Answering."""
+        outputs = self._engine.forward(inputs)
+        self._calls += 1
+        self._progress.update(self._calls)
+        if self._calls == self._progress.steps:
+            self._progress.close()
+        return outputs
 
 
 def _head(bundle: Bundle, trained: Path, task: Task | None, classes: int) -> Head:

@@ -14,6 +14,7 @@ from prge.contract import AdaptedModule, Contract
 from prge.errors import BundleError, RunError
 from prge.files.adapter import adapter_size
 from prge.host.atomic import check_place, new_folder
+from prge.host.threads import let_threads_sleep
 from prge.learning.costs import MOST_COMPARED
 from server_export.check.estimation import announce, check_room, estimate_of
 from server_export.memory import give_back_freed
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `prge export`; returns the exit code."""
     from prge.verbs.settings import parse_settings
 
+    let_threads_sleep()
     config = parse_settings(
         ExportConfig,
         argv,

@@ -17,6 +17,7 @@ from prge.contract import matrices
 from prge.errors import ConfigError, DataError
 from prge.files.adapter import adapter_size
 from prge.files.bundle import Bundle, open_bundle
+from prge.host.threads import let_threads_sleep
 from prge.learning.estimators.guide import Guide, add_guide
 from prge.running.training_flags import ExampleFlags
 from prge.verbs.bounds import bound_problems
@@ -51,6 +52,7 @@ class GuideSettings(ExampleFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge guide --help`."""
+    let_threads_sleep()
     settings = parse_settings(GuideSettings, argv, "prge guide")
     print(guide(settings))
     return 0

@@ -1,4 +1,7 @@
-"""How far a stage of an export is: a bar that moves on a terminal, a dot every ten seconds elsewhere."""
+"""How far a stage of an export is, and how long it takes still.
+
+A bar that moves on a terminal; elsewhere the share that is done every ten seconds, or a dot.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TextIO
+
+from prge.host.progress import duration
 
 _BAR = 24
 _TERMINAL_SECONDS, _DOT_SECONDS = 0.5, 10.0
@@ -38,9 +43,14 @@ def stage(name: str, stream: TextIO | None = None) -> Iterator[Callable[[str], N
 
     def draw() -> None:
         while not ended.wait(_TERMINAL_SECONDS if is_terminal else _DOT_SECONDS):
-            filled = round(_BAR * parts.done / max(parts.count, 1))
-            bar = f"|{'#' * filled:<{_BAR}}|" if parts.count else ""
-            show(f"{time.monotonic() - begin:6.1f} s  {bar}" if is_terminal else ".")
+            seconds = time.monotonic() - begin
+            share = parts.done / max(parts.count, 1)
+            left = f"about {duration(seconds / share - seconds)} left" if share else ""
+            if is_terminal:
+                bar = f"|{'#' * round(_BAR * share):<{_BAR}}|  {left}" if parts.count else ""
+                show(f"{seconds:6.1f} s  {bar}")
+            else:
+                show(f"{share:.0%}, {left}  " if share else ".")
 
     drawing = threading.Thread(target=draw, daemon=True)
     before, told = _CURRENT.set(parts), ""

@@ -21,11 +21,15 @@ class Progress:
         steps: int,
         *,
         quiet: bool = False,
+        unit: str = "step",
+        only_if_long: bool = False,
         every_seconds: float = 10.0,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._steps = steps
+        self._unit = unit
+        self._ends_with_a_line = not only_if_long
         self._quiet = quiet
         self._every = every_seconds
         self._stream = sys.stderr if stream is None else stream
@@ -46,6 +50,11 @@ class Progress:
                     leave=True,
                     bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}",
                 )
+
+    @property
+    def steps(self) -> int:
+        """How many there are in all."""
+        return self._steps
 
     def skip(self, done: int) -> None:
         """Count `done` steps as taken earlier: they tell nothing of how long the rest takes."""
@@ -87,9 +96,10 @@ class Progress:
             self._bar.n = done
             with best_effort(self._stream):
                 self._bar.set_postfix_str(", ".join(facts))
-        elif done >= self._steps or self._clock() - self._printed >= self._every:
+        elif (done >= self._steps and self._ends_with_a_line) or self._clock() - self._printed >= self._every:
             self._printed = self._clock()
-            self._print("  ".join([f"step {done}/{self._steps}", *facts]))
+            self._ends_with_a_line = True
+            self._print("  ".join([f"{self._unit} {done}/{self._steps}", *facts]))
 
     def note(self, text: str) -> None:
         """Print a line without breaking the bar; nothing if quiet."""
@@ -129,6 +139,30 @@ class Progress:
     def _print(self, text: str) -> None:
         with best_effort(self._stream):
             print(text, file=self._stream, flush=True)
+
+
+class TimeLeft:
+    """How long the rest of some work takes, by what was done of it."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+        self._measured = 0
+        self._seconds = 0.0
+
+    def count(self, steps: int, seconds: float | None = None) -> str:
+        """Count steps as done, and say how long the others take at most; empty where that isn't known.
+
+        Args:
+            steps: how many.
+            seconds: that they took; None: they were done earlier.
+        """
+        self._left = max(0, self._left - steps)
+        if seconds is not None:
+            self._measured += steps
+            self._seconds += seconds
+        if not self._measured or not self._left:
+            return ""
+        return f"at most {duration(self._seconds / self._measured * self._left)} left"
 
 
 def duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,24 @@ def run_verb(*words: object, quiet: bool = False) -> None:
     if not quiet:
         print(f"$ prge {shlex.join(map(str, words))}", flush=True)
     code = verb_code(*words, stdout=subprocess.DEVNULL if quiet else None)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code:
+        raise _failed(words, code)
+
+
+def run_verb_here(main: Callable[[Sequence[str]], int], *words: object) -> None:
+    """Run one verb in this process, which has imported what it needs.
+
+    Args:
+        main: `prge.cli.main`.
+        words: of the verb's command line.
+
+    Raises:
+        PrgeError, KeyboardInterrupt: as `run_verb`.
+    """
+    print(f"$ prge {shlex.join(map(str, words))}", flush=True)
+    code = main([*map(str, words)])
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code:

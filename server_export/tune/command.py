@@ -11,6 +11,7 @@ from prge.errors import shown
 from prge.files.run_folder import DECISIONS, write_json
 from prge.host.progress import duration
 from prge.host.terminal import best_effort
+from prge.host.threads import let_threads_sleep
 from prge.rows.scoring import displacement
 from prge.running.watching import describe_changes
 from prge.verbs.settings import parse_settings
@@ -21,6 +22,7 @@ _COUNTS = ("examples", "cut_examples")
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge tune --help`."""
+    let_threads_sleep()
     from server_export.tune.stages import tune
 
     settings = parse_settings(TuneSettings, argv, "prge tune", ["data"])

@@ -21,15 +21,17 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prge.cli import main
 from prge.errors import PrgeError, RunError
 from prge.files.bundle import Bundle, open_bundle, read_manifest
 from prge.files.run_folder import DECISIONS, ENDED, JOURNAL, SUMMARY, read_metrics, run_lock
 from prge.files.signatures import DECODE
 from prge.host.atomic import check_place
-from prge.host.progress import duration
+from prge.host.progress import TimeLeft, duration
 from prge.learning.estimators.guide import GUIDE
 from prge.learning.estimators.table import having
 from prge.learning.preferences import ObjectiveFlags
@@ -37,13 +39,13 @@ from prge.rows.readers import Row, read_rows
 from prge.rows.report import unknown_note
 from prge.rows.sources import Part
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.verbs.starting import configured, json_of, run_verb
+from prge.verbs.starting import configured, json_of, run_verb, run_verb_here
 from server_export.tune import decisions
 from server_export.tune.choosing import Choosing
 from server_export.tune.decisions import Decision, Pace, RowFacts
 from server_export.tune.named_rows import NamedRows
 from server_export.tune.places import Here, Phone, Place
-from server_export.tune.rates import search_rates
+from server_export.tune.rates import longest_search, search_rates
 from server_export.tune.record import Record, status_of
 from server_export.tune.row_files import SAMPLES, RowFiles
 from server_export.tune.settings import TuneSettings
@@ -181,7 +183,13 @@ class _Tuning:
             decided |= {name: value for name, value in values.items() if value is not None}
             if decided.get("init") == "eva":
                 decided |= {"init_rows": self._rows.train, "init_task": settings.task}
-            self._verb("export", {"model": settings.model, "out": self._folder, **decided})
+            # This process has imported already what takes a verb of its own ten seconds.
+            words = configured(
+                "export",
+                {"model": settings.model, "out": self._folder, **decided},
+                self._verbs / "export.yaml",
+            )
+            run_verb_here(main, *words)
         if (
             settings.bundle is None
             and settings.estimator in having("queries")
@@ -294,23 +302,28 @@ class _Tuning:
                     "learning_rate", decisions.RATES[1], "there are no development rows to choose by"
                 )
             steps = self._record.value("steps")
-            trials = search_rates(self._trial, decisions.RATES, steps)
+            runs = longest_search(len(decisions.RATES), steps)
+            print(f"short runs with other rates: at most {len(runs)}, of {sum(runs):,} steps in all")
+            trials = search_rates(partial(self._trial, TimeLeft(sum(runs))), decisions.RATES, steps)
             self._record.found("trials", lambda: [each for each in trials if math.isfinite(each[2])])
             return decisions.best_rate(trials)
 
         self._choosing.decide("learning_rate", self._settings.learning_rate, best)
         print(f"learning rate {self._record.value('learning_rate'):g}")
 
-    def _trial(self, rate: float, steps: int) -> float:
+    def _trial(self, left: TimeLeft, rate: float, steps: int) -> float:
         """Loss of development rows after a short run; infinite if it diverged."""
         name = f"search/{rate:.4g}-{steps}"
+        begin, is_done = time.perf_counter(), status_of(self._settings.out / name) in ENDED
         summary = self._run(name, learning_rate=rate, steps=steps, evaluate_every=steps, is_short=True)
         train = summary["train"]
         found = train["last_evaluation"] or {}
         is_whole = summary["run"]["status"] == "completed" and found.get("step") == steps
         # What steps are judged by: the loss, of preferences with the harm to what is chosen.
         loss = -float(train["last_value"]) if is_whole and train["last_value"] is not None else math.inf
-        print(f"  {rate:<8.4g} {steps:>5} steps   loss of development rows {loss:.4g}", flush=True)
+        rest = left.count(steps, None if is_done else time.perf_counter() - begin)
+        told = f"  {rate:<8.4g} {steps:>5} steps   loss of development rows {loss:.4g}"
+        print("; ".join(filter(None, [told, rest])), flush=True)
         return loss
 
     def train(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from prge.host.memory import memory_info
+from prge.host.progress import Progress
 from prge.learning.examples import Example
 from prge.rows.tokenizer import Tokenizer
 from server_export.settings import PrependBos
@@ -146,13 +147,14 @@ def frozen_losses(model: str, rows: Sequence[ScoredRow], bos: int) -> tuple[floa
 
     net: Any = load_model(model, pooled=False).model
     sums, count = [0.0, 0.0], 0
-    with torch.inference_mode():
-        for row in rows:
+    with torch.inference_mode(), Progress(len(rows), unit="row", only_if_long=True) as progress:
+        for number, row in enumerate(rows, 1):
             count += len(row.targets)
             for which, read in enumerate((row, row.after([bos]))):
                 places, targets = torch.tensor(read.targets).T
                 logits = net(input_ids=torch.tensor([read.tokens])).logits[0, places]
                 sums[which] += float(cross_entropy(logits, targets, reduction="sum"))
+            progress.update(number)
     del net
     give_back_freed()
     return sums[0] / max(count, 1), sums[1] / max(count, 1)

@@ -41,6 +41,15 @@ def test_elsewhere_a_dot_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> 
     assert told.startswith("lowering  ..") and told.endswith(" s  \n") and "\r" not in told
 
 
+def test_who_counts_parts_learns_how_long_the_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_DOT_SECONDS", 0.05)
+    stream = io.StringIO()
+    with stage("lowering", stream):
+        count_parts(1000)(1)
+        time.sleep(0.2)
+    assert "0%, about " in stream.getvalue() and " s left  " in stream.getvalue()
+
+
 def test_a_stage_that_fails_leaves_its_line_to_the_error() -> None:
     stream = io.StringIO()
     with pytest.raises(ValueError, match="no"), stage("lowering", stream):

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from prge.host.progress import Progress, duration
+from prge.host.progress import Progress, TimeLeft, duration
 from tests.terminals import Terminal
 
 
@@ -88,3 +88,21 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
 )
 def test_duration(seconds: float, words: str) -> None:
     assert duration(seconds) == words
+
+
+def test_what_ends_soon_says_nothing_and_what_takes_long_ends_with_a_line() -> None:
+    stream, clock = io.StringIO(), Clock()
+    for seconds in (1, 6):
+        progress = Progress(3, unit="row", only_if_long=True, stream=stream, clock=clock, every_seconds=10)
+        for done in range(1, 4):
+            clock.now += seconds
+            progress.update(done)
+    assert stream.getvalue().splitlines() == ["row 2/3  6 s left", "row 3/3  0 s left"]
+
+
+def test_the_rest_takes_as_long_as_what_was_measured() -> None:
+    left = TimeLeft(100)
+    assert left.count(20) == ""  # by an earlier process
+    assert left.count(10, seconds=30) == "at most 3 min 30 s left"
+    assert left.count(20, seconds=15) == "at most 1 min 15 s left"
+    assert left.count(70, seconds=70) == ""

@@ -174,6 +174,21 @@ def test_too_little_memory_names_the_least() -> None:
         decisions.rows_of_a_call(8, 1, 200, needed(100, 100))
 
 
+@pytest.mark.parametrize(
+    ("estimator", "texts", "roles"),
+    [
+        (None, True, ["stack", "back", "prefill", "decode"]),
+        ("exact", False, ["stack", "back"]),
+        ("tangent", True, ["stack", "tangent", "prefill", "decode"]),
+        ("antithetic", False, ["stack"]),
+    ],
+)
+def test_roles_are_those_that_steps_scores_and_samples_run(
+    estimator: Any, texts: bool, roles: list[str]
+) -> None:
+    assert decisions.roles(estimator, texts).value == roles
+
+
 def test_the_best_rate_is_that_of_the_longest_trials() -> None:
     trials = [(0.001, 10, 2.0), (0.01, 10, 1.0), (0.001, 30, 0.9), (0.01, 30, 1.1)]
     assert decisions.best_rate(trials).value == 0.001

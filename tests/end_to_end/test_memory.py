@@ -1,0 +1,137 @@
+"""`--memory`: what is predicted of processes and what they take, and what every verb says of too little.
+
+A child process is measured from its start to its end, as the system does: ru_maxrss is VmHWM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prge.files.bundle import open_bundle
+from prge.files.signatures import BACK
+from prge.learning.costs import least_memory
+from tests.verbs import REPOSITORY
+from tests.workshop import write_rows
+
+Words = list[object]
+# A prediction is an upper bound, but not a far one.
+LEAST_SHARE, MOST_SHARE = 0.97, 1.6
+
+
+def child(*words: object, code: int = 0) -> tuple[subprocess.CompletedProcess[str], int]:
+    """A verb in a process of its own, and the most memory that the process took, in bytes."""
+    command = [sys.executable, "-m", "prge.cli", *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        said = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == code, said
+    return subprocess.CompletedProcess(command, process.returncode, said), usage.ru_maxrss * 1024
+
+
+def needed(said: str) -> int:
+    """The least memory that a refusal names, in bytes."""
+    match = re.search(r"needs at least ([\d,]+) MB", said)
+    assert match, said
+    return int(match[1].replace(",", "")) * 10**6
+
+
+@pytest.fixture
+def verbs(workshop: Path, tmp_path: Path) -> dict[str, Callable[[], Words]]:
+    """Words of every verb that runs an engine."""
+    bundle = ["--bundle", workshop / "bundle"]
+    task = ["--task", workshop / "task.yaml"]
+    out = tmp_path / "out"
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "aa bb"}, {"text": "cc dd"}])
+    train = ["--train", workshop / "train.jsonl", *task, "--out", out, "--steps", 2, "--threads", 1]
+    fleet = [*train[:-4], "--devices", 2, "--rounds", 1, "--examples", 2]
+    return {
+        "run": lambda: ["run", *bundle, *train],
+        "eval": lambda: ["eval", *bundle, "--data", workshop / "dev.jsonl", *task],
+        "generate": lambda: ["generate", *bundle, "--prompt", "aa", "--max-tokens", 4],
+        "probe": lambda: ["probe", *bundle, "--data", rows, "--batches", 2],
+        "fleet simulate": lambda: ["fleet", "simulate", *bundle, *fleet],
+    }
+
+
+@pytest.mark.parametrize("verb", ["run", "eval", "generate", "probe", "fleet simulate"])
+def test_too_little_is_refused_with_the_least_and_the_least_is_kept(
+    verbs: dict[str, Callable[[], Words]], verb: str, tmp_path: Path
+) -> None:
+    words = verbs[verb]()
+    refused, _ = child(*words, "--memory", "20MB", code=2)
+    assert "--memory 20 MB is too little:" in refused.stdout and "Traceback" not in refused.stdout
+    made = [path.name for path in (tmp_path / "out").rglob("*")] if (tmp_path / "out").exists() else []
+    assert set(made) <= {"run.lock"}
+    least = needed(refused.stdout)
+    done, taken = child(*words, "--memory", least)
+    assert taken <= least
+    assert f"MB at most, of the {least / 1e6:,.0f} MB of --memory" in done.stdout
+    assert taken >= least / MOST_SHARE
+
+
+def test_chat_refuses_too_little(workshop: Path) -> None:
+    refused, _ = child("chat", workshop / "bundle", "--memory", "20MB", code=2)
+    assert "--memory 20 MB is too little:" in refused.stdout
+
+
+def test_serve_refuses_too_little(workshop: Path, tmp_path: Path) -> None:
+    words: Words = ["serve", workshop / "bundle", "--port", 0, "--memory", "20MB"]
+    for more in ([], ["--learn", tmp_path / "learn"]):
+        refused, _ = child(*words, *more, code=2)
+        assert "--memory 20 MB is too little:" in refused.stdout
+
+
+def test_a_tuning_refuses_too_little_before_its_export(workshop: Path, tmp_path: Path) -> None:
+    words = ["tune", "--model", workshop / "model", "--data", workshop / "train.jsonl"]
+    words += ["--task", workshop / "task.yaml", "--out", tmp_path / "out"]
+    refused, _ = child(*words, "--memory", "20MB", code=2)
+    assert "--memory 20 MB is too little:" in refused.stdout and needed(refused.stdout) > 20e6
+    assert "prge export" not in refused.stdout and not (tmp_path / "out").exists()
+
+
+def test_a_run_that_took_more_than_was_predicted_says_so(
+    verbs: dict[str, Callable[[], Words]], tmp_path: Path
+) -> None:
+    """A prediction of nothing stands for one that is wrong."""
+    script = (
+        "import sys; from prge.learning import costs; from prge.cli import main; "
+        "costs.RunMemory.total = costs.RunMemory.beside = property(lambda self: lambda *_: 1); "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    words = [*map(str, verbs["run"]()), "--memory", "30MB"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "more than the 30 MB of --memory" in done.stderr + done.stdout
+    assert "more than the 30 MB of --memory" in (tmp_path / "out" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 32), (4, 16)])
+def test_what_is_predicted_is_what_a_run_takes(
+    workshop: Path, tmp_path: Path, batch: int, tokens: int
+) -> None:
+    """The least that `prge inspect` and tunings predict, of a whole process."""
+    text = "abcdefgh" * 8
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": text[at : at + tokens]} for at in range(8)])
+    predicted = least_memory(open_bundle(workshop / "bundle"), BACK, batch, tokens)
+    words: Words = ["run", "--bundle", workshop / "bundle", "--train", rows, "--out", tmp_path / "out"]
+    words += ["--steps", 6, "--batch-size", batch, "--overflow", "truncate", "--max-dropped", 1]
+    _, taken = child(*words, "--memory", predicted)
+    assert LEAST_SHARE * taken <= predicted <= MOST_SHARE * taken
+    memory = json.loads((tmp_path / "out" / "run.json").read_text())["train"]["memory"]
+    assert memory["peak_bytes"] == pytest.approx(taken, rel=0.02)
