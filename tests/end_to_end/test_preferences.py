@@ -57,8 +57,8 @@ def unequal_pairs(count: int) -> list[dict[str, Any]]:
     return [
         {
             "prompt": " ".join(words[(i + k) % 4] for k in range(1 + 5 * i % 9)),
-            "chosen": " " + " ".join([words[i % 4]] * (1 + i % 7)),
-            "rejected": " " + " ".join([words[(i + 1) % 4]] * (1 + 3 * i % 8)),
+            "chosen": " " + " ".join([words[i % 4]] * (1 + i % 4)),
+            "rejected": " " + " ".join([words[(i + 1) % 4]] * (1 + 3 * i % 4)),
         }
         for i in range(count)
     ]

@@ -70,5 +70,5 @@ class FakePhone:
         environment = {"PRGE_ADB": str(self.adb), "OMP_NUM_THREADS": "1", "ANDROID_SERIAL": "fake"}
         with mock.patch.dict(os.environ, environment):
             done = prge("android", verb, *words, "--folder", self.folder, check=False, input=said)
-        assert done.returncode == code, done.stderr
+        assert done.returncode == code, done.stdout + done.stderr
         return done
