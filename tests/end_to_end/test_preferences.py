@@ -83,7 +83,7 @@ def test_before_an_adapter_is_trained_every_pair_costs_ln_2_to_the_bit(
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     first = next(line for line in lines if line["event"] == "step")
     before = next(line for line in lines if line["event"] == "evaluation")
-    assert (first["step"], before["step"]) == (0, 0)
+    assert (first["step"], before["step"]) == (1, 0)
     assert first["loss"] == before["loss"] == math.log(2)
     assert (before["margin"], before["pairs_right"]) == (0, 0.5)
 
