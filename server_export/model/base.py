@@ -62,7 +62,7 @@ class BaseModel:
         """
         if self.revision is not None:
             return {"base_model_name_or_path": self.name, "revision": self.revision}
-        if tells_place and self.sha256 and Path(self.name).is_dir():
+        if tells_place and self.sha256 and is_local(self.name):
             path = str(Path(self.name).resolve())
             return {"base_model_name_or_path": path, "revision": f"{HASH_MARK[1:]}{self.sha256}"}
         return {
