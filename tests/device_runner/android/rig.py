@@ -225,7 +225,7 @@ def _joins(rig: Rig, runtime: Runtime, bundle: Path, work: Path) -> bool:
 def _serves(rig: Rig, bundle: Path) -> bool:
     """Whether a server answers through the cable, comes back when it is killed there, and outlives adbd."""
     _say("a server, killed on the phone, and adb's daemon killed")
-    serve = ["serve", "--bundle", bundle, "--port", SERVED_PORT, "--threads", 1, "--memory", "100MB"]
+    serve = ["serve", "--bundle", bundle, "--port", SERVED_PORT, "--threads", 1, "--memory", "400MB"]
     told = rig.prge(*serve).stdout
     key = told.split("shown this once: ")[1].split()[0]
     asked = {"model": "base", "prompt": "The film", "max_tokens": 2, "temperature": 0}

@@ -79,7 +79,7 @@ class Server:
 
 @pytest.fixture
 def server(daemon: Daemon, phone: Path, stack_bundle: Path) -> Iterator[Server]:
-    words = ["--bundle", stack_bundle, "--port", PORT, "--threads", 1, "--memory", "100MB"]
+    words = ["--bundle", stack_bundle, "--port", PORT, "--threads", 1, "--memory", "400MB"]
     served = Server(daemon, phone, words)
     yield served
     daemon.adb("forward", "--remove-all")
@@ -108,7 +108,7 @@ def test_a_server_answers_who_has_the_key(server: Server) -> None:
     others = [path for path in made if path.is_file() and path != key]
     assert not [path for path in others if server.key.encode() in path.read_bytes()]
     assert server.job.stat().st_mode & 0o077 == 0 and server.job.parent.stat().st_mode & 0o077 == 0
-    assert parse_yaml((server.job / "settings.yaml").read_text())["memory"] == 100_000_000
+    assert parse_yaml((server.job / "settings.yaml").read_text())["memory"] == 400_000_000
     assert server.status() == f"server: running, http://127.0.0.1:{PORT}/v1\n"
     assert "listening at" in server.daemon.prge("logs", "server", "--folder", server.phone).stdout
     stopped = server.daemon.prge("stop", "server", "--folder", server.phone).stdout
