@@ -58,17 +58,21 @@ class Progress:
         self.step += 1
 
     def judge(self, record: Record) -> bool:
-        """Take note of an evaluation; whether it is the best so far. Judging twice changes nothing."""
-        step = int(record["step"])
+        """Take note of an evaluation; whether it is the best so far. Judging twice changes nothing.
+
+        Of equal values the one with the lower loss is the best. Only a higher value begins the count of
+        evaluations that patience looks at anew.
+        """
+        step, value = int(record["step"]), float(record["value"])
         if step <= self.judged:
             return step == self.best_step
         self.judged = step
-        if self.best_value is None or merit_of(record) > self._best_merit:
-            self.best_step, self.best_value = step, float(record["value"])
-            self.best_loss, self.evaluations_since_best = float(record["loss"]), 0
-            return True
-        self.evaluations_since_best += 1
-        return False
+        is_higher = self.best_value is None or value > self.best_value
+        is_best = is_higher or merit_of(record) > self._best_merit
+        self.evaluations_since_best = 0 if is_higher else self.evaluations_since_best + 1
+        if is_best:
+            self.best_step, self.best_value, self.best_loss = step, value, float(record["loss"])
+        return is_best
 
     @property
     def _best_merit(self) -> tuple[float, float]:

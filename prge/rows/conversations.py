@@ -101,7 +101,7 @@ def encoded(reading: Reading, conversation: Conversation, text: Rendering) -> Ma
     tokenizer, events = reading.tokenizer, []
     if not text.is_exact:
         events.append(TURN_INEXACT)
-    if tokenizer.count_control(conversation.messages):
+    if conversation.texts.written:
         is_read = in_messages(reading.control_tokens)
         events.append(CONTROL_OF_MESSAGES if is_read else CONTROL_IN_MESSAGES)
     restored = conversation.texts.restore(text.text)

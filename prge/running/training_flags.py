@@ -149,7 +149,7 @@ class TrainingFlags(OverflowFlags, RateFlags, ExampleFlags):
     select: Literal["metric", "loss"] = "metric"
     """What makes a step the best: the task's metric (perplexity without a task), or the loss."""
     patience: int = 0
-    """Stop after this many evaluations without a better one; 0: never."""
+    """Stop after this many evaluations without a higher value; 0: never."""
     checkpoint_every: int = 100
     """Steps between checkpoints; 0: none."""
     divergence_ratio: float = 3.0

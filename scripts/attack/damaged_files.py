@@ -85,7 +85,9 @@ class Use:
         return words
 
     def found(self, scene: Scene) -> dict[str, object]:
-        """The result: hashes of a bundle's files, figures, or bytes of weights."""
+        """The result: hashes of a bundle's files, figures, bytes of weights, or nothing."""
+        if not self.result:
+            return {}
         path = scene.folder / self.result
         if path.name == "manifest.json":
             return {
@@ -210,7 +212,8 @@ def _attacked(bench: Bench, random: Random, folder: Path, table: str, limits: Li
     if not files:
         return [], Counter()
     undamaged = partial(_undamaged, bench, scene.kind, target.top, use, limits)
-    expected = bench.once((scene.kind, target.top, use), undamaged) if use.result else {}
+    # Of a verb that fails anyway a case would show nothing.
+    expected = bench.once((scene.kind, target.top, use), undamaged)
     crafted = CRAFTED[target.crafted]
     path, is_crafted = random.choice(files), bool(crafted) and random.random() < 0.4
     name, way = random.choice(
@@ -226,7 +229,7 @@ def _attacked(bench: Bench, random: Random, folder: Path, table: str, limits: Li
     before = linked.read_bytes() if linked.is_file() else b""
     ended = prge_ends(use.words(scene), limits)
     is_judged = target.is_judged and not is_crafted
-    verdict = judged(ended) or _compared(use.found(scene) if use.result else {}, expected, is_judged)
+    verdict = judged(ended) or _compared(use.found(scene), expected, is_judged)
     if (linked.is_file() and linked.read_bytes() != before) or not all(each.is_dir() for each in foreign):
         verdict = Verdict.FOLLOWED
     label = f"{ended.words[0]}: {target.top}{'/' if target.files else ''}{target.files}, {name}"

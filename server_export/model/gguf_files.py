@@ -7,14 +7,17 @@ process.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
+import os
 import re
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +35,11 @@ IN_CONFIGURATION = frozenset({ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS})
 
 @dataclass(frozen=True, eq=False)
 class GgufModel:
-    """A model in one GGUF file or several parts of one; `header` has the tensors of all of them.
-
-    `folder` is kept by the object that holds it.
-    """
+    """A model in one GGUF file or several parts of one; `header` has the tensors of all of them."""
 
     paths: tuple[Path, ...]
     header: GgufHeader
     folder: Path
-    keeper: tempfile.TemporaryDirectory[str]
 
     def sha256(self) -> str:
         """Hash of a file's bytes; of several parts, of their hashes."""
@@ -75,7 +74,10 @@ def gguf_paths(name: str) -> tuple[Path, ...]:
     if path.suffix != SUFFIX:
         return ()
     if not path.exists():
-        raise BundleError(f"there is no file {name}", remedy="give a GGUF file, a folder or a hub id")
+        raise BundleError(
+            f"there is no file {name}",
+            remedy="give one that is there; `hf download OWNER/NAME FILE.gguf --local-dir .` brings one",
+        )
     return _parts(path)
 
 
@@ -109,13 +111,13 @@ def open_gguf(paths: Sequence[Path]) -> GgufModel:
     return _open(tuple(paths), facts)
 
 
-@lru_cache(maxsize=4)
+@cache
 def _open(paths: tuple[Path, ...], facts: object) -> GgufModel:
     header = _joined([read_header(path) for path in paths])
     config = config_of(header)
     tokenizer = tokenizer_of(header)
-    keeper = tempfile.TemporaryDirectory(prefix="prge-gguf-", ignore_cleanup_errors=True)
-    folder = Path(keeper.name)
+    folder = Path(tempfile.mkdtemp(prefix="prge-gguf-"))
+    atexit.register(_remove, folder, os.getpid())
     content = {name: value for name, value in config.to_dict().items() if name != "_model_name_or_path"}
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     tokenizer.save_pretrained(folder)
@@ -126,7 +128,13 @@ def _open(paths: tuple[Path, ...], facts: object) -> GgufModel:
     }
     generation = {**ids, "eos_token_id": end_tokens(header)}
     (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
-    return GgufModel(paths, header, folder, keeper)
+    return GgufModel(paths, header, folder)
+
+
+def _remove(folder: Path, process: int) -> None:
+    """Remove a folder at the end of the process that made it; a forked one only reads it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _joined(headers: Sequence[GgufHeader]) -> GgufHeader:

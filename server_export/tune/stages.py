@@ -276,8 +276,9 @@ class _Tuning:
             print("there are no rows to score")
         elif not path.is_file():
             partial = path.with_suffix(".partial")
-            scored = {"bundle": self._folder, "data": rows, "task": self._settings.task, "adapter": adapter}
+            scored: dict[str, Any] = {"bundle": self._folder, "data": rows, "adapter": adapter}
             scored |= {
+                "task": self._settings.task,
                 **self._given("date", "overflow", "threads", *_EXAMPLES, *_OBJECTIVE),
                 "beta": self._record.value("beta"),
             }

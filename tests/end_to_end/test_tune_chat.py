@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.verbs import prge
 from tests.workshop import write_rows
@@ -19,7 +20,7 @@ THINGS = ("ball", "tree", "boat", "cake", "hat", "bell")
 
 def messages(animal: str, thing: str) -> dict[str, object]:
     turns = (("user", f"What did the {animal} see?"), ("assistant", f"It saw a big {thing}. The end."))
-    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+    return {"messages": [{"role": role, "content": content} for role, content in turns], "id": animal}
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,13 @@ def test_it_learns_whole_test_rows(tuned: Path) -> None:
     assert "the frozen model's loss" in result["chosen"]["prepend_bos"]["why"]
     assert result["next"] == f"prge chat {tuned}"
     assert result["samples"]["after"][0]["prompt"][-1]["role"] == "user"
+
+
+def test_all_stages_have_one_date_and_columns_that_are_not_read_are_named(tuned: Path) -> None:
+    found = json.loads((tuned / "tune.json").read_text())["found"]
+    for name in ("run/config.yaml", "settings/before.yaml", "settings/after.yaml"):
+        assert yaml.safe_load((tuned / name).read_text())["date"] == found["date"]
+    assert any(note.endswith("a.jsonl: columns: messages; not read: id") for note in found["rows"])
 
 
 def test_an_answer_ends_by_itself_as_it_was_learnt(tuned: Path, tmp_path: Path) -> None:

@@ -95,6 +95,17 @@ def test_logits_are_the_models_token_by_token(folder: Path) -> None:
     assert difference(speaker.feed(other, tokens[3:200]), expected[199]) < tolerance
 
 
+def test_a_prompt_is_read_alike_beside_a_long_text(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pieces are as short as those of a long text only if it is long itself."""
+    monkeypatch.setattr(speaking, "_LONG", 48)
+    monkeypatch.setattr(speaking, "_PIECE_OF_LONG", 8)
+    adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 45)
+    alone, crowded = open_speaker(bundle), open_speaker(bundle, slots=2)
+    crowded.feed(crowded.open(adapter), tokens_of(bundle, 120, 1))
+    expected, found = (each.feed(each.open(adapter), tokens) for each in (alone, crowded))
+    assert found.tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize(
     ("engine", "precision", "tolerance"),
     [("native", "float32", TOLERANCE), ("torch", "float32", TOLERANCE), ("native", "float16", 2e-3)],

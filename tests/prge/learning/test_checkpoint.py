@@ -178,7 +178,8 @@ def test_of_equal_values_the_lower_loss_is_the_best() -> None:
     best = [progress.judge({"step": step, "value": value, "loss": loss}) for step, value, loss in records]
     assert best == [True, True, True, False, False]
     assert (progress.best_step, progress.best_value, progress.best_loss) == (4, -0.1, 0.4)
-    assert progress.evaluations_since_best == 2
+    # Patience ends where the value doesn't rise.
+    assert progress.evaluations_since_best == 3
     # Resumed, and judged again, it is the same.
     again = Progress(**json.loads(json.dumps(asdict(progress))))
     assert again.judge({"step": 4, "value": -0.1, "loss": 0.4}) and again == progress

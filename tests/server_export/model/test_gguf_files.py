@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -258,6 +260,30 @@ def test_a_file_is_opened_once_until_it_changes(tiny: Path, tmp_path: Path) -> N
     assert open_gguf([path]) is first
     os.utime(path, ns=(1, 1))
     assert open_gguf([path]) is not first
+
+
+def test_its_folder_is_gone_after_the_process_and_not_with_a_forked_one(tiny: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from server_export.model.files import find_files\n"
+        "folder = find_files(sys.argv[1]).folder\n"
+        "if (child := os.fork()) == 0: sys.exit()\n"
+        "os.waitpid(child, 0)\n"
+        "assert (folder / 'config.json').is_file()\n"
+        "print(folder)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, tiny], capture_output=True, text=True, check=True)
+    assert not Path(ended.stdout.split()[-1]).exists()
+
+
+def test_states_without_a_head_are_read(tiny: Path) -> None:
+    """The base of a decoder, whose names begin otherwise."""
+    from server_export.model.weights import Weights
+
+    outline = outline_model(str(tiny), pooled=True).model
+    weights, whole = Weights(find_files(str(tiny)), outline), load_model(str(tiny)).model
+    for name, _ in outline.named_parameters():
+        assert torch.equal(weights.read(name), whole.get_parameter(f"model.{name}"))
 
 
 @pytest.fixture(scope="module")
