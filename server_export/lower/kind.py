@@ -197,8 +197,6 @@ class Constants:
 
     def as_placeholders(self, program: ExportedProgram) -> ExportedProgram:
         """A copy of the program with random constants, each marked with the file that it goes to."""
-        from server_export.lower.idle_passes import write_views_as_copies
-
         graph, copies = Graph(), dict[Node, Node]()
         graph.output(graph.graph_copy(program.graph, copies))
         for node, name, _ in _constants_of(program):
@@ -208,9 +206,6 @@ class Constants:
                     copies[marked].meta["custom"] = {_TAG: _WEIGHTS}
         quantize_apart(graph)
         _write_as_traced(graph)
-        if not any(map(_is_taken_apart, graph.nodes)):
-            # Else it is traced once more, which knows what to do with views.
-            write_views_as_copies(graph)
         return _Functional(
             root=program.graph_module,
             graph=graph,

@@ -64,13 +64,12 @@ def lowered(
     """
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
-    from server_export.lower.idle_passes import idle_passes_left_out
     from server_export.lower.xnnpack import BlockPartitioner
 
     refusal = told_as_bundle_error(
         "ExecuTorch can't lower the program", "please report it with the name of the model"
     )
-    with refusal, _collector_paused(), idle_passes_left_out(), warnings.catch_warnings():
+    with refusal, _collector_paused(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch
         edge = to_edge_transform_and_lower(
             dict(programs),
