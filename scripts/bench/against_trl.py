@@ -146,10 +146,9 @@ def engine_steps(
     folder.mkdir(parents=True)
     data, out = folder / "rows.jsonl", folder / "run"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    sequences = 1 if objective == "completion" else 2
     how = {
         **{"bundle": bundle, "train": data, "out": out, "threads": threads, "objective": objective},
-        **{"steps": len(rows) // ROWS[objective], "batch-size": sequences * ROWS[objective]},
+        **{"steps": len(rows) // ROWS[objective], "batch-size": ROWS[objective]},
         **{
             "optimizer": "sgd",
             "learning-rate": RATES.get(objective, RATE),

@@ -147,7 +147,7 @@ def require_gguf() -> None:
         import gguf  # noqa: F401
     except ModuleNotFoundError:
         raise PrgeError(
-            "reading GGUF needs the package gguf, which is not installed (pip install 'prge[gguf]')",
+            "reading GGUF needs the package gguf, which is not installed",
             remedy=install_extra("gguf"),
         ) from None
 

@@ -109,6 +109,8 @@ def load_model(
             output_loading_info=True,
             **given,
         )
+    except BundleError:
+        raise
     except Exception as error:  # transformers raises what its parts raise
         raise BundleError(
             f"{name_or_path} can't be loaded as {opened.kind}: {first_line(error)}",

@@ -26,19 +26,26 @@ Words = list[object]
 LEAST_SHARE, MOST_SHARE = 0.97, 1.6
 
 
+# The system counts what a process had before it became another program, so a small one starts the verb.
+_SHIM = """
+import os, subprocess, sys
+process = subprocess.Popen(sys.argv[1:])
+_, status, usage = os.wait4(process.pid, 0)
+print(usage.ru_maxrss)
+os._exit(os.waitstatus_to_exitcode(status) % 256)
+"""
+
+
 def child(*words: object, code: int = 0) -> tuple[subprocess.CompletedProcess[str], int]:
     """A verb in a process of its own, and the most memory that the process took, in bytes."""
-    command = [sys.executable, "-m", "prge.cli", *map(str, words)]
+    command = [sys.executable, "-S", "-u", "-c", _SHIM, sys.executable, "-m", "prge.cli", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as process:
-        assert process.stdout is not None
-        said = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == code, said
-    return subprocess.CompletedProcess(command, process.returncode, said), usage.ru_maxrss * 1024
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, check=False
+    )
+    assert done.returncode == code, done.stdout
+    done.stdout, _, kilobytes = done.stdout.rstrip("\n").rpartition("\n")
+    return done, int(kilobytes) * 1024
 
 
 def needed(said: str) -> int:

@@ -56,7 +56,7 @@ def unequal_pairs(count: int) -> list[dict[str, Any]]:
     words = ["aa", "bb", "cc", "dd"]
     return [
         {
-            "prompt": " ".join(words[(i + k) % 4] for k in range(1 + 5 * i % 16)),
+            "prompt": " ".join(words[(i + k) % 4] for k in range(1 + 5 * i % 9)),
             "chosen": " " + " ".join([words[i % 4]] * (1 + i % 7)),
             "rejected": " " + " ".join([words[(i + 1) % 4]] * (1 + 3 * i % 8)),
         }

@@ -91,7 +91,16 @@ def test_a_published_adapter_names_the_file(made: Path, tmp_path: Path) -> None:
 def test_a_merged_model_is_an_ordinary_folder(made: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    words = ["--bundle", made / "bundle", "--model", made / FILE, "--format", "merged"]
+    words = [
+        "--bundle",
+        made / "bundle",
+        "--model",
+        made / FILE,
+        "--format",
+        "merged",
+        "--weights",
+        "original",
+    ]
     prge("publish", made / "trained", *words, "--out", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert merged.dtype is torch.float32

@@ -51,8 +51,8 @@ def test_of_a_folder_its_files_are_sent(tmp_path: Path) -> None:
     for name in ("train.jsonl", "valid.csv"):
         (tmp_path / name).touch()
     phone: Any = Phone()
-    assert send_rows(phone, tmp_path, "train") == "/phone/data/train.jsonl"
-    assert send_rows(phone, tmp_path, "dev") == "/phone/data/valid.csv"
+    assert send_rows(phone, tmp_path, "train") == Path("/phone/data/train.jsonl")
+    assert send_rows(phone, tmp_path, "dev") == Path("/phone/data/valid.csv")
 
 
 def test_what_takes_a_library_to_read_is_sent_as_jsonl(tmp_path: Path) -> None:
@@ -61,5 +61,5 @@ def test_what_takes_a_library_to_read_is_sent_as_jsonl(tmp_path: Path) -> None:
 
     parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "train.parquet")
     phone: Any = Phone()
-    assert send_rows(phone, tmp_path / "train.parquet", "train") == "/phone/data/train.jsonl"
+    assert send_rows(phone, tmp_path / "train.parquet", "train") == Path("/phone/data/train.jsonl")
     assert phone.contents == [b'{"text": "one"}\n{"text": "two"}\n']

@@ -79,7 +79,7 @@ def test_of_a_conversation_the_last_answer_is_learnt_alone(path: Path) -> None:
         ({"correction": " "}, "its correction is ' '"),
         ({"prompt": ["a"]}, "its prompt is"),
         ({"messages": [{"role": "user"}]}, "its messages must be a list"),
-        ({"messages": "a"}, "its messages must be a list"),
+        ({"messages": "a"}, "its messages is 'a', which is no list"),
     ],
 )
 def test_rows_that_were_changed_by_hand(path: Path, change: dict[str, Any], told: str) -> None:

@@ -83,7 +83,7 @@ def test_a_large_table_becomes_codes_some_rows_at_a_time(
     monkeypatch.setattr("server_export.model.frozen.EMBEDDING_BYTES", 0)
     chain = chain_of(folder, scheme="8da8w")
     codes, scales = int8_rows(chain.weights.read("model.embed_tokens.weight"))
-    monkeypatch.setattr(chain.weights, "_stored", refuse_whole(chain.weights._stored))
+    monkeypatch.setattr(chain.weights._stored, "read", refuse_whole(chain.weights._stored.read))
     found = chain.tensors(0)
     assert torch.equal(found["model_model_embed_tokens_weight_codes"], codes)
     assert torch.equal(found["model_model_embed_tokens_weight_scale"], scales)

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from server_export.check.chain import difference_from_model
-from server_export.model import weights
+from server_export.model import stored
 from server_export.model.chain import ModelChain, build_chain
 from server_export.model.experts import expert_layers
 from server_export.model.files import find_files
@@ -66,7 +66,7 @@ def test_one_expert_is_read_without_the_others(tmp_path: Path, monkeypatch: pyte
 
         return Watched()
 
-    monkeypatch.setattr(weights, "safe_open", watched)
+    monkeypatch.setattr(stored, "safe_open", watched)
     tensors = chain.tensors(number)
     assert any(torch.equal(tensor, stacked[3]) for tensor in tensors.values())
     assert len(read) == 3 and all(".experts.3." in name for name in read)

@@ -73,7 +73,7 @@ def test_labels_of_a_task_are_attacked(folder: Path) -> None:
     ("words", "problem"),
     [
         ("--rows rows.jsonl", "--model is missing"),
-        ("--preset demo --lengths", "--lengths is empty"),
+        ("--preset demo --lengths", "--lengths needs a value"),
         ("--preset demo --bundle b", "a bundle has its own layers"),
         ("--model m --rows r --bundle b --ranks 4 8", "its own rank"),
         ("--preset demo --out picture.txt", "must end in .svg"),
