@@ -126,6 +126,7 @@ class OpenRun:
     estimator: Estimator
     cache: TrunkCache | None
     sensors: Record
+    budget: Budget | None = None
 
     @property
     def settings(self) -> RunSettings:
@@ -170,6 +171,7 @@ class OpenRun:
             "development_rows": len(inputs.dev),
             "trained_values": inputs.adapter.size,
             "sensors": {"start": self.sensors, "last": Sensors().record()},
+            "memory": {} if self.budget is None else self.budget.to_json(),
         }
 
 
@@ -192,7 +194,7 @@ def open_run(plan: RunPlan, inputs: RunInputs, journal: Journal, budget: Budget 
     )
     begin(journal, inputs.identity(settings), settings)
     keep_guide(journal, inputs.bundle, settings)
-    return OpenRun(plan, inputs, engines, journal, estimator_of(journal), cache, Sensors().record())
+    return OpenRun(plan, inputs, engines, journal, estimator_of(journal), cache, Sensors().record(), budget)
 
 
 def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | None]:

@@ -55,8 +55,8 @@ _PROGRAM_BYTES_OF_HEAD = {STACK: 5_000, TANGENT: 9_000, BACK: 28_000, PREFILL: 0
 _FLOAT = 4
 _ROOM = 1.05
 _STARTS = 1.03
-# Tokens of a prompt that pass a block together.
-_TEXT_PIECE = 128
+# Tokens of a prompt that pass a block together, of a short and of a long text, and their scores at once.
+_TEXT_PIECE, _LONG_TEXT, _SCORES_OF_A_TEXT = (128, 64), 512, 3
 # Of scores as large as a long row's piece has, so many are there at once.
 _SCORES_OF_A_PIECE = 6
 # What the system reads of a file around a row of a table.
@@ -461,11 +461,11 @@ def text_memory(
         loaded: bytes of weights that may stay loaded; by default all may.
         cache_bytes: of a number of keys and values: 4, or 2.
     """
-    piece, heads = min(_TEXT_PIECE, outline.longest, context), outline.heads
+    piece, heads = min(_TEXT_PIECE[context > _LONG_TEXT], outline.longest, context), outline.heads
     rows = outline.key_width * 2 * context
     kept = slots * rows * (cache_bytes * outline.blocks + (4 if cache_bytes < _FLOAT else 0))
     # A piece of a prompt, and a token of each sequence, have scores with all tokens before.
-    scores = _FLOAT * heads * context * max(_SCORES_OF_A_PIECE * piece, slots)
+    scores = _FLOAT * heads * context * max(_SCORES_OF_A_TEXT * piece, slots)
     held = _kept(weights, goes_back=False, loaded=loaded)
     held += min(weights.table, (piece + slots) * _READ_AROUND)
     numbers = sum(module.rank * (module.in_features + module.out_features) for module in outline.modules)
@@ -500,6 +500,10 @@ class Budget:
     limit: int
     loaded: int
     predicted: int
+
+    def to_json(self) -> dict[str, int]:
+        """What run.json says of it."""
+        return {"limit_bytes": self.limit, "predicted_bytes": self.predicted}
 
 
 def budget_within(

@@ -190,7 +190,8 @@ class Watcher:
         return shown
 
     def _write_step(self, record: Record, measurement: Measurement | None) -> None:
-        self._write("step", record["step"] + 1, {**_figures(record), **self._of_engine(measurement)})
+        figures = {**_figures(record, measurement), **self._of_engine(measurement)}
+        self._write("step", record["step"] + 1, figures)
 
     def _write_evaluation(self, record: Record) -> None:
         self._judge(record)
@@ -302,14 +303,18 @@ def _evaluation(record: Record) -> Record:
     return {name: record[name] for name in ("step", "loss", *METRIC_NAMES) if name in record}
 
 
-def _figures(record: Record) -> Record:
+def _figures(record: Record, measurement: Measurement | None) -> Record:
     """Loss, learning rate and tokens of a step, and the size of its derivatives."""
     kept = {name: record.get(name) for name in ("loss", "learning_rate", "tokens")}
-    return {**kept, **_size(record)}
+    return {**kept, **_size(record, measurement)}
 
 
-def _size(record: Record) -> Record:
+def _size(record: Record, measurement: Measurement | None) -> Record:
     """How large the derivatives of a step are, where the record has them."""
     if "gradient" in record:
-        return {"gradient_norm": float(np.linalg.norm(decode_array(record["gradient"])))}
+        # The record has it as text: of a large adapter some megabytes, which take time to read.
+        gradient = None if measurement is None else measurement.gradient
+        if gradient is None:
+            gradient = decode_array(record["gradient"])
+        return {"gradient_norm": float(np.linalg.norm(gradient))}
     return {"scalar_deviation": float(np.std(record["scalars"]))} if "scalars" in record else {}

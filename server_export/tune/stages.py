@@ -362,7 +362,8 @@ class _Tuning:
             checkpoint_every=every,
             sample_prompts=prompts,
             sample_rows=SAMPLES if self._rows.dev and self._rows.have_candidates and not prompts else None,
-            sample_every=0,
+            # A user sees early what is learnt.
+            sample_every=3 * every,
         )
         if summary["run"]["status"] == "diverged":
             raise PrgeError("the final run diverged", remedy=f"give a --learning-rate below {rate:g}")
