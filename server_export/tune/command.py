@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prge.errors import shown
 from prge.files.run_folder import DECISIONS, write_json
 from prge.host.progress import duration
 from prge.host.terminal import best_effort
 from prge.host.threads import let_threads_sleep
 from prge.rows.scoring import displacement
-from prge.running.watching import describe_changes
 from prge.verbs.settings import parse_settings
+from server_export.tune.samples import sample_lines
 from server_export.tune.settings import TuneSettings
 
 _COUNTS = ("examples", "cut_examples")
@@ -41,20 +40,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _samples(samples: Mapping[str, Any]) -> Iterator[str]:
-    """Rows, what the model answers before and after, and what is right where that is known."""
-    for before, after in zip(samples.get("before", ()), samples.get("after", ()), strict=False):
-        asked = after["prompt"]
-        yield f"asked   {shown(asked if isinstance(asked, str) else asked[-1]['content'])}"
-        yield f"  before  {shown(before['text'])}"
-        yield f"  after   {shown(after['text'])}"
-        if "right" in after:
-            yield f"  right   {shown(after['right'])}"
-    texts = [[each["text"] for each in samples.get(time, ())] for time in ("before", "after")]
-    if changes := describe_changes(*texts):
-        yield changes
-
-
 def _text(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
     before, after = result["score_before"] or {}, result["score_after"] or {}
     yield f"\n{result['scored_rows'] + ' rows':<16}{'before':>12}{'after':>12}"
@@ -66,7 +51,7 @@ def _text(out: Path, result: Mapping[str, Any]) -> Iterator[str]:
         yield "no step was better than the start, so the adapter is that of the start"
     if fallen := displacement(after):
         yield f"note: {fallen}"
-    yield from _samples(result["samples"] or {})
+    yield from sample_lines(result["samples"] or {})
     if scheme := result["quantization"]:
         yield (
             f"note: it was trained and scored against weights in {scheme}; with the original weights answers "

@@ -48,6 +48,7 @@ from server_export.tune.places import Here, Phone, Place
 from server_export.tune.rates import longest_search, search_rates
 from server_export.tune.record import Record, status_of
 from server_export.tune.row_files import SAMPLES, RowFiles
+from server_export.tune.samples import sample_lines
 from server_export.tune.settings import TuneSettings
 
 # Development rows that a run's evaluations read.
@@ -304,18 +305,25 @@ class _Tuning:
             steps = self._record.value("steps")
             runs = longest_search(len(decisions.RATES), steps)
             print(f"short runs with other rates: at most {len(runs)}, of {sum(runs):,} steps in all")
-            trials = search_rates(partial(self._trial, TimeLeft(sum(runs))), decisions.RATES, steps)
+            trial = partial(self._trial, TimeLeft(sum(runs)), (decisions.RATES[0], runs[0]))
+            trials = search_rates(trial, decisions.RATES, steps)
             self._record.found("trials", lambda: [each for each in trials if math.isfinite(each[2])])
             return decisions.best_rate(trials)
 
         self._choosing.decide("learning_rate", self._settings.learning_rate, best)
         print(f"learning rate {self._record.value('learning_rate'):g}")
 
-    def _trial(self, left: TimeLeft, rate: float, steps: int) -> float:
-        """Loss of development rows after a short run; infinite if it diverged."""
+    def _trial(self, left: TimeLeft, first: tuple[float, int], rate: float, steps: int) -> float:
+        """Loss of development rows after a short run; infinite if it diverged.
+
+        Answers are shown after the first one, so that a user soon sees what is learnt.
+        """
         name = f"search/{rate:.4g}-{steps}"
         begin, is_done = time.perf_counter(), status_of(self._settings.out / name) in ENDED
-        summary = self._run(name, learning_rate=rate, steps=steps, evaluate_every=steps, is_short=True)
+        samples = self._samples() if (rate, steps) == first else {}
+        summary = self._run(
+            name, learning_rate=rate, steps=steps, evaluate_every=steps, is_short=True, **samples
+        )
         train = summary["train"]
         found = train["last_evaluation"] or {}
         is_whole = summary["run"]["status"] == "completed" and found.get("step") == steps
@@ -323,7 +331,8 @@ class _Tuning:
         loss = -float(train["last_value"]) if is_whole and train["last_value"] is not None else math.inf
         rest = left.count(steps, None if is_done else time.perf_counter() - begin)
         told = f"  {rate:<8.4g} {steps:>5} steps   loss of development rows {loss:.4g}"
-        print("; ".join(filter(None, [told, rest])), flush=True)
+        shown = (train.get("samples") or {}) if math.isfinite(loss) else {}
+        print("\n".join(["; ".join(filter(None, [told, rest])), *sample_lines(shown)]), flush=True)
         return loss
 
     def train(self) -> None:
@@ -350,24 +359,25 @@ class _Tuning:
         """
         count, rate = self._record.value("steps"), self._record.value("learning_rate")
         every = decisions.evaluate_every(count)
-        bundle = open_bundle(self._folder)
-        prompts = None
-        if DECODE in bundle.chain.roles and self._rows.are_texts:
-            prompts = self._rows.write_prompts(bundle_tokenizer(bundle))
         summary = self._run(
             "run",
             learning_rate=rate,
             steps=count,
             evaluate_every=every,
             checkpoint_every=every,
-            sample_prompts=prompts,
-            sample_rows=SAMPLES if self._rows.dev and self._rows.have_candidates and not prompts else None,
-            # A user sees early what is learnt.
             sample_every=3 * every,
+            **self._samples(),
         )
         if summary["run"]["status"] == "diverged":
             raise PrgeError("the final run diverged", remedy=f"give a --learning-rate below {rate:g}")
         return summary
+
+    def _samples(self) -> dict[str, Any]:
+        """What the model of a run is to answer, as settings of the run."""
+        bundle = open_bundle(self._folder)
+        if DECODE in bundle.chain.roles and self._rows.are_texts:
+            return {"sample_prompts": self._rows.write_prompts(bundle_tokenizer(bundle))}
+        return {"sample_rows": SAMPLES} if self._rows.dev and self._rows.have_candidates else {}
 
     def _run(self, name: str, *, is_short: bool = False, **settings: Any) -> dict[str, Any]:
         """A run, begun or gone on with; returns its summary, also where it diverged."""

@@ -1,0 +1,27 @@
+"""Sampled answers of a run as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prge.errors import shown
+from prge.running.watching import describe_changes
+
+
+def sample_lines(samples: Mapping[str, Any]) -> Iterator[str]:
+    """Prompts, the model's answers before and after, and the right ones where they are known.
+
+    Args:
+        samples: of a run's summary; empty: none were taken.
+    """
+    for before, after in zip(samples.get("before", ()), samples.get("after", ()), strict=False):
+        prompt = after["prompt"]
+        yield f"prompt  {shown(prompt if isinstance(prompt, str) else prompt[-1]['content'])}"
+        yield f"  before  {shown(before['text'])}"
+        yield f"  after   {shown(after['text'])}"
+        if "right" in after:
+            yield f"  right   {shown(after['right'])}"
+    texts = [[each["text"] for each in samples.get(time, ())] for time in ("before", "after")]
+    if changes := describe_changes(*texts):
+        yield changes
