@@ -301,7 +301,7 @@ class ChainEngine(CheckedEngine):
             shared.values = dict(zip(self._entering, entering, strict=True))
         given: Arrays = {"ones": np.ones((1, length, 1), np.float32)}
         if self._chain.is_encoder:
-            given["padding"] = call.padding[rows][..., :length]
+            given["padding"] = np.ascontiguousarray(call.padding[rows][..., :length])
         return Part(rows, values, given, shared, adapter)
 
     def _pass(self, parts: Sequence[Part], role: str, numbers: range, keep: bool = False) -> None:

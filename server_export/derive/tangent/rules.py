@@ -297,7 +297,9 @@ def _divide(builder: Builder, node: Node, left: Value, right: Value) -> Dual:
     right = right.aligned(len(shape))
     inverse = builder.call(aten.reciprocal.default, right.primal)
     above = left.aligned(len(shape)).primal if isinstance(left, Dual) else left
-    primal = builder.product(inverse, above)
+    # The model's own operation, so that a call has the same bits with tangents and without.
+    is_node = isinstance(above, Node)
+    primal = builder.call(node.target, above, right.primal) if is_node else builder.product(inverse, above)
     slope = builder.product(builder.call(aten.neg.default, inverse), primal)
     term = builder.product(builder.product(right.factor, slope), right.unscaled)
     if isinstance(left, Dual):
