@@ -139,8 +139,8 @@ def test_answers_that_are_no_numbers_are_no_result(
     assert not (tmp_path / "eval.json").exists()
 
 
-def refused_without_space(limit: int, words: list[object]) -> str:
-    """What `prge run` says where a limit on the size of files stands for a full disk."""
+def run_elsewhere(*words: object, limit: int = resource.RLIM_INFINITY, code: int = 0) -> str:
+    """What `prge run` says in a process of its own; a limit on the size of files stands for a full disk."""
     done = subprocess.run(
         [sys.executable, "-m", "prge.cli", "run", *map(str, words)],
         capture_output=True,
@@ -149,14 +149,14 @@ def refused_without_space(limit: int, words: list[object]) -> str:
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr
 
 
 def test_no_space_left(run_words: list[object], tmp_path: Path) -> None:
     """What was learnt before is kept and goes on."""
-    assert "can't be written" in refused_without_space(6000, [*run_words, "--steps", 100])
+    assert "can't be written" in run_elsewhere(*run_words, "--steps", 100, limit=6000, code=2)
     prge("run", "--resume", tmp_path / "run")
 
 
@@ -166,16 +166,17 @@ def test_no_space_left_for_the_states_of_an_exact_step(
 ) -> None:
     """They lie in a file above `--memory`. The run goes on where there is room for them."""
     largest = max(path.stat().st_size for path in (workshop / "bundle/weights").iterdir())
-    least = prge("run", *run_words, "--batch-size", 256, "--memory", 1, check=False).stderr
+    # The process of the tests takes more memory than one that runs a verb alone.
+    least = run_elsewhere(*run_words, "--batch-size", 1024, "--memory", 1, code=2)
     needed = least.split("needs at least ")[1].split("\n")[0].replace(" ", "")
-    words = ["--batch-size", 256, "--memory", needed, "--evaluate-every", 0]
-    prge("run", *run_words, *words, "--steps", 2)
+    words = [*run_words, "--batch-size", 1024, "--memory", needed, "--evaluate-every", 0, "--steps", 2]
+    run_elsewhere(*words)
     whole = (tmp_path / "run/final/adapter_model.safetensors").read_bytes()
     shutil.rmtree(tmp_path / "run")
-    said = refused_without_space(largest, [*run_words, *words, "--steps", 2])
+    said = run_elsewhere(*words, limit=largest, code=2)
     assert f"{tmp_path / 'run'} can't be written" in said
     assert b'"kind":"step"' not in (tmp_path / "run/journal.jsonl").read_bytes()
-    prge("run", "--resume", tmp_path / "run")
+    run_elsewhere("--resume", tmp_path / "run")
     assert (tmp_path / "run/final/adapter_model.safetensors").read_bytes() == whole
 
 
