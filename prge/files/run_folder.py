@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prge.errors import RunError
-from prge.host.atomic import storage_error, write_file
+from prge.host.atomic import storage_error, write_file, write_output
 from prge.host.memory import PeakMemory, memory_info
 from prge.host.regular_files import open_regular, read_regular
 
@@ -252,8 +252,7 @@ def is_held(folder: Path) -> bool:
 
 def write_json(path: Path, content: Any) -> None:
     """Write what a verb found, for whoever reads it; raises RunError."""
-    with reported(path):
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_output(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 @contextmanager
