@@ -19,7 +19,7 @@ import pytest
 from prge.cli import VERBS, main
 from prge.verbs.bounds import flag
 from prge.verbs.helping import is_required
-from prge.verbs.kinds import is_list, takes_paths
+from prge.verbs.kinds import choices, is_list, takes_paths
 from prge.verbs.outputs import Output, outputs_of
 from tests.bundles import make_bundle
 from tests.verbs import prge
@@ -122,9 +122,17 @@ def _folder(path: Path) -> None:
     for number, (name, content) in enumerate(CONTENT.items()):
         (path / f"{name}.csv").write_bytes(content)
         (path / f"{name}.csv").chmod((0o400, 0o644, 0o755)[number % 3])
-    # Names that verbs use themselves.
-    for name in ("run.lock", "config.yaml", "metrics.jsonl", "log.txt", "feedback.jsonl", "device.yaml"):
-        (path / name).write_bytes(b"something else")
+
+
+def _folder_of_names(*names: str) -> Callable[[Path], None]:
+    """A folder with files that somebody gave the names that verbs use."""
+
+    def make(path: Path) -> None:
+        for name in names:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(b"something else")
+
+    return make
 
 
 THERE: Mapping[str, Callable[[Path], None]] = {
@@ -138,6 +146,10 @@ THERE: Mapping[str, Callable[[Path], None]] = {
     "dangling link": lambda path: path.symlink_to("nowhere"),
     "pipe": os.mkfifo,
     "folder": _folder,
+    "lock": _folder_of_names("run.lock", "feedback.jsonl"),
+    "settings": _folder_of_names("config.yaml", "device.yaml", "settings.yaml", "feedback.jsonl"),
+    "figures": _folder_of_names("metrics.jsonl", "run.json", "log.txt", "final/adapter_config.json"),
+    "results": _folder_of_names("log.txt", "final/a.txt", "adapter/a.txt", "rows/a.txt", "report.html"),
 }
 
 
@@ -165,7 +177,10 @@ def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
         kind = taken.kinds[name]
         if name == written:
             continue
-        if name == "bundle":
+        value: object
+        if choices(kind):
+            value = choices(kind)[0]
+        elif name == "bundle":
             value = given / "bundle"
         elif name in outputs_of(taken.settings):
             value = given / "other"

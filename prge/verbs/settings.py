@@ -112,6 +112,15 @@ def read_settings(settings_type: type[Settings], path: Path, prog: str) -> Setti
     return _build(settings_type, given, problems, prog)
 
 
+def is_config_of(settings_type: type[Any], path: Path) -> bool:
+    """Whether a file holds settings of this class, as a verb that began there wrote them."""
+    try:
+        read_settings(settings_type, path, "prge")
+    except ConfigError:
+        return False
+    return True
+
+
 def settings_of(
     settings_type: type[Settings], fields: Mapping[str, Any], where: str, prog: str = "prge"
 ) -> Settings:
