@@ -31,9 +31,9 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
     What `nohup` started ignores SIGHUP, and goes on doing so.
     """
-    hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
-    heeds = hang_up is not None and signal.getsignal(hang_up) is not signal.SIG_IGN
-    return (signal.SIGINT, signal.SIGTERM, *([hang_up] if heeds else []))
+    hang_up = [number for number in signal.Signals if number.name == "SIGHUP"]  # Windows has none
+    heeded = [number for number in hang_up if signal.getsignal(number) is not signal.SIG_IGN]
+    return (signal.SIGINT, signal.SIGTERM, *heeded)
 
 
 def ignore_interrupts() -> None:
