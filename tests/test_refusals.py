@@ -172,7 +172,7 @@ def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
     names = [name for name, item in items.items() if is_required(item)]
     for choice in getattr(taken.settings, "ONE_OF", ()):
         names += [] if set(choice) & {*names, written} else [choice[0]]
-    words: list[str] = []
+    words = ["--serial", "no-such-device"] if "serial" in taken.kinds else []
     for name in names:
         kind = taken.kinds[name]
         if name == written:
