@@ -39,6 +39,7 @@ from prge.rows.forms import CONTROL_TOKENS
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import Generator, Request, Ticket
 from prge.text.prompts import Prompt, Prompts
+from prge.verbs.outputs import OutputFile
 from prge.verbs.settings import parse_settings
 
 HELP = """\
@@ -62,7 +63,7 @@ SLOTS = 2
 class ChatSettings(ChatFlags, OfBundle):
     """Talk to a bundle's model in the terminal; /help lists what can be said to the program."""
 
-    feedback: Path | None = None
+    feedback: OutputFile | None = None
     """File that /good, /bad and /better add rows to, with what was asked and answered; `prge tune --data`
     takes it. Default: nothing is kept."""
 

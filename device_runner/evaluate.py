@@ -19,8 +19,9 @@ from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.peft import HEAD, find_adapter, read_compatible_adapter, read_peft, run_of
-from prge.files.run_folder import reported, write_json
+from prge.files.run_folder import write_json
 from prge.files.tuned import tuning_at
+from prge.host.atomic import write_output
 from prge.host.progress import Progress
 from prge.learning.evaluation import Scores, referred
 from prge.learning.examples import Example
@@ -38,6 +39,7 @@ from prge.text.loop import Answer, GenerationSettings, Generator, Request
 from prge.text.loop import Overflow as PromptOverflow
 from prge.text.prompts import Prompt
 from prge.verbs.kinds import Paths
+from prge.verbs.outputs import OutputFile
 from prge.verbs.settings import parse_settings
 
 # Answers that are written at once.
@@ -55,9 +57,9 @@ class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlag
     test; or the name of a data set of the hub, of which the split test is read."""
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder; default: the adapter that was tuned, or that the bundle came with."""
-    predictions: Path | None = None
+    predictions: OutputFile | None = None
     """jsonl file to write: a line per row with its loss, scores and prediction."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """File to write the result to as JSON."""
 
 
@@ -213,15 +215,16 @@ def write_answers(
 def _write_predictions(
     path: Path, examples: Sequence[Example], scored: Scores, answers: Sequence[str]
 ) -> None:
-    with reported(path), path.open("w", encoding="utf-8") as stream:
-        for index, example in enumerate(examples):
-            line: dict[str, Any] = {**place_of_row(example.row), "loss": float(scored.losses[index])}
-            if example.label is not None:
-                choice = int(scored.predictions[index])
-                line["label"], line["prediction"] = example.label, choice
-                line["scores"] = scored.scores[index].tolist()
-                if example.choices:
-                    line["text"] = example.choices[choice]
-            elif answers:
-                line["text"] = answers[index]
-            stream.write(json.dumps(line) + "\n")
+    lines = []
+    for index, example in enumerate(examples):
+        line: dict[str, Any] = {**place_of_row(example.row), "loss": float(scored.losses[index])}
+        if example.label is not None:
+            choice = int(scored.predictions[index])
+            line["label"], line["prediction"] = example.label, choice
+            line["scores"] = scored.scores[index].tolist()
+            if example.choices:
+                line["text"] = example.choices[choice]
+        elif answers:
+            line["text"] = answers[index]
+        lines.append(json.dumps(line) + "\n")
+    write_output(path, "".join(lines).encode())

@@ -41,6 +41,7 @@ from prge.rows.tokenizer import bundle_tokenizer
 from prge.running.training_flags import ExampleFlags, OverflowFlags, SelectionFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Paths
+from prge.verbs.outputs import OutputFile
 from prge.verbs.settings import parse_settings
 
 
@@ -66,7 +67,7 @@ class ProbeSettings(EngineFlags, OverflowFlags, SelectionFlags, ExampleFlags):
     """Lengths of a perturbation to try, in units of the adapter's values."""
     seed: int = 42
     """Seed of directions and row order."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """File to write the result to as JSON."""
 
     def __post_init__(self) -> None:

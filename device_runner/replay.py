@@ -16,6 +16,7 @@ from prge.files.run_folder import FINAL, JOURNAL
 from prge.files.tuned import bundle_at
 from prge.host.regular_files import read_regular
 from prge.learning.checkpoint import write_result
+from prge.verbs.outputs import OutputFolder
 from prge.verbs.settings import parse_settings
 
 
@@ -25,7 +26,7 @@ class ReplaySettings:
 
     run: Path
     """Run folder."""
-    out: Path
+    out: OutputFolder
     """PEFT folder to write."""
     bundle: Path | None = None
     """Bundle of the run, for the frozen lora_A; default: the run's own result holds it too."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prge.errors import ConfigError, RunError
-from prge.files.run_folder import reported
 from prge.files.tuned import run_at
-from prge.host.atomic import write_file
+from prge.host.atomic import write_output
+from prge.verbs.outputs import OutputFile, OutputFolder
 from prge.verbs.settings import parse_settings
 
 
@@ -22,10 +22,10 @@ class ReportSettings:
 
     runs: tuple[Path, ...]
     """Run folders of `prge run`, `prge tune` or `prge baseline`, finished, going on or killed."""
-    out: Path = Path("report.html")
+    out: OutputFile = Path("report.html")
     """HTML file to write; or an .svg, of the curves alone."""
 
-    tensorboard: Path | None = None
+    tensorboard: OutputFolder | None = None
     """Write no page, but TensorBoard's event files into this folder."""
     wandb: str | None = None
     """Write no page, but send the runs to this project of Weights & Biases."""
@@ -83,5 +83,4 @@ def report(settings: ReportSettings) -> None:
         raise RunError(
             f"{', '.join(map(str, settings.runs))}: nothing measured yet", remedy="wait for the first step"
         )
-    with reported(settings.out):
-        write_file(settings.out, text.encode(errors="backslashreplace"))
+    write_output(settings.out, text.encode(errors="backslashreplace"))

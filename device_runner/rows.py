@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from prge.errors import DataError, printable, shortened
 from prge.host.terminal import best_effort
 from prge.rows.feedback import Fields, forget_rows, is_feedback, read_lines, texts_of
+from prge.verbs.outputs import OutputFile
 from prge.verbs.settings import parse_settings
 from prge.verbs.subverbs import Action, run_action
 
@@ -33,7 +34,7 @@ class ForgetSettings:
 
     ONE_OF: ClassVar = (("match", "row"),)
 
-    file: Path
+    file: OutputFile
     """Of feedback, or of other rows: jsonl."""
     match: str | None = None
     """Rows with this text in any of their columns, in upper or lower case."""

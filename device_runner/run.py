@@ -11,6 +11,7 @@ trunk_cache/     what lower blocks made of training rows; may be deleted at any 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ from prge.files.run_folder import (
     FINAL,
     JOURNAL,
     TRUNK_CACHE,
+    check_new_run,
     run_lock,
 )
 from prge.files.signatures import DECODE, PREFILL, STACK
@@ -457,3 +459,5 @@ def _check_folder(settings: RunSettings) -> None:
             f"{settings.out} holds a run already",
             remedy=f"go on with it: prge run --resume {settings.out}; or give another folder with --out",
         )
+    if settings.resume is None and not os.path.lexists(settings.out / JOURNAL):
+        check_new_run(settings.out)

@@ -40,6 +40,7 @@ from prge.host.terminal import best_effort
 from prge.rows.feedback import Fields, check_feedback
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer, read_chat_template
 from prge.text.speaker import Speaker
+from prge.verbs.outputs import OutputFile
 from prge.verbs.settings import parse_settings
 
 
@@ -47,7 +48,7 @@ from prge.verbs.settings import parse_settings
 class ServeSettings(LearnFlags, ListenFlags, ServingFlags):
     """Serve a bundle and its adapters by OpenAI's protocol: chat completions, completions, models."""
 
-    feedback: Path | None = None
+    feedback: OutputFile | None = None
     """File that /v1/feedback adds rows to, with what was asked and answered; `prge tune --data` takes it.
     Default: nothing is kept."""
     runs: Path | None = None

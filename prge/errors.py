@@ -12,8 +12,8 @@ LONGEST_LINE = 1000
 LONGEST_VALUE = 100
 # The exit code of a verb that was told to stop.
 INTERRUPTED = 130
-# What would move a terminal's cursor, or can't be written at all.
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+# What would move a terminal's cursor or ring its bell, or can't be written at all; but line breaks and tabs.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def shown(value: object) -> str:
@@ -40,11 +40,12 @@ def first_line(error: Exception) -> str:
 
 def printable(text: str) -> str:
     """A text that may hold anything, for a terminal: lines shortened, control characters written out."""
-    lines = (
-        _UNPRINTABLE.sub(lambda character: ascii(character[0])[1:-1], shortened(line, LONGEST_LINE))
-        for line in text.split("\n")
-    )
-    return "\n".join(lines)
+    return visible("\n".join(shortened(line, LONGEST_LINE) for line in text.split("\n")))
+
+
+def visible(text: str) -> str:
+    """A text that may hold anything, for a terminal or a log: its control characters are written out."""
+    return _UNPRINTABLE.sub(lambda character: ascii(character[0])[1:-1], text)
 
 
 class PrgeError(Exception):

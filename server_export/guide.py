@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prge.contract import matrices
@@ -22,6 +21,7 @@ from prge.learning.estimators.guide import Guide, add_guide
 from prge.running.training_flags import ExampleFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Paths
+from prge.verbs.outputs import OutputFolder
 from prge.verbs.settings import parse_settings
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class GuideSettings(ExampleFlags):
     """Give a bundle axes for the directions of its forward-only runs, from gradients of rows."""
 
-    bundle: Path
+    bundle: OutputFolder
     """Folder that `prge export` wrote; it is another bundle afterwards, which no earlier run goes on with."""
     model: str
     """Folder, GGUF file or hub id of the model that it was exported from."""

@@ -13,6 +13,7 @@ from prge.learning.estimators.table import EstimatorName
 from prge.running.training_flags import ExampleFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Bytes, Paths
+from prge.verbs.outputs import OutputFolder
 
 Readout = Literal["logprobs", "pooled"]
 Pooling = Literal["mean", "first"]
@@ -46,7 +47,7 @@ class ExportConfig:
     """Folder or hub id of a transformers causal language model or encoder, or a GGUF file; random:NAME: a
     public architecture with random weights, to measure."""
 
-    out: Path
+    out: OutputFolder
     """Folder to write the bundle to."""
 
     adapter: AdapterKind = "lora-fa"

@@ -21,9 +21,9 @@ from device_runner.android.taking import Taking
 from prge import __version__
 from prge.errors import ConfigError, PrgeError
 from prge.files.documents import DocumentError, read_json
-from prge.files.run_folder import reported
-from prge.host.atomic import write_file
+from prge.files.run_folder import write_json
 from prge.running.trials import TRIALS, Trial
+from prge.verbs.outputs import OutputFile, OutputFolder
 
 MEASURED, FAILED = "measured", "failed"
 
@@ -34,7 +34,7 @@ class BenchSettings(DeviceSettings):
 
     only: tuple[str, ...] = ()
     """Trials; default: all. docs/phones.md has their names."""
-    json: Path = Path("phone.json")
+    json: OutputFile = Path("phone.json")
     """File for what is measured. A bench that was ended goes on with its file."""
     models: list[str] = field(default_factory=list)
     """Real weights in the place of random ones: qwen2-0.5b=Qwen/Qwen2-0.5B, a hub id or a folder."""
@@ -46,7 +46,7 @@ class BenchSettings(DeviceSettings):
     """A trial waits until the phone is as cool as this."""
     cool_minutes: float = 20.0
     """Longest wait for that; a phone that stays hotter is not measured."""
-    cache: Path | None = None
+    cache: OutputFolder | None = None
     """Folder for bundles, which may be removed at any time; default: ~/.cache/prge/bench."""
     tiny: bool = False
     """Try everything out on shapes of no size, whose figures mean nothing; the file says so."""
@@ -149,9 +149,7 @@ class _Record:
     def keep(self, name: str, found: Mapping[str, Any]) -> None:
         """Write one trial down."""
         self.content["trials"][name] = found
-        with reported(self.path):
-            self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
-            write_file(self.path, (json.dumps(self.content, indent=2) + "\n").encode())
+        write_json(self.path, self.content)
 
     def lines(self, names: Mapping[str, Any]) -> Iterator[str]:
         """Trials as lines of the table in docs/phones.md."""

@@ -49,6 +49,7 @@ from prge.files.run_folder import LOG
 from prge.files.tuned import tuning_at
 from prge.rows.sources import Part
 from prge.verbs.kinds import Paths
+from prge.verbs.outputs import OutputFolder
 from prge.verbs.settings import parse_settings, part_of
 from prge.verbs.subverbs import Action, run_action
 
@@ -81,13 +82,15 @@ class PushSettings(DeviceSettings):
 class AndroidRunSettings(RunSettings, DeviceSettings):
     """Start a run on a device, detached: it goes on without cable and computer."""
 
+    out: Path
+    """Run folder to make there; its name is the run's."""
     data_on_device: bool = False
     """--train and --dev name files that are on the device already."""
     wait: bool = False
     """Wait until the run has ended."""
     again: bool = False
     """Where the device has the run already, go on with it, and wait for it where it still runs."""
-    pull: Path | None = None
+    pull: OutputFolder | None = None
     """Wait until the run has ended, and bring its folder here; see `prge android pull`."""
     remove: bool = False
     """Beside --pull: remove the run from the device once it is here."""
@@ -137,7 +140,7 @@ class LogsSettings(NamedSettings):
 class PullSettings(NamedSettings):
     """Bring a run folder here: adapter, checkpoints, journal, figures."""
 
-    out: Path | None = None
+    out: OutputFolder | None = None
     """Folder to make, or an older copy of the run to replace; default: the run's name."""
     log: bool = False
     """Bring log.txt too, which shows a training row."""

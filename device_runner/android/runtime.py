@@ -41,6 +41,7 @@ from prge.errors import DeviceError, EngineError, PrgeError, RunError
 from prge.files.bundle import file_sha256
 from prge.files.documents import read_json
 from prge.host.user_cache import user_cache
+from prge.verbs.outputs import OutputFolder
 
 MANIFEST = "runtime.json"
 TREE = "TREE"
@@ -71,7 +72,7 @@ _DRIVER_LEFT_OUT = ("android", "__pycache__")
 class BundleSettings:
     """Build the folder that a phone needs to run the driver."""
 
-    out: Path
+    out: OutputFolder
     """Folder to make."""
     machine: Machine = "arm64"
     """What it is for: arm64 for phones, amd64 for tests and emulators."""
@@ -86,7 +87,7 @@ class BundleSettings:
     """Address of a Debian archive; default: the one that this machine's APT uses."""
     debian_keys: Path | None = None
     """File of the public keys that sign the archive; default: Debian's."""
-    cache: Path | None = None
+    cache: OutputFolder | None = None
     """Folder of downloads; default: ~/.cache/prge/android."""
 
 

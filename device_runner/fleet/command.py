@@ -12,6 +12,7 @@ from pathlib import Path
 from device_runner.fleet import joining, serve, simulate
 from device_runner.fleet.status import read_status
 from prge.errors import PrgeError
+from prge.verbs.outputs import OutputFolder
 from prge.verbs.settings import parse_settings
 from prge.verbs.subverbs import Action, run_action
 
@@ -23,7 +24,7 @@ NETWORKED = ("serve", "join", "keys")
 class KeysSettings:
     """Make certificates and keys: for the server, and for each device a folder to bring there."""
 
-    out: Path
+    out: OutputFolder
     """Folder for all of them; what is there already stays, so that devices can be added."""
     hosts: list[str] = field(default_factory=list)
     """Names and addresses by which devices reach the server. This machine's own always work."""

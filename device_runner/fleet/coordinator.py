@@ -47,7 +47,7 @@ from prge.errors import ConfigError, RunError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.journal import GRADIENT, Journal, Record, encode_array
-from prge.files.run_folder import CHECKPOINTS, FINAL, JOURNAL
+from prge.files.run_folder import CHECKPOINTS, FINAL, JOURNAL, check_new_run
 from prge.host.atomic import write_file
 from prge.learning.checkpoint import TrainingState, keep_state, load_best, load_latest, write_result
 from prge.learning.encoder_heads import Heads
@@ -133,6 +133,8 @@ def begin_fleet(
     Raises:
         RunError: the folder holds a run, or can't be written.
     """
+    if not (folder / JOURNAL).is_file():
+        check_new_run(folder, [AGREEMENT])
     folder.mkdir(parents=True, exist_ok=True)
     settings = common_settings(agreement.plan)
     with Journal(folder / JOURNAL) as journal:

@@ -10,6 +10,7 @@ from typing import ClassVar, NoReturn
 
 from device_runner.fleet.device import DEVICE, DeviceSettings, answer, make_device
 from device_runner.fleet.serve import check_keys
+from prge.verbs.outputs import OutputFolder
 from prge.verbs.settings import parse_settings, part_of
 
 
@@ -24,7 +25,7 @@ class JoinSettings(DeviceSettings):
 
     server: str
     """HOST:PORT of the server."""
-    folder: Path
+    folder: OutputFolder
     """Folder of the device: what it knows of its fleets, and what they have cost its privacy. Keep it."""
     keys: Path | None = None
     """The device's folder of `prge fleet keys`: by these it knows its server, and is known."""

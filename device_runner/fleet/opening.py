@@ -32,6 +32,7 @@ from prge.rows.task import Task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.running.training_flags import ExampleFlags
 from prge.verbs.kinds import Paths
+from prge.verbs.outputs import OutputFolder
 from prge.verbs.settings import part_of
 
 
@@ -41,7 +42,7 @@ class ServerSettings(Plan, RoundsFlags, EngineFlags, ExampleFlags):
 
     bundle: Path
     """Folder that `prge export` wrote; all devices have it."""
-    out: Path
+    out: OutputFolder
     """The fleet's folder: a run folder, with its adapter in final/."""
     name: str | None = None
     """Name of the fleet, which tells it from others with the same plan; default: a random one."""

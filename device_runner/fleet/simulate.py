@@ -38,6 +38,7 @@ from prge.learning.estimators.directions import philox
 from prge.learning.examples import tokens_sha256
 from prge.rows.own_heads import task_of
 from prge.verbs.kinds import Paths
+from prge.verbs.outputs import OutputFile
 from prge.verbs.settings import parse_settings, part_of
 
 _SEED_STREAM = 2**64 - 3
@@ -67,7 +68,7 @@ class SimulateSettings(ServerSettings):
     """Simulated devices."""
     partition: str = "even"
     """How rows are dealt out: even, or dirichlet:0.3, by classes and unevenly."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """File to write the figures to."""
 
 

@@ -10,6 +10,7 @@ from device_runner.session.conditions import Condition, parse_when
 from device_runner.session.settings import EngineFlags, PauseFlags, when_problems
 from prge.verbs.bounds import bound_problems, flag
 from prge.verbs.kinds import Paths
+from prge.verbs.outputs import OutputFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class RoundFlags(PauseFlags):
 class LearnFlags(RoundFlags):
     """Where to learn into."""
 
-    learn: Path | None = None
+    learn: OutputFolder | None = None
     """Folder to learn into: between requests the first --adapter, else the folder's own, learns from
     feedback, and a better one takes its place. The folder's feedback.jsonl is --feedback's default."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from prge.errors import ConfigError
 from prge.files.documents import DocumentError, read_document
+from prge.host.regular_files import warn_of_shared_key
 
 KEY = "PRGE_API_KEY"
 MOST_KEY_BYTES = 4096
@@ -63,7 +64,9 @@ def read_key(path: Path | None) -> str | None:
         return None
     where, key, remedy = KEY, os.environ.get(KEY, ""), f"set it, or unset {KEY} to serve without a key"
     if path is not None:
-        where, remedy = str(path), f"python -c 'import secrets; print(secrets.token_urlsafe())' > {path}"
+        made = "python -c 'import secrets; print(secrets.token_urlsafe())'"
+        where, remedy = str(path), f"(umask 077; {made} > {path})"
+        warn_of_shared_key(path)
         try:
             key = read_document(path, MOST_KEY_BYTES).decode("ascii", "replace")
         except (OSError, DocumentError) as error:

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.worker import Worker
 from prge.errors import RunError
+from prge.host.interrupts import ending_signals
 
 # For a client to send a request's head, and to go on reading an answer.
 SECONDS_TO_BEGIN = 20
@@ -107,10 +108,8 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """End at SIGINT and SIGTERM; uvicorn's own would raise them again afterwards."""
-        before = {
-            number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        """End at SIGINT, SIGTERM and SIGHUP; uvicorn's own would raise them again afterwards."""
+        before = {number: signal.signal(number, self.handle_exit) for number in ending_signals()}
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ from device_runner.engines.speaking import ChainSpeaker, open_speaker
 from device_runner.engines.trunk_cache import Precision
 from device_runner.session.memory import budget_of_texts
 from device_runner.session.settings import EngineFlags
-from prge.errors import BundleError, ConfigError, printable
+from prge.errors import BundleError, ConfigError, printable, visible
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.peft import find_adapter, read_compatible_adapter, read_peft
@@ -235,4 +235,4 @@ def open_speaker_within(
 def note(text: str) -> None:
     """Tell a user something beside the text that is generated."""
     with best_effort(sys.stderr):
-        print(text, file=sys.stderr, flush=True)
+        print(visible(text), file=sys.stderr, flush=True)

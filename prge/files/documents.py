@@ -1,7 +1,8 @@
 """JSON and YAML from elsewhere, read within bounds, so that what is read can be shown, hashed and walked.
 
 A document is a regular file of bounded size. Its values are texts, finite numbers, true, false, null, lists
-and mappings, at most `DEEPEST` levels of them. YAML aliases are refused, and its dates are texts.
+and mappings, at most `DEEPEST` levels of them; no mapping has a key twice. YAML aliases are refused; its
+dates, and its numbers to the base of 60 or 8, are texts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -100,7 +102,6 @@ def parse_yaml(content: bytes | str) -> Any:
     try:
         loader = _yaml_loader()
         _check_events(text, loader)
-        _check_keys(yaml.compose(text, Loader=loader))
         value = yaml.load(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
         # PyYAML 6.0.4 bounds depth itself, before it tells of a first level.
@@ -134,6 +135,22 @@ def _decoded(content: bytes | str) -> str:
     return text.removeprefix(_UTF8_MARK)
 
 
+def _with_keys_once(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A mapping of pairs; a key that comes twice is refused, of which Python would take the last value."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise DocumentError(f"it has the key {shown(twice)} twice")
+    return value
+
+
+def _mapping_of_yaml(loader: Any, node: Any) -> dict[Any, Any]:
+    pairs = loader.construct_pairs(node, deep=True)
+    if any(isinstance(key, (list, dict)) for key, _ in pairs):
+        raise DocumentError("it has a list or a mapping as a key")
+    return _with_keys_once(pairs)
+
+
 def _whole_number(text: str) -> int:
     if len(text) > LONGEST_NUMBER:
         raise DocumentError(f"it has a number of {len(text)} digits")
@@ -158,8 +175,11 @@ def _infinity(name: str) -> float:
     return float(name) if "Infinity" in name else _refuse_constant(name)
 
 
-_WITH_INFINITY = json.JSONDecoder(parse_float=_number, parse_int=_whole_number, parse_constant=_infinity)
-_DECODER = json.JSONDecoder(parse_float=_number, parse_int=_whole_number, parse_constant=_refuse_constant)
+_decoder = partial(
+    json.JSONDecoder, parse_float=_number, parse_int=_whole_number, object_pairs_hook=_with_keys_once
+)
+_WITH_INFINITY = _decoder(parse_constant=_infinity)
+_DECODER = _decoder(parse_constant=_refuse_constant)
 
 
 def _is_deep(value: object) -> bool:
@@ -185,14 +205,22 @@ def _yaml_loader() -> type[Any]:
         constructors = {tag: base.yaml_constructors[tag] for tag in tags} | {
             None: base.yaml_constructors[None]
         }
+        constructors["tag:yaml.org,2002:map"] = _mapping_of_yaml
         resolvers = {
-            first: [(tag, pattern) for tag, pattern in patterns if tag in tags]
+            first: [(tag, _decimal(tag, pattern)) for tag, pattern in patterns if tag in tags]
             for first, patterns in base.yaml_implicit_resolvers.items()
         }
         _loader = type(
             "PlainLoader", (base,), {"yaml_constructors": constructors, "yaml_implicit_resolvers": resolvers}
         )
     return _loader
+
+
+def _decimal(tag: str, pattern: re.Pattern[str]) -> re.Pattern[str]:
+    """What YAML 1.1 takes for a number, without 1:30, which it reads as 90, and 010, which it reads as 8."""
+    if not tag.endswith((":int", ":float")):
+        return pattern
+    return re.compile(rf"(?!.*:|[-+]?0[0-9_]+$){pattern.pattern}", pattern.flags)
 
 
 _loader: type[Any] | None = None
@@ -212,19 +240,6 @@ def _check_events(text: str, loader: type[Any]) -> None:
                 raise DocumentError(_TOO_DEEP)
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
-
-
-def _check_keys(node: Any) -> None:
-    """Refuse a mapping that has a key twice: PyYAML would take the last one without a word."""
-    import yaml
-
-    pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    keys = Counter((key.tag, key.value) for key, _ in pairs if isinstance(key, yaml.ScalarNode))
-    if twice := [name for (_, name), count in keys.items() if count > 1]:
-        raise DocumentError(f"it has the key {shown(twice[0])} twice")
-    inner = [each for _, each in pairs] if pairs else getattr(node, "value", None)
-    for each in inner if isinstance(inner, list) else []:
-        _check_keys(each)
 
 
 def _check_scalars(value: object) -> None:

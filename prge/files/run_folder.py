@@ -7,8 +7,9 @@ import json
 import math
 import os
 import platform
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from functools import lru_cache
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prge.errors import RunError
-from prge.host.atomic import storage_error, write_file
+from prge.host.atomic import storage_error, write_file, write_output
 from prge.host.memory import PeakMemory, memory_info
 from prge.host.regular_files import open_regular, read_regular
 
@@ -59,6 +60,9 @@ _NUMBERS = (
     "rejected_change",
 )
 _MOST = 1e300
+# The process that holds a lock, or nothing.
+_LONGEST_HOLDER = 20
+_MADE_LOCK = re.compile(rb"\d*\n?")
 # Looks at a lock whose holder has ended, and the time before each.
 _LOOKS, _LOOK_SECONDS = 40, 0.05
 
@@ -202,13 +206,16 @@ def run_lock(folder: Path) -> Iterator[None]:
     """Hold a run folder for this process; the operating system lets go of it when the process ends, however.
 
     Raises:
-        RunError: another process holds it, or the folder can't be written.
+        RunError: another process holds it, the folder can't be written, or the file of the lock is none.
     """
     with reported(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # The file stays behind: removing it would let two processes lock two files of one name.
         stream = open_regular(folder / LOCK, "a+b", buffering=0)
     with stream:
+        stream.seek(0)
+        if not _MADE_LOCK.fullmatch(stream.read(_LONGEST_HOLDER)):  # whose content would be lost
+            raise RunError(f"{folder / LOCK} is no lock of prge", remedy="give another folder")
         if not _lock(stream) and not _lock_after_end(stream):
             raise RunError(
                 f"{folder} is in use by process {_holder(stream) or 'unknown'}",
@@ -220,9 +227,28 @@ def run_lock(folder: Path) -> Iterator[None]:
         yield
 
 
+def check_new_run(folder: Path, names: Iterable[str] = ()) -> None:
+    """Refuse to begin a run in a folder that holds what no run wrote under a name that a run uses.
+
+    Args:
+        folder: without a run.
+        names: that this kind of run uses beside the usual ones.
+
+    Raises:
+        RunError: there is such a file or folder, which the run would replace.
+    """
+    usual = (CONFIG, JOURNAL, METRICS, SAMPLES, LOG, SUMMARY, CHECKPOINTS, FINAL)
+    there = [name for name in (*usual, *names) if os.path.lexists(folder / name)]
+    if there:
+        raise RunError(
+            f"{folder} holds {there[0]}, which a run would replace",
+            remedy="give a new or empty folder with --out",
+        )
+
+
 def _holder(stream: BinaryIO) -> str:
     stream.seek(0)
-    return stream.read(20).decode(errors="replace").strip()
+    return stream.read(_LONGEST_HOLDER).decode(errors="replace").strip()
 
 
 def _lock_after_end(stream: BinaryIO) -> bool:
@@ -252,8 +278,7 @@ def is_held(folder: Path) -> bool:
 
 def write_json(path: Path, content: Any) -> None:
     """Write what a verb found, for whoever reads it; raises RunError."""
-    with reported(path):
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_output(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import errno
 import glob
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,6 +107,47 @@ def write_file(path: Path, content: bytes, rights: int | None = None) -> None:
         raise storage_error(path, error) from None
 
 
+def write_output(path: Path, content: bytes) -> None:
+    """Write a file that the user named, whole or not at all, over an older one, whose mode it keeps.
+
+    Other than `write_file` it goes through links, makes the file's folder, and writes into pipes and devices.
+
+    Raises:
+        RunError: the storage is full, read-only or refuses.
+    """
+    try:
+        there = os.stat(path) if os.path.exists(path) else None
+        if there is not None and not stat.S_ISREG(there.st_mode):
+            with open(path, "wb") as stream:
+                stream.write(content)
+            return
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise storage_error(path, error) from None
+    write_file(target, content, None if there is None else stat.S_IMODE(there.st_mode))
+
+
+def check_file(path: Path) -> None:
+    """See whether a file can be written in a place, where one may be already. Nothing changes there.
+
+    It isn't opened: that would make it, or wait for whoever reads a pipe.
+
+    Raises:
+        RunError: it is a folder, or can't be written.
+    """
+    try:
+        there = os.stat(path) if os.path.exists(path) else None
+        if there is not None and stat.S_ISDIR(there.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if there is not None and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if there is None or stat.S_ISREG(there.st_mode):
+            _check_room_for_names(Path(os.path.realpath(path)).parent)
+    except OSError as error:
+        raise storage_error(path, error) from None
+
+
 def check_place(folder: Path, needed: int = 0) -> None:
     """See in an instant whether files can be made in a folder, which may not be there yet. Nothing stays.
 
@@ -116,11 +158,8 @@ def check_place(folder: Path, needed: int = 0) -> None:
     Raises:
         RunError: the storage is read-only, refuses, or has less room.
     """
-    folder = Path(folder)
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
-        with tempfile.TemporaryFile(dir=there):
-            free = shutil.disk_usage(there).free
+        free = _check_room_for_names(Path(os.path.realpath(folder)))
     except OSError as error:
         raise storage_error(folder, error) from None
     if needed > free:
@@ -129,6 +168,14 @@ def check_place(folder: Path, needed: int = 0) -> None:
             "are free",
             remedy="free some storage, or write to another place",
         )
+
+
+def _check_room_for_names(folder: Path) -> int:
+    """Raise OSError unless files can be made in a folder or in the nearest one that is there; free bytes."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    # A file without a name, which no other process sees.
+    with tempfile.TemporaryFile(dir=there):
+        return shutil.disk_usage(there).free
 
 
 def storage_error(path: Path, error: OSError) -> RunError:

@@ -26,12 +26,22 @@ def one_interrupt(restored: bool) -> Iterator[None]:
                 signal.signal(signal.SIGINT, before)
 
 
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Signals that end the work in order: Ctrl-C, SIGTERM, and SIGHUP, of a terminal that was closed.
+
+    What `nohup` started ignores SIGHUP, and goes on doing so.
+    """
+    hang_up = [number for number in signal.Signals if number.name == "SIGHUP"]  # Windows has none
+    heeded = [number for number in hang_up if signal.getsignal(number) is not signal.SIG_IGN]
+    return (signal.SIGINT, signal.SIGTERM, *heeded)
+
+
 def ignore_interrupts() -> None:
-    """From now on Ctrl-C changes nothing, nor does SIGTERM where something was to be done at it."""
+    """From now on Ctrl-C changes nothing, nor do other signals where something was to be done at them."""
     with suppress(ValueError):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in ending_signals():
+            if number is signal.SIGINT or signal.getsignal(number) is not signal.SIG_DFL:
+                signal.signal(number, signal.SIG_IGN)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:

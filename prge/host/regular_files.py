@@ -9,8 +9,12 @@ import contextlib
 import errno
 import os
 import stat
+import sys
 from pathlib import Path
 from typing import BinaryIO, cast
+
+from prge.errors import visible
+from prge.host.terminal import best_effort
 
 _NEVER_WAIT = getattr(os, "O_NONBLOCK", 0)
 _NEVER_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -59,6 +63,15 @@ def read_regular(path: Path, *, follow: bool = False) -> bytes:
     """The content of a file, opened by `open_regular`."""
     with open_regular(path, "rb", follow=follow) as stream:
         return stream.read()
+
+
+def warn_of_shared_key(path: Path) -> None:
+    """Print a line where others than its owner may read a file that holds a key."""
+    with contextlib.suppress(OSError), best_effort(sys.stderr):
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            line = f"warning: others may read the key in {path}, whose mode is {mode:04o}: chmod 600 {path}"
+            print(visible(line), file=sys.stderr, flush=True)
 
 
 def _refuse_others(path: Path, facts: os.stat_result) -> None:

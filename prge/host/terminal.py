@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-# What would move a terminal's cursor or change its colours, but for line breaks and tabs.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+from prge.errors import visible
 
 
 def open_standard_files() -> None:
@@ -34,7 +32,7 @@ def open_standard_files() -> None:
 def write_text(stream: TextIO, text: str) -> None:
     """Write a text that may hold anything, at once; a terminal is shown control characters spelled out."""
     if stream.isatty():
-        text = _CONTROLS.sub(lambda character: ascii(character[0])[1:-1], text)
+        text = visible(text)
     stream.write(text)
     stream.flush()
 

@@ -18,19 +18,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from prge.errors import DataError, shown
 from prge.files.adapter import Adapter
 from prge.files.documents import DocumentError, parse_json
-from prge.host.atomic import storage_error, write_file
+from prge.host.atomic import check_file, storage_error, write_file
 from prge.host.regular_files import open_regular, read_regular
 
 # What the chat template was given beside messages; rows to learn from have it too.
 TEMPLATE_KWARGS = "chat_template_kwargs"
 GOOD, BAD = RATINGS = ("good", "bad")
 _OWNERS = 0o600
+# How a row begins that `Answered.judged` made.
+_FIRST = b'{"id": "'
+# Far above what a row may have, so that the first line of another file is never read whole.
+_LONGEST_LINE = 64 << 20
 Fields = Mapping[str, Any]
 
 
@@ -96,18 +101,26 @@ def is_feedback(fields: Fields) -> bool:
 
 
 def check_feedback(path: Path) -> None:
-    """See that feedback can be appended to a file, which is made.
+    """See that feedback can be appended to a file, which may not be there yet. Nothing changes.
 
     Raises:
         RunError: it can't be written.
         DataError: it holds something else.
     """
-    append_feedback(path, [])
-    for number, fields, _ in read_lines(path):
-        if fields is None or not is_feedback(fields):
-            what = f"{path} holds something else than feedback: row {number}"
-            raise DataError(what, [], remedy="give another file")
-        return
+    check_file(path)
+    try:
+        if not os.path.lexists(path):
+            os.stat(path.parent)  # which isn't made
+            return
+        with open_regular(path, "rb") as stream:
+            for number, line in enumerate(iter(partial(stream.readline, _LONGEST_LINE), b""), 1):
+                if line.strip() and not _begins_feedback(line):
+                    what = f"{path} holds something else than feedback: row {number}"
+                    raise DataError(what, [], remedy="give another file")
+                if line.strip():
+                    return
+    except OSError as error:
+        raise storage_error(path, error) from None
 
 
 def problem_of(row: Fields) -> str:
@@ -142,8 +155,9 @@ def append_feedback(path: Path, rows: Sequence[Fields]) -> None:
             lines = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows).encode()
             if length and os.pread(stream.fileno(), 1, length - 1) != b"\n":
                 content = os.pread(stream.fileno(), length, 0)
-                if _parsed(content[content.rfind(b"\n") + 1 :]) is None:
-                    length = content.rfind(b"\n") + 1
+                whole = 0 if _is_torn_first(content) else len(whole_lines(content))
+                if whole < length:
+                    length = whole
                     stream.truncate(length)
                 else:
                     lines = b"\n" + lines
@@ -228,6 +242,18 @@ def _locked(path: Path, rights: int = _OWNERS) -> Iterator[BinaryIO]:
                 os.fchmod(stream.fileno(), rights)
                 yield stream
                 return
+
+
+def _begins_feedback(line: bytes) -> bool:
+    """Whether the first line of a file is a row of feedback, or what a killed process wrote of its first."""
+    fields = _parsed(line)
+    return _is_torn_first(line) if fields is None else is_feedback(fields)
+
+
+def _is_torn_first(content: bytes) -> bool:
+    """Whether a file holds no more than the beginning of its first row of feedback."""
+    begins = content[: len(_FIRST)] == _FIRST[: len(content)]
+    return begins and b"\n" not in content and _parsed(content) is None
 
 
 def _parsed(line: bytes) -> Fields | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from prge.errors import visible
 from prge.host.terminal import best_effort
 from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
@@ -128,7 +129,7 @@ class DataReport:
             lines.append(
                 "  classes: " + ", ".join(f"{name} {count}" for name, count in sorted(self.classes.items()))
             )
-        return "\n".join([*lines, *(f"  {line}" for line in self.events())])
+        return visible("\n".join([*lines, *(f"  {line}" for line in self.events())]))
 
     def events(self) -> list[str]:
         """What was done to rows, which, and what would keep them as they are, a line each."""
@@ -144,7 +145,7 @@ class DataReport:
             lines.append(
                 f"{event}: {len(rows)} {'row' if len(rows) == 1 else 'rows'} ({shown}){counted}{mend}"
             )
-        return lines
+        return [visible(line) for line in lines]
 
     def _counted(self, event: str) -> str:
         """How often which control tokens are written in the rows of an event."""
@@ -162,7 +163,7 @@ def warn_unread(report: DataReport) -> None:
 @cache
 def _print_once(line: str) -> None:
     with best_effort(sys.stderr):
-        print(line, file=sys.stderr, flush=True)
+        print(visible(line), file=sys.stderr, flush=True)
 
 
 def unknown_note(unknown: int, targets: int) -> str:
@@ -191,4 +192,4 @@ def show_sample(example: Example, tokenizer: Tokenizer) -> str:
         lines += [f"    -> {line}" for line in outside]
     if example.label is not None and not any(sequence.targets for sequence in example.sequences):
         lines.append(f"    -> class {example.label} of {example.candidates}")
-    return "\n".join(lines)
+    return visible("\n".join(lines))

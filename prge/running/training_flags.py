@@ -15,6 +15,7 @@ from prge.rows.sources import hub_names
 from prge.rows.windows import Overflow
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Day, Paths
+from prge.verbs.outputs import OutputFolder
 from prge.verbs.settings import part_of, with_whole_paths
 
 Flags = TypeVar("Flags", bound="TrainingFlags")
@@ -118,7 +119,7 @@ class TrainingFlags(OverflowFlags, RateFlags, ExampleFlags):
     train: Paths
     """Training rows: jsonl, json, csv, tsv or parquet, several files one after another; a folder with files
     train, valid and test; or the name of a data set of the hub."""
-    out: Path
+    out: OutputFolder
     """Run folder to make."""
     dev: Paths | None = None
     """Development rows, scored on the way; the best step on them becomes the result. Of a folder the file

@@ -11,11 +11,11 @@ from types import TracebackType
 
 import numpy as np
 
-from prge.errors import DivergenceError, PrgeError
+from prge.errors import DivergenceError, PrgeError, visible
 from prge.files.curves import merit_of, score_of
 from prge.files.journal import Journal, Record, decode_array
 from prge.files.run_folder import RunLog, write_summary
-from prge.host.interrupts import ignore_interrupts
+from prge.host.interrupts import ending_signals, ignore_interrupts
 from prge.host.memory import proportional_memory
 from prge.host.progress import Progress
 from prge.learning.estimators.protocol import Measurement
@@ -104,8 +104,9 @@ class Watcher:
 
     def say(self, text: str) -> None:
         """Tell the user, and the log."""
+        text = visible(text)  # it may show a row
         self.progress.note(text)
-        for line in text.splitlines():
+        for line in text.split("\n"):
             self.log.text(line)
 
     def on_wait(self, why: str) -> None:
@@ -251,7 +252,7 @@ class Watcher:
 
 @contextmanager
 def graceful_stop(watcher: Watcher) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run after its step, a second one at once."""
+    """The first Ctrl-C, SIGTERM or SIGHUP ends the run after its step, a second one at once."""
 
     def stop(number: int, frame: object) -> None:
         if watcher.stopped:
@@ -260,7 +261,7 @@ def graceful_stop(watcher: Watcher) -> Iterator[None]:
         watcher.stopped = True
         watcher.say("stopping after this step; once more to stop at once")
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in ending_signals()}
     try:
         yield
     finally:

@@ -68,7 +68,7 @@ def converted(value: Any, kind: Any) -> Any:
         raise TypeError
     if isinstance(value, bool) != (kind is bool):  # True is an int, too
         raise TypeError
-    if kind is Path and value == "":  # which would be the folder that one stands in
+    if kind is Path and (value == "" or "\0" in str(value)):  # "" would be the folder that one stands in
         raise TypeError
     if kind is Day:
         return date.fromisoformat(value).isoformat()

@@ -24,6 +24,9 @@ KEPT      file of the folder that `folder` names: where there is one, its settin
 PRESETS   folder of YAML files: `preset` names one, whose settings come first
 current   of what a file has: settings that an earlier version wrote down, as this one has them
 
+A path that the verb writes is an OutputFile or an OutputFolder, see prge/verbs/outputs.py: it is checked
+before the verb begins.
+
 Other checks across fields go into `__post_init__` and raise ConfigError.
 """
 
@@ -49,6 +52,7 @@ from prge.verbs.bounds import bound_problems, flag
 from prge.verbs.habits import nearest, setting_meant
 from prge.verbs.helping import field_help, is_required, show_settings
 from prge.verbs.kinds import MISFITS, converted, described, is_list, takes_paths
+from prge.verbs.outputs import check_outputs
 
 Settings = TypeVar("Settings")
 
@@ -77,7 +81,7 @@ def parse_settings(
 
     Raises:
         ConfigError: names every unknown key or flag, wrong value and missing setting at once.
-        RunError: `--resume` names a folder that has no settings.
+        RunError: `--resume` names a folder that has no settings, or a place can't be written.
         SystemExit: code 0, after `--help` or `--print-config`.
     """
     kinds = _kinds(settings_type)
@@ -97,6 +101,7 @@ def parse_settings(
     if "print_config" in own:
         print(settings_to_yaml(settings, comments=True), end="")
         raise SystemExit(0)
+    check_outputs(settings)
     return settings
 
 
@@ -107,13 +112,24 @@ def read_settings(settings_type: type[Settings], path: Path, prog: str) -> Setti
     return _build(settings_type, given, problems, prog)
 
 
+def is_config_of(settings_type: type[Any], path: Path) -> bool:
+    """Whether a file holds settings of this class, as a verb that began there wrote them."""
+    try:
+        read_settings(settings_type, path, "prge")
+    except ConfigError:
+        return False
+    return True
+
+
 def settings_of(
     settings_type: type[Settings], fields: Mapping[str, Any], where: str, prog: str = "prge"
 ) -> Settings:
     """Settings from a mapping that came from elsewhere, such as a message; raises as `parse_settings`."""
     problems: list[str] = []
     given = _given_by(fields, where, _kinds(settings_type), problems)
-    return _build(settings_type, _with_stored(settings_type, given, problems), problems, prog)
+    settings = _build(settings_type, _with_stored(settings_type, given, problems), problems, prog)
+    check_outputs(settings)
+    return settings
 
 
 def part_of(kind: type[Settings], settings: Any) -> Settings:

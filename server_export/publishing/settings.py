@@ -8,6 +8,7 @@ from typing import Literal
 
 from prge.errors import ConfigError
 from prge.verbs.bounds import bound_problems
+from prge.verbs.outputs import OutputFolder
 
 Weights = Literal["trained", "original"]
 
@@ -19,7 +20,7 @@ class PublishConfig:
     source: Path
     """Folder of a run or of `prge tune`, checkpoint or PEFT folder with the trained adapter."""
 
-    out: Path
+    out: OutputFolder
     """Folder to write."""
 
     bundle: Path | None = None

@@ -15,6 +15,7 @@ from prge.rows.windows import Overflow
 from prge.running.training_flags import ExampleFlags, OptimizerFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Bytes, Paths
+from prge.verbs.outputs import OutputFile, OutputFolder
 from prge.verbs.settings import with_whole_paths
 from server_export.settings import SCHEMES, AdapterKind, Init, PrependBos, roles_problems
 
@@ -34,7 +35,7 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
     data: Paths
     """Training rows: a file, or several one after another; a folder with files train, valid and test, of
     which the two others are taken as well; or a data set of the hub."""
-    out: Path
+    out: OutputFolder
     """Folder for bundle, run, adapter and report."""
     model: str | None = None
     """Folder or hub id of a transformers causal language model or encoder, or a GGUF file."""
@@ -111,7 +112,7 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
     runtime of `prge android push`. Default: here."""
     phone_folder: str | None = None
     """prge's folder on the phone; default: that of `prge android`."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """File to write scores, decisions, memory and seconds to as JSON."""
     resume: Path | None = None
     """Folder of a tuning that was ended, to go on with it."""

@@ -28,7 +28,16 @@ from typing import Any
 from prge.cli import main
 from prge.errors import PrgeError, RunError
 from prge.files.bundle import Bundle, open_bundle, read_manifest
-from prge.files.run_folder import DECISIONS, ENDED, JOURNAL, SUMMARY, read_metrics, run_lock
+from prge.files.run_folder import (
+    CONFIG,
+    DECISIONS,
+    ENDED,
+    JOURNAL,
+    SUMMARY,
+    check_new_run,
+    read_metrics,
+    run_lock,
+)
 from prge.files.signatures import DECODE
 from prge.host.atomic import check_place
 from prge.host.progress import TimeLeft, duration
@@ -39,6 +48,7 @@ from prge.rows.readers import Row, read_rows
 from prge.rows.report import unknown_note
 from prge.rows.sources import Part
 from prge.rows.tokenizer import bundle_tokenizer
+from prge.verbs.settings import is_config_of
 from prge.verbs.starting import configured, json_of, run_verb, run_verb_here
 from server_export.tune import decisions
 from server_export.tune.choosing import Choosing
@@ -139,8 +149,12 @@ class _Tuning:
     def check_folder(self, is_there: bool) -> None:
         """Raise RunError if the folder holds something else than a tuning."""
         out = self._settings.out
-        if not is_there and any((out / name).exists() for name in (DECISIONS, "rows", "search", "run")):
+        if is_there:
+            return
+        if any((out / name).exists() for name in (DECISIONS, "rows", "search", "run")):
             raise RunError(f"{out} holds something already", remedy="give another folder with --out")
+        if not is_config_of(TuneSettings, out / CONFIG):
+            check_new_run(out, ("settings", "start", "before.json", "after.json", "adapter", "report.html"))
 
     def meet_phone(self) -> None:
         """Measure the phone that runs take place on; from then on it is this one."""

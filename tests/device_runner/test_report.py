@@ -205,8 +205,9 @@ def test_sparse_records(tmp_path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def test_a_page_that_can_not_be_written(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="can't be written: No such file"):
-        main([str(write_run(tmp_path / "run")), "--out", str(tmp_path / "nowhere" / "report.html")])
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="can't be written: Not a directory"):
+        main([str(write_run(tmp_path / "run")), "--out", str(tmp_path / "file" / "report.html")])
 
 
 def test_the_same_runs_give_the_same_page(tmp_path: Path) -> None:

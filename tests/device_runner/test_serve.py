@@ -83,3 +83,16 @@ def test_this_machine_needs_no_key() -> None:
 def test_models_have_names_that_an_answer_can_carry() -> None:
     adapter = make_adapter()
     assert list(by_name([("first", adapter), ("b\udcff", adapter)])) == ["first", "b\\udcff"]
+
+
+def test_a_key_that_others_may_read_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "key"
+    path.write_text("secret\n")
+    for mode in (0o600, 0o400):
+        path.chmod(mode)
+        assert read_key(path) == "secret" and capsys.readouterr().err == ""
+    for mode in (0o644, 0o640):
+        path.chmod(mode)
+        assert read_key(path) == "secret"
+        told = capsys.readouterr().err
+        assert f"whose mode is {mode:04o}: chmod 600 {path}" in told and "secret" not in told

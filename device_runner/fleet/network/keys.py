@@ -36,6 +36,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from device_runner.fleet.network.home import private_folder, write_private
 from prge.errors import ProblemsError
+from prge.host.regular_files import warn_of_shared_key
 
 AUTHORITY, AUTHORITY_KEY = "ca.pem", "authority.key"
 CERTIFICATE, CERTIFICATE_KEY, DEVICE_KEY = "server.pem", "server.key", "device.key"
@@ -249,6 +250,7 @@ def _device_keys(server: Path) -> dict[str, ec.EllipticCurvePublicKey]:
 
 def _key(path: Path, load: Callable[[bytes, None], object]) -> ec.EllipticCurvePrivateKey:
     """The key of a file; raises KeysError for what is none."""
+    warn_of_shared_key(path)
     try:
         key = load(path.read_bytes(), None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):

@@ -14,9 +14,19 @@ from pathlib import Path
 from prge.errors import RunError
 from prge.files.bundle import open_bundle
 from prge.files.documents import DocumentError, read_json
-from prge.files.run_folder import CONFIG, FINAL, FINISHED, JOURNAL, LOG, METRICS, SUMMARY, run_lock
+from prge.files.run_folder import (
+    CONFIG,
+    FINAL,
+    FINISHED,
+    JOURNAL,
+    LOG,
+    METRICS,
+    SUMMARY,
+    check_new_run,
+    run_lock,
+)
 from prge.host.atomic import write_file
-from prge.verbs.settings import parse_settings, settings_to_yaml
+from prge.verbs.settings import is_config_of, parse_settings, settings_to_yaml
 from server_export.evidence.baselines.inputs import read_inputs
 from server_export.evidence.baselines.settings import BEST, BaselineSettings
 
@@ -39,8 +49,9 @@ def run(settings: BaselineSettings) -> Path:
     settings = settings.dated()
     bundle = open_bundle(settings.bundle)
     with run_lock(settings.out):
-        _make_room(settings.out)
+        _check_folder(settings.out)
         inputs = read_inputs(bundle, settings)
+        _make_room(settings.out)
         write_file(settings.out / CONFIG, settings_to_yaml(settings.resolved()).encode())
         # torch and transformers take seconds to import.
         from server_export.evidence.baselines.training import train_baseline
@@ -49,12 +60,8 @@ def run(settings: BaselineSettings) -> Path:
     return settings.out / FINAL
 
 
-def _make_room(folder: Path) -> None:
-    """Remove what a killed baseline left in a folder.
-
-    Raises:
-        RunError: a finished run or one of another kind lies there.
-    """
+def _check_folder(folder: Path) -> None:
+    """Raises RunError unless a baseline can begin in a folder: a killed one may lie there, nothing else."""
     if (folder / SUMMARY).exists() or (folder / JOURNAL).exists():
         try:
             run = read_json(folder / SUMMARY)["run"]
@@ -64,6 +71,12 @@ def _make_room(folder: Path) -> None:
         if not is_baseline or is_finished:
             kind = "a finished run" if is_baseline else "a run of another kind"
             raise RunError(f"{folder} holds {kind}", remedy="give another folder with --out")
+    elif not is_config_of(BaselineSettings, folder / CONFIG):
+        check_new_run(folder, [BEST])
+
+
+def _make_room(folder: Path) -> None:
+    """Remove what a killed baseline left in a folder."""
     for name in (SUMMARY, METRICS, LOG, BEST):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / FINAL, ignore_errors=True)

@@ -13,6 +13,7 @@ from prge.rows.sources import Part, file_of_part
 from prge.rows.windows import Overflow
 from prge.running.training_flags import ExampleFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
+from prge.verbs.outputs import OutputFile, OutputFolder
 from server_export.settings import ExportConfig, PrependBos
 
 DEMO = Path(__file__).resolve().parents[2] / "demo_data"
@@ -28,11 +29,11 @@ class CompareSettings(ExampleFlags):
 
     PRESETS: ClassVar = Path(__file__).with_name("presets")
 
-    out: Path
+    out: OutputFolder
     """Folder of the comparison; the same command goes on with it."""
     preset: str | None = None
     """Settings to begin with: demo, minilm-sst2, stories-wikitext or smollm2-135m; flags win over them."""
-    json: Path | None = None
+    json: OutputFile | None = None
     """File to write the figures of every method to as JSON."""
 
     model: str | None = None

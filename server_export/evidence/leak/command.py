@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from prge.files.run_folder import environment, write_json
-from prge.host.atomic import write_file
+from prge.host.atomic import write_output
 from prge.verbs.settings import parse_settings, settings_to_yaml
 from server_export.evidence.leak.settings import LeakSettings
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     if settings.out is not None:
         from server_export.evidence.leak.figure import draw
 
-        write_file(settings.out, draw(found).encode())
+        write_output(settings.out, draw(found).encode())
         print(settings.out)
     print(_WARNING)
     return 0

@@ -11,6 +11,7 @@ from prge.errors import ConfigError
 from prge.running.training_flags import ExampleFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Paths
+from prge.verbs.outputs import OutputFile
 from server_export.settings import ExportConfig
 
 DEMO = Path(__file__).resolve().parents[2] / "demo_data"
@@ -96,9 +97,9 @@ class LeakSettings(ExampleFlags):
     matching_steps: int = 100
     """Steps of the optimizer that matches embeddings."""
 
-    json: Path | None = None
+    json: OutputFile | None = None
     """File to write all figures to as JSON."""
-    out: Path | None = None
+    out: OutputFile | None = None
     """Picture of the token recovery, an SVG file."""
 
     @property

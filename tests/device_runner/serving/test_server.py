@@ -490,6 +490,13 @@ def test_a_key_and_an_end_by_a_signal() -> None:
         assert server.process.wait(15) == 0
 
 
+def test_a_terminal_that_is_closed_ends_it_in_order() -> None:
+    with served(SLOW) as server:
+        assert server.health()
+        server.process.send_signal(signal.SIGHUP)
+        assert server.process.wait(15) == 0
+
+
 def test_executorchs_own_conformance_test(child: Child) -> None:
     import executorch
 

@@ -17,6 +17,7 @@ from prge.files.documents import (
     MOST_YAML_BYTES,
     DocumentError,
     parse_json,
+    parse_json_values,
     parse_yaml,
     read_json,
     read_yaml,
@@ -91,7 +92,10 @@ def test_json_that_is_refused(content: bytes, told: str) -> None:
         (b"- " * 30_000, f"more than {DEEPEST} levels"),
         (b"a: !!python/object/apply:os.getcwd []\n", "not YAML: "),
         (b"a: !!timestamp 2020-99-99\n", "not YAML: "),
-        (b"? [a]\n: b\n", "not YAML: "),
+        (b"? [a]\n: b\n", "it has a list or a mapping as a key"),
+        (b"a: 1\na: 2\n", "it has the key 'a' twice"),
+        (b'a: 1\n"a": 2\n', "it has the key 'a' twice"),
+        (b"a: [{b: {1: 2, 0x1: 3}}]\n", "it has the key 1 twice"),
         (b"a: 1\n---\nb: 2\n", "not YAML: "),
     ],
 )
@@ -155,3 +159,22 @@ def test_no_document_takes_long_or_much(tmp_path: Path, name: str) -> None:
     )
     assert found.seconds < 1
     assert found.peak_bytes < 200e6
+
+
+@pytest.mark.parametrize("content", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "c": 2, "a": 1}}]'])
+def test_a_key_that_json_has_twice_is_refused(content: str) -> None:
+    with pytest.raises(DocumentError, match="it has the key 'a' twice"):
+        parse_json(content)
+    with pytest.raises(DocumentError, match="it has the key 'a' twice"):
+        parse_json_values('{"a": 1} ' + content)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("1:30", "1:30"), ("1:30.5", "1:30.5"), ("010", "010"), ("-07", "-07"), ("0", 0), ("-0", 0)),
+        *(("10", 10), ("1_000", 1000), ("0x10", 16), ("0.5", 0.5), (".5", 0.5), ("1.0e-3", 0.001)),
+    ],
+)
+def test_numbers_of_yaml_are_what_they_look_like(text: str, value: object) -> None:
+    assert parse_yaml(f"a: {text}") == {"a": value}

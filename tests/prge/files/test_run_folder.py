@@ -18,11 +18,13 @@ import pytest
 
 from prge.errors import RunError
 from prge.files.run_folder import (
+    FINAL,
     LOCK,
     LOG,
     METRICS,
     SUMMARY,
     RunLog,
+    check_new_run,
     environment,
     is_held,
     read_metrics,
@@ -271,3 +273,24 @@ def test_a_child_of_an_owner_that_was_killed_is_waited_for(tmp_path: Path) -> No
         assert is_held(tmp_path)
         with run_lock(tmp_path):
             assert is_held(tmp_path)
+
+
+def test_a_file_that_is_no_lock_is_refused_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text("yarn lockfile v1")
+    with pytest.raises(RunError, match="is no lock of prge"), run_lock(tmp_path):
+        pass
+    assert (tmp_path / LOCK).read_text() == "yarn lockfile v1"
+    for content in ("", "123\n", "99999999\n"):
+        (tmp_path / LOCK).write_text(content)
+        with run_lock(tmp_path):
+            assert (tmp_path / LOCK).read_text() == f"{os.getpid()}\n"
+
+
+def test_a_run_begins_where_nothing_has_a_name_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").touch()
+    (tmp_path / LOCK).touch()
+    check_new_run(tmp_path)
+    check_new_run(tmp_path / "none")
+    (tmp_path / FINAL).symlink_to("nowhere")
+    with pytest.raises(RunError, match="holds final, which a run would replace"):
+        check_new_run(tmp_path)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from prge.errors import RunError
+from prge.errors import DataError, RunError
 from prge.rows.feedback import (
     Answered,
     append_feedback,
+    check_feedback,
     forget_rows,
     read_feedback,
     spaced,
@@ -44,6 +45,57 @@ def test_a_torn_last_line_is_dropped_where_it_is_read_and_before_another_is_writ
 @pytest.mark.parametrize("content", [b'{"text": "a"}\n{"te', b"", b"\n", b'{"a', b'[1]\n{"a'])
 def test_a_torn_line_of_other_rows_is_an_error_as_ever(content: bytes) -> None:
     assert whole_lines(content) == content
+
+
+OTHERS = {
+    "rows": b'{"text": "a"}\n',
+    "csv": b"name,born\nAda,1815\n",
+    "no line break": b"a text",
+    "torn row": b'{"text": "a"}\n{"te',
+    "an object": b'{"id": "a"}',
+    "binary": bytes(range(256)),
+    "blank lines": b"\n\nAda\n",
+}
+
+
+@pytest.mark.parametrize("content", OTHERS.values(), ids=OTHERS.keys())
+def test_a_file_of_something_else_is_refused_as_it_is(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "people.csv"
+    path.write_bytes(content)
+    path.chmod(0o644)
+    with pytest.raises(DataError, match="holds something else than feedback"):
+        check_feedback(path)
+    assert path.read_bytes() == content and path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_file_that_can_take_feedback_is_left_as_it_is_too(tmp_path: Path) -> None:
+    path = tmp_path / "feedback.jsonl"
+    check_feedback(path)
+    assert not path.exists()
+    append_feedback(path, [ROW])
+    whole = path.read_bytes()
+    for content in (b"", b"\n", whole, whole[:10], whole[:-1], whole + whole[:10], whole + b"broken"):
+        path.write_bytes(content)
+        path.chmod(0o644)
+        check_feedback(path)
+        assert path.read_bytes() == content and path.stat().st_mode & 0o777 == 0o644
+
+
+def test_what_is_no_file_takes_no_feedback(tmp_path: Path) -> None:
+    path = tmp_path / "feedback.jsonl"
+    append_feedback(path, [ROW])
+    (tmp_path / "link").symlink_to(path)
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path, tmp_path / "link", tmp_path / "pipe", tmp_path / "none" / "feedback.jsonl"):
+        with pytest.raises(RunError, match="can't be written"):
+            check_feedback(other)
+
+
+def test_a_text_that_is_no_feedback_keeps_its_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(b"a text")
+    append_feedback(path, [ROW])
+    assert path.read_bytes().startswith(b"a text\n{")
 
 
 def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prge.files.documents import read_json
-from prge.files.run_folder import SUMMARY
+from prge.files.run_folder import LOG, SUMMARY
 from prge.running.training_flags import TrainingFlags
-from prge.running.watching import Watcher, describe_changes
+from prge.running.watching import Watcher, describe_changes, graceful_stop
 
 
 def test_it_tells_what_a_pause_waits_for_and_for_how_long(tmp_path: Path) -> None:
@@ -56,3 +58,46 @@ def test_the_best_step_is_named_by_what_it_is_judged_by(tmp_path: Path) -> None:
 )
 def test_it_is_said_how_many_answers_changed(after: list[str], said: str) -> None:
     assert describe_changes(["a", "b"], after) == said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_run_after_its_step_and_a_second_one_at_once(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {each: signal.getsignal(each) for each in numbers}
+    with Watcher(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
+        try:
+            with graceful_stop(watcher):
+                os.kill(os.getpid(), number)
+                assert watcher.stopped
+                with pytest.raises(KeyboardInterrupt):
+                    os.kill(os.getpid(), number)
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+    assert "stopping after this step" in (tmp_path / LOG).read_text()
+
+
+def test_what_nohup_started_does_not_heed_its_terminal(tmp_path: Path) -> None:
+    settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Watcher(settings, 0, lambda step: step, lambda: ({}, {})) as watcher, graceful_stop(watcher):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not watcher.stopped
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_what_a_row_holds_reaches_terminal_and_log_written_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10)
+    with Watcher(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
+        watcher.say("row 1\n  a\x1b]0;title\x07 \x9b31m\tb\r\x85c")
+    shown = "row 1\n  a\\x1b]0;title\\x07 \\x9b31m\tb\\r\\x85c\n"
+    assert shown in capsys.readouterr().err
+    log = (tmp_path / LOG).read_text(encoding="utf-8")
+    assert [line.partition(" ")[2] for line in log.split("\n")] == shown.split("\n")

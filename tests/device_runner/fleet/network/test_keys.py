@@ -111,3 +111,13 @@ def test_damaged_and_missing_keys_are_named(tmp_path: Path) -> None:
     (keys / "authority.key").unlink()
     with pytest.raises(KeysError, match=r"it has only one of authority\.key and server/ca\.pem"):
         make_keys(keys, [], ["two"])
+
+
+def test_keys_that_others_may_read_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_keys(tmp_path / "keys", [], ["one"])
+    folder = tmp_path / "keys" / "devices" / "one"
+    DeviceKeys.open(folder)
+    assert capsys.readouterr().err == ""
+    (folder / "device.key").chmod(0o644)
+    DeviceKeys.open(folder)
+    assert f"chmod 600 {folder / 'device.key'}" in capsys.readouterr().err

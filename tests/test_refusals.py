@@ -1,0 +1,233 @@
+"""A refused command changes nothing of what lies where it would write: every such flag of every verb."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+
+from prge.cli import VERBS, main
+from prge.verbs.bounds import flag
+from prge.verbs.helping import is_required
+from prge.verbs.kinds import choices, is_list, takes_paths
+from prge.verbs.outputs import Output, outputs_of
+from tests.bundles import make_bundle
+from tests.verbs import prge
+
+# Settings that are read. A new one that takes a path belongs here, or its type is OutputFile or OutputFolder.
+READ = {
+    *("adapter", "api_key_file", "bundle", "chat_template", "data", "debian_keys", "dev", "file", "folder"),
+    *("head_rows", "heads_of", "init_rows", "kept", "keys", "lock", "messages", "paths", "policy", "resume"),
+    *("rows", "run", "runs", "sample_prompts", "source", "start_adapter", "test", "train"),
+}
+# A path that a verb takes and writes on another machine, or not at all.
+ELSEWHERE = {("prge android run", "out"), ("prge estimate", "out")}
+# What these verbs do in a folder that is there is no change of what it holds.
+ACCEPTED = {("prge fleet keys", "out"), ("prge rows forget", "file")}
+SUFFIX = {("prge report", "out"): ".html"}
+# What refuses a command that would otherwise reach for a network, or begin its work.
+MORE = {"prge android bundle": ["--compiler", "no-such-compiler"]}
+
+
+class Taken(NamedTuple):
+    """A verb as a user types it, and the settings that it takes."""
+
+    prog: str
+    settings: type[Any]
+    kinds: Mapping[str, Any]
+
+
+@functools.cache
+def verbs() -> tuple[Taken, ...]:
+    """All verbs and verbs of verbs, by what they tell of themselves when they are asked for help."""
+    taken: list[Taken] = []
+    below: list[str] = []
+
+    def keep_settings(settings_type: type[Any], kinds: Mapping[str, Any], prog: str, shown: object) -> None:
+        taken.append(Taken(prog, settings_type, kinds))
+
+    def keep_verbs(prog: str, helps: Mapping[str, str], about: str) -> None:
+        below.extend(helps)
+
+    with (
+        mock.patch("prge.verbs.settings.show_settings", keep_settings),
+        mock.patch("prge.verbs.subverbs.show_verbs", keep_verbs),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        for verb in VERBS:
+            below.clear()
+            main([verb, "--help"])
+            for name in [*below]:
+                main([verb, name, "--help"])
+    return tuple(taken)
+
+
+def written() -> Iterator[tuple[Taken, str, Output]]:
+    """Every setting of every verb that names what it writes."""
+    for taken in verbs():
+        for name, output in outputs_of(taken.settings).items():
+            yield taken, name, output
+
+
+def test_every_path_that_a_verb_takes_is_known_to_be_read_or_written() -> None:
+    progs = {taken.prog.removeprefix("prge ") for taken in verbs()}
+    assert {verb for verb in VERBS if verb not in ("android", "fleet", "rows")} <= progs
+    assert {"android bundle", "fleet serve", "rows forget"} <= progs
+    unknown = {
+        (taken.prog, name)
+        for taken in verbs()
+        for name, kind in taken.kinds.items()
+        if takes_paths(kind) and name not in outputs_of(taken.settings) and name not in READ
+    }
+    assert unknown == ELSEWHERE
+
+
+CONTENT = {
+    "csv": b"name,born\nAda,1815\n",
+    "safetensors": struct.pack("<Q", 2) + b"{}" + bytes(64),
+    "no line break": b"a text without a line break",
+    "binary": bytes(range(256)) * 8,
+    "torn": b'{"id": "cmpl-1", "prompt": "a"}\n{"id": "cm',
+}
+
+
+def _file(content: bytes, mode: int) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        path.write_bytes(content)
+        path.chmod(mode)
+
+    return make
+
+
+def _link(path: Path) -> None:
+    target = path.with_name("target")
+    target.write_bytes(CONTENT["csv"])
+    target.chmod(0o644)
+    path.symlink_to(target)
+
+
+def _folder(path: Path) -> None:
+    path.mkdir(mode=0o755)
+    for number, (name, content) in enumerate(CONTENT.items()):
+        (path / f"{name}.csv").write_bytes(content)
+        (path / f"{name}.csv").chmod((0o400, 0o644, 0o755)[number % 3])
+
+
+def _folder_of_names(*names: str) -> Callable[[Path], None]:
+    """A folder with files that somebody gave the names that verbs use."""
+
+    def make(path: Path) -> None:
+        for name in names:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(b"something else")
+
+    return make
+
+
+THERE: Mapping[str, Callable[[Path], None]] = {
+    "csv": _file(CONTENT["csv"], 0o644),
+    "safetensors": _file(CONTENT["safetensors"], 0o400),
+    "no line break": _file(CONTENT["no line break"], 0o755),
+    "binary": _file(CONTENT["binary"], 0o600),
+    "torn": _file(CONTENT["torn"], 0o664),
+    "empty": _file(b"", 0o644),
+    "link": _link,
+    "dangling link": lambda path: path.symlink_to("nowhere"),
+    "pipe": os.mkfifo,
+    "folder": _folder,
+    "lock": _folder_of_names("run.lock", "feedback.jsonl"),
+    "settings": _folder_of_names("config.yaml", "device.yaml", "settings.yaml", "feedback.jsonl"),
+    "figures": _folder_of_names("metrics.jsonl", "run.json", "log.txt", "final/adapter_config.json"),
+    "results": _folder_of_names("log.txt", "final/a.txt", "adapter/a.txt", "rows/a.txt", "report.html"),
+}
+
+
+def _content(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Mode and bytes of all in a folder."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        mode, content = path.lstat().st_mode, b""
+        if stat.S_ISLNK(mode):
+            content = os.fsencode(os.readlink(path))
+        elif stat.S_ISREG(mode):
+            content = path.read_bytes()
+        found[str(path.relative_to(folder))] = mode, content
+    return found
+
+
+def _words(taken: Taken, written: str, given: Path) -> Sequence[str]:
+    """Words for all that a verb must be given beside the setting at hand."""
+    items = {item.name: item for item in dataclasses.fields(taken.settings)}
+    names = [name for name, item in items.items() if is_required(item)]
+    for choice in getattr(taken.settings, "ONE_OF", ()):
+        names += [] if set(choice) & {*names, written} else [choice[0]]
+    words = ["--serial", "no-such-device"] if "serial" in taken.kinds else []
+    for name in names:
+        kind = taken.kinds[name]
+        if name == written:
+            continue
+        value: object
+        if choices(kind):
+            value = choices(kind)[0]
+        elif name == "bundle":
+            value = given / "bundle"
+        elif name in outputs_of(taken.settings):
+            value = given / "other"
+        elif takes_paths(kind) and name in ("run", "runs", "source", "folder"):
+            value = given / "run"
+        elif takes_paths(kind) or is_list(kind):
+            value = given / "rows.jsonl"
+        else:
+            value = given / "model"
+        words += [flag(name), str(value)]
+    return words
+
+
+@pytest.mark.parametrize("has_inputs", [False, True])
+@pytest.mark.parametrize(
+    ("taken", "name", "output"), [pytest.param(*each, id=f"{each[0].prog} {each[1]}") for each in written()]
+)
+def test_a_refused_command_changes_nothing_where_it_would_write(
+    taken: Taken, name: str, output: Output, has_inputs: bool, tmp_path: Path
+) -> None:
+    for kind, make in THERE.items():
+        work = tmp_path / kind.replace(" ", "-")
+        work.mkdir()
+        given = tmp_path / f"given-{work.name}"
+        given.mkdir()
+        if has_inputs:
+            make_bundle(given / "bundle")
+            (given / "rows.jsonl").write_text('{"prompt": "a", "completion": " b"}\n' * 8)
+            (given / "run").mkdir()
+            (given / "model").mkdir()
+        path = work / f"people{SUFFIX.get((taken.prog, name), '.csv')}"
+        make(path)
+        before = _content(work)
+        words = [
+            *taken.prog.split()[1:],
+            *_words(taken, name, given),
+            flag(name),
+            str(path),
+            *MORE.get(taken.prog, []),
+        ]
+        ended = prge(*words, check=False, cwd=given)
+        after = _content(work)
+        assert {key: after.get(key) for key in before} == before, (kind, ended)
+        assert "Traceback" not in ended.stderr, (kind, ended)
+        if ended.returncode == 0:
+            assert (taken.prog, name) in ACCEPTED, (kind, ended)
+            continue
+        assert ended.returncode == 2, (kind, ended)
+        if output is Output.FILE:
+            assert after == before, (kind, ended)
