@@ -130,16 +130,24 @@ def _is_message(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
-def append_feedback(path: Path, rows: Sequence[Fields]) -> None:
+def append_feedback(
+    path: Path, rows: Sequence[Fields], while_locked: Callable[[], object] | None = None
+) -> None:
     """Append rows, all or none; what a killed process left of its last row goes.
+
+    Args:
+        path: of the file.
+        rows: to append.
+        while_locked: called again and again while another process holds the file's lock; it sleeps, or raises
+            what ends the wait. By default the call waits as long as it takes.
 
     Raises:
         RunError: the file can't be written; it stays as it was.
     """
     try:
-        with _locked(path) as stream:
+        with _locked(path, while_locked=while_locked) as stream:
             length = os.fstat(stream.fileno()).st_size
-            lines = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows).encode()
+            lines = b"".join(map(_line, rows))
             if length and os.pread(stream.fileno(), 1, length - 1) != b"\n":
                 content = os.pread(stream.fileno(), length, 0)
                 if _parsed(content[content.rfind(b"\n") + 1 :]) is None:
@@ -156,6 +164,11 @@ def append_feedback(path: Path, rows: Sequence[Fields]) -> None:
                 raise
     except OSError as error:
         raise storage_error(path, error) from None
+
+
+def size_of(row: Fields) -> int:
+    """Bytes that a row takes in a file."""
+    return len(_line(row))
 
 
 def forget_rows(path: Path, is_meant: Callable[[int, Fields | None, str], bool]) -> int:
@@ -199,6 +212,17 @@ def read_feedback(path: Path) -> list[Fields]:
     return [row for row in rows if not problem_of(row)]
 
 
+def row_of_line(line: bytes) -> Fields | None:
+    """The feedback of a line; None where it is something else, or unsound."""
+    fields = _parsed(line)
+    return fields if fields is not None and is_feedback(fields) and not problem_of(fields) else None
+
+
+def key_of(row: Fields) -> str:
+    """What tells rows of feedback apart, in 32 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:32]
+
+
 def whole_lines(content: bytes) -> bytes:
     """A file of feedback without a last line that was torn; any other file as it is."""
     end = content.rfind(b"\n") + 1
@@ -218,16 +242,34 @@ def texts_of(value: object) -> Iterator[str]:
 
 
 @contextmanager
-def _locked(path: Path, rights: int = _OWNERS) -> Iterator[BinaryIO]:
+def _locked(
+    path: Path, rights: int = _OWNERS, while_locked: Callable[[], object] | None = None
+) -> Iterator[BinaryIO]:
     """A file, open for appending and held alone; one that was replaced meanwhile is opened again."""
     while True:
         with open_regular(path, "a+b", buffering=0, rights=rights) as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
+            _lock(stream, while_locked)
             there = os.stat(path, follow_symlinks=False) if path.exists() else None
             if there is not None and os.path.samestat(there, os.fstat(stream.fileno())):
                 os.fchmod(stream.fileno(), rights)
                 yield stream
                 return
+
+
+def _line(row: Fields) -> bytes:
+    return (json.dumps(dict(row), ensure_ascii=False) + "\n").encode()
+
+
+def _lock(stream: BinaryIO, while_locked: Callable[[], object] | None) -> None:
+    if while_locked is None:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        return
+    while True:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            while_locked()
 
 
 def _parsed(line: bytes) -> Fields | None:

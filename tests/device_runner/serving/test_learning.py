@@ -17,6 +17,7 @@ import pytest
 
 from device_runner import run as run_verb
 from device_runner.serving import learning as module
+from device_runner.serving.feedback_index import Entry
 from device_runner.serving.flags import LearnFlags
 from device_runner.serving.history import FEEDBACK, HISTORY, date_of
 from device_runner.serving.learning import Learning, open_learning
@@ -30,7 +31,7 @@ from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
 from prge.files.peft import read_lora, read_peft, write_lora
-from prge.rows.feedback import Answered, append_feedback, forget_rows, read_feedback
+from prge.rows.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import GenerationSettings, Generator, Request
 from prge.text.prompts import Prompt
@@ -189,7 +190,7 @@ def test_what_a_template_refuses_is_told(place: Place) -> None:
     append_feedback(place.learn / FEEDBACK, [row])
     row = Answered("learnt", "m", "", asked, "b", {}).judged(correction="d")
     append_feedback(place.learn / FEEDBACK, [row])
-    feedback(place.learn / FEEDBACK, EVERY - 2)
+    feedback(place.learn / FEEDBACK, EVERY - 1)
     _, found = place.learnt()
     assert found["status"] == "served"
     [line] = (line for line in place.told if "refused" in line)
@@ -271,17 +272,17 @@ def test_the_last_adapter_is_taken_back(place: Place) -> None:
     feedback(place.learn / FEEDBACK, 2 * EVERY)
     learning = place.open()
     with pytest.raises(RequestError, match="there is none to take back"):
-        learning.take_back()
+        learning.take_back(0)
     while learning.work():
         pass
     first = place.served[0]
-    assert learning.take_back() == 1
+    assert learning.take_back(2) == 1
     assert place.served[-1].values.tobytes() == first.values.tobytes()
     learning.close()
     learning = place.open()
     assert [each["status"] for each in learning.history()] == ["start", "served", "taken back"]
     assert learning.adapter.values.tobytes() == first.values.tobytes()
-    assert learning.take_back() == 0 and not place.served[-1].values.any()
+    assert learning.take_back(1) == 0 and not place.served[-1].values.any()
     # What taught those adapters isn't learnt again.
     feedback(place.learn / FEEDBACK, EVERY, start=20)
     learning.close()
@@ -303,7 +304,7 @@ def test_a_round_whose_start_is_taken_back_is_abandoned_and_its_rows_are_new_aga
         nonlocal calls
         calls += 1
         if calls == 3:
-            assert learning.take_back() == 0
+            assert learning.take_back(1) == 0
         learning.check()
 
     monkeypatch.setattr(place.device, "_count", count)
@@ -335,7 +336,7 @@ def test_answers_are_made_between_blocks_and_end_no_round(
             while isinstance(told := answers.get(timeout=10), str):
                 pass
             assert told.wait(0).text == alone.text
-        assert learning.take_back() == 1
+        assert learning.take_back(2) == 1
     assert [each["status"] for each in learning.history()] == ["start", "served", "taken back"]
 
 
@@ -361,28 +362,51 @@ def test_a_folder_goes_on_with_what_it_began_with(place: Place) -> None:
         place.open(other)
 
 
-def test_a_storage_that_refuses_ends_the_learning_and_says_so_once(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", ["round", "step", "judged"])
+def test_a_storage_that_refuses_is_tried_again_until_it_has_room(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at: str
 ) -> None:
     feedback(place.learn / FEEDBACK, EVERY)
-    learning = place.open()
+    place.learnt()
+    expected = place.bits()
+    content = (place.learn / FEEDBACK).read_bytes()
+    shutil.rmtree(place.learn)
+    place.learn.mkdir()
+    (place.learn / FEEDBACK).write_bytes(content)
+    place.told.clear()
+    learning, append = place.open(), Journal.append
 
-    def refuse(*_: object) -> None:
-        raise RunError("no space left")
+    def refuse(self: Journal, record: dict[str, Any]) -> dict[str, Any]:
+        if record["kind"] == at:
+            raise RunError("no space left")
+        return append(self, record)
 
     monkeypatch.setattr(Journal, "append", refuse)
+    monkeypatch.setattr(module, "_SECONDS_TO_RETRY", 0.0)
     assert not learning.work() and not learning.work()
-    assert place.told == ["nothing more is learnt until the next start: no space left"]
+    assert learning.problem == "no space left"
+    assert [line for line in place.told if "no space" in line] == [
+        "nothing is learnt, tried again every 0 seconds: no space left"
+    ]
+    monkeypatch.setattr(Journal, "append", append)
+    assert learning.work() and not learning.problem
+    assert place.told[-1] == "learning goes on" and learning.history()[-1]["status"] == "served"
+    assert place.bits() == expected
 
 
-def test_a_file_that_cannot_be_read_ends_the_learning_and_nothing_else(place: Place) -> None:
+def test_a_file_that_cannot_be_read_holds_up_the_learning_and_nothing_else(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     learning = place.open()
     (place.learn / FEEDBACK).mkdir()
-    for number in range(EVERY):
-        learning.count({"number": number})
     assert not learning.work() and not learning.work()
     (told,) = place.told
-    assert told.startswith("nothing more is learnt until the next start: ") and "a folder" in told
+    assert told.startswith("nothing is learnt, tried again every 30 seconds: ") and "a folder" in told
+    (place.learn / FEEDBACK).rmdir()
+    feedback(place.learn / FEEDBACK, EVERY)
+    assert not learning.work()  # not yet
+    monkeypatch.setattr(learning, "_retry_at", 0.0)
+    assert learning.work() and learning.history()[-1]["status"] == "served"
 
 
 def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,10 +434,10 @@ def test_what_was_disliked_is_not_kept(place: Place, tmp_path: Path) -> None:
 
 def test_feedback_on_one_question_is_in_one_part() -> None:
     rows = [{"prompt": str(number // 2), "answer": "", "rating": "good"} for number in range(24)]
-    learnt, held = held_back(rows)
+    learnt, held = held_back([Entry.of(row) for row in rows])
     assert len(learnt) + len(held) == 24
-    assert {row["prompt"] for row in held} == {"2", "7"}
-    assert not {row["prompt"] for row in held} & {row["prompt"] for row in learnt}
+    assert {row.key for row in held} == {key_of(rows[number]) for number in (4, 5, 14, 15)}
+    assert not {row.question for row in held} & {row.question for row in learnt}
 
 
 def test_the_history_is_whole_lines_of_its_owner(place: Place) -> None:
