@@ -44,6 +44,8 @@ from prge.text.speaker import Speaker
 from prge.verbs.kinds import Bytes
 from prge.verbs.settings import parse_settings
 
+_MOST_FEEDBACK = Bytes(1 << 30)
+
 
 @dataclass(frozen=True)
 class ServeSettings(LearnFlags, ListenFlags, ServingFlags):
@@ -52,7 +54,7 @@ class ServeSettings(LearnFlags, ListenFlags, ServingFlags):
     feedback: Path | None = None
     """File that /v1/feedback adds rows to, with what was asked and answered; `prge tune --data` takes it.
     Default: nothing is kept."""
-    feedback_limit: Bytes = Bytes(1 << 30)
+    feedback_limit: Bytes = _MOST_FEEDBACK
     """Most bytes that this file may have, such as 200MB; then feedback gets status 507."""
     runs: Path | None = None
     """A run, or a folder of runs, that the page /training shows. Default: none."""

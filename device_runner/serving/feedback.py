@@ -153,7 +153,7 @@ class Feedback:
         try:
             file.examples.of(row)
         except UnlearnableError as error:
-            raise RequestError(400, f"{error.what}: {error.problem}", code="not_learnable") from None
+            raise RequestError(400, error.what, code="not_learnable") from None
         size = size_of(row)
         self._check_quotas(file, size, client)
 
@@ -173,8 +173,8 @@ class Feedback:
         if there + size > file.most_bytes:
             raise RequestError(
                 507,
-                f"the server keeps {file.most_bytes} bytes of feedback, and has {there}: its owner may remove "
-                "rows with `prge rows forget`, or raise --feedback-limit",
+                f"the server keeps {file.most_bytes} bytes of feedback, and has {there}: its owner may "
+                "remove rows with `prge rows forget`, or raise --feedback-limit",
                 kind="server_error",
                 code="feedback_full",
             )
@@ -185,7 +185,7 @@ class Feedback:
             seconds = int(self._hour + _HOUR - now) + 1
             raise RequestError(
                 429,
-                f"a client may give {MOST_OF_CLIENT} bytes of feedback in an hour: go on in {seconds} seconds",
+                f"a client may give {MOST_OF_CLIENT} bytes of feedback an hour: go on in {seconds} seconds",
                 kind="rate_limit_error",
                 code="feedback_quota",
                 retry_after=seconds,

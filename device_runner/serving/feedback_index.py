@@ -1,6 +1,6 @@
 """Which rows a file of feedback has and where, read on as the file grows.
 
-Rows themselves stay in the file: of each there is a key, what it asks, whether it can be learnt, and its place.
+Rows themselves stay in the file: of each there is a key, what it asks, if it can be learnt, and its place.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class Learning:
         try:
             with history.lock:
                 history.add("round", len(history.versions), parent=history.current, rows=keys)
-        except PrgeError:
+        except (PrgeError, OSError):
             self._looked_in = _NOWHERE
             raise
         return False

@@ -23,7 +23,7 @@ class UnlearnableError(DataError):
     """A row of feedback that can't become an example; `problem` says why."""
 
     def __init__(self, problem: str) -> None:
-        super().__init__("the feedback can't be learnt", [problem])
+        super().__init__(f"the feedback can't be learnt: {problem}", [])
         self.problem = problem
 
 
