@@ -174,6 +174,8 @@ def size_of(row: Fields) -> int:
 def forget_rows(path: Path, is_meant: Callable[[int, Fields | None, str], bool]) -> int:
     """Take rows out of a file of lines, which is rewritten at once or not at all; how many they were.
 
+    Rows are looked at before the file is locked, but for those that are appended meanwhile.
+
     Args:
         path: of the file, whose rights stay.
         is_meant: of a row's number, its fields (None where the line is no JSON object) and its line.
@@ -183,18 +185,38 @@ def forget_rows(path: Path, is_meant: Callable[[int, Fields | None, str], bool])
     """
     try:
         rights = stat.S_IMODE(os.stat(path).st_mode)
-        with _locked(path, rights):
-            lines = whole_lines(read_regular(path)).split(b"\n")
-            kept = [
-                line
-                for number, line in enumerate(lines, 1)
-                if not line.strip() or not is_meant(number, _parsed(line), line.decode(errors="replace"))
-            ]
-            if len(kept) < len(lines):
-                write_file(path, b"\n".join(kept), rights)
+        content, kept = b"", list[bytes]()
+        while True:
+            # All lines that are there and whole; the last part is empty, and stands for the rest.
+            seen = read_regular(path)
+            seen = seen[: seen.rfind(b"\n") + 1]
+            if not seen.startswith(content):
+                content, kept = b"", []
+            kept += _kept(seen[len(content) :].split(b"\n")[:-1], content.count(b"\n"), is_meant)
+            content = seen
+            with _locked(path, rights):
+                now = whole_lines(read_regular(path))
+                if not now.startswith(content):
+                    continue
+                count = content.count(b"\n")
+                kept += _kept(now[len(content) :].split(b"\n"), count, is_meant)
+                removed = now.count(b"\n") + 1 - len(kept)
+                if removed:
+                    write_file(path, b"\n".join(kept), rights)
+                return removed
     except OSError as error:
         raise storage_error(path, error) from None
-    return len(lines) - len(kept)
+
+
+def _kept(
+    lines: Sequence[bytes], before: int, is_meant: Callable[[int, Fields | None, str], bool]
+) -> list[bytes]:
+    """Lines that aren't meant, after so many others."""
+    return [
+        line
+        for number, line in enumerate(lines, before + 1)
+        if not line.strip() or not is_meant(number, _parsed(line), line.decode(errors="replace"))
+    ]
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Fields | None, str]]:

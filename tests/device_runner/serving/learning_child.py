@@ -1,4 +1,4 @@
-"""A server that learns, a small model in numpy: `learning_child.py BUNDLE FOLDER EVERY`; it prints its address."""
+"""A server that learns, a small model in numpy: `learning_child.py BUNDLE FOLDER EVERY`."""
 
 from __future__ import annotations
 
