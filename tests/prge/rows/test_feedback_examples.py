@@ -89,6 +89,24 @@ def test_what_cannot_be_learnt_says_why_and_the_next_row_is_learnt(
     assert examples.of(row)
 
 
+@pytest.mark.parametrize(
+    ("answer", "correction", "is_refused"),
+    [("yes", None, False), ("raise", None, True), ("raise", "yes", False), ("yes", "raise", True)],
+)
+def test_of_a_conversation_what_is_learnt_must_be_rendered(
+    answer: str, correction: str | None, is_refused: bool
+) -> None:
+    answered = Answered("a", "m", "", {"messages": HELLO}, answer, {})
+    row = answered.judged("good" if correction is None else None, correction)
+    if is_refused:
+        with pytest.raises(
+            UnlearnableError, match="can't be learnt: the chat template refuses the messages: no"
+        ):
+            EXAMPLES.of(row)
+    else:
+        assert EXAMPLES.of(row)
+
+
 def test_messages_without_a_template_and_a_bundle_without_room() -> None:
     row = Answered("1", "m", "", {"messages": HELLO}, "b", {}).judged("good")
     with pytest.raises(UnlearnableError, match="no chat template"):
