@@ -116,10 +116,10 @@ def _page_routes(told: Json, runs: Runs | None) -> list[Route]:
     """The page, what it asks of what is served, and of runs where there are any."""
 
     async def page(request: Request) -> Response:
-        return file_named(INDEX)
+        return await asyncio.to_thread(file_named, INDEX)
 
     async def file(request: Request) -> Response:
-        return file_named(request.path_params["name"])
+        return await asyncio.to_thread(file_named, request.path_params["name"])
 
     async def about(request: Request) -> Response:
         return JSONResponse(told)
@@ -134,7 +134,7 @@ def _page_routes(told: Json, runs: Runs | None) -> list[Route]:
 
     async def events(request: Request) -> Response:
         query = request.query_params
-        return _Stream(*runs.follow(query.get("run", ""), query.get("language", "")))
+        return _Stream(*await runs.follow(query.get("run", ""), query.get("language", "")))
 
     async def stop(request: Request) -> Response:
         run = request.query_params.get("run", "")

@@ -1,8 +1,12 @@
-"""A server that learns, a small model in numpy: `learning_child.py BUNDLE FOLDER EVERY`."""
+"""A server that learns, a small model in numpy: `learning_child.py BUNDLE FOLDER EVERY`.
+
+It prints what its event loop does to files of the folder, or to locks.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,5 +52,12 @@ if __name__ == "__main__":
         file = FeedbackFile(learn / FEEDBACK, learning.examples, worker.storage, 1 << 30)
         feedback = Feedback(file, tell, lambda row: worker.wake())
         app = make_app(models, worker, Access(None, "127.0.0.1"), feedback, learning)
+
+        def watch(event: str, arguments: tuple[object, ...]) -> None:
+            is_file = event == "open" and str(arguments[0]).startswith(str(learn))
+            if threading.current_thread() is threading.main_thread() and (is_file or event == "fcntl.flock"):
+                tell(f"in the event loop: {event} {arguments}")
+
+        sys.addaudithook(watch)
         tell(address_of(listener))
         Server(app, worker, ending=feedback.close).run([listener])

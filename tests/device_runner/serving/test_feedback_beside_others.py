@@ -132,6 +132,22 @@ def test_a_lock_that_another_process_holds(tmp_path: Path) -> None:
             assert not waiting.done() and child.end() < END
 
 
+def test_the_event_loop_touches_no_file(tmp_path: Path) -> None:
+    with serving(tmp_path, 3) as child:
+        for _ in range(3):
+            body = {"id": child.answer(), "correction": " Yes"}
+            assert child.ask("/v1/feedback", body)[0] == 200
+        child.check_health_until(
+            lambda: child.ask("/v1/adapters")[1]["data"][-1]["status"] in ("served", "refused")
+        )
+        back = [child.ask("/v1/adapters/back", body) for body in ({}, {"version": 7}, {"version": 1})]
+        assert [status for status, _ in back] in ([400, 409, 200], [400, 409, 409])
+        child.end()
+        assert child.process.stdout is not None
+        told = child.process.stdout.read()
+        assert "adapter 1 of 3 rows" in told and "event loop" not in told
+
+
 @pytest.mark.whole
 def test_a_file_of_150_000_rows_that_is_read(tmp_path: Path) -> None:
     path = tmp_path / "learn/feedback.jsonl"
