@@ -35,6 +35,7 @@ from prge.rows.feedback import (
     check_feedback,
     spaced,
 )
+from prge.rows.feedback_examples import FeedbackExamples
 from prge.rows.forms import CONTROL_TOKENS
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import Generator, Request, Ticket
@@ -77,12 +78,15 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = bundle_tokenizer(bundle)
     prompts = Prompts(tokenizer, control_tokens="text")
     is_chat = prompts.chat is not None  # forks its child before the engine is there
+    examples = None
+    if settings.feedback is not None:  # forks a child, too
+        examples = FeedbackExamples(tokenizer, bundle.chain.scoring)
     adapters = read_adapters(settings, bundle)
     generator = open_generator(bundle, tokenizer, settings, SLOTS)
     if not is_chat:
         note(NO_TEMPLATE)
     with watched_memory(settings.memory, note), _interruptible() as interrupts:
-        Chat(settings, bundle, prompts, adapters, generator, interrupts, settings.feedback).run()
+        Chat(settings, bundle, prompts, adapters, generator, interrupts, settings.feedback, examples).run()
     return 0
 
 
@@ -125,6 +129,7 @@ class Chat:
         generator: Generator,
         interrupts: Interrupts,
         feedback: Path | None = None,
+        examples: FeedbackExamples | None = None,
     ) -> None:
         self._settings = settings
         self._bundle = bundle
@@ -136,6 +141,7 @@ class Chat:
         self._turns: list[tuple[str, str]] = []
         self._text = ""
         self._feedback = feedback
+        self._examples = examples
         # The last answer, until something is said of it.
         self._answered: Answered | None = None
 
@@ -186,7 +192,7 @@ class Chat:
 
     def _judge(self, rating: str | None = None, correction: str | None = None) -> None:
         """Keep what the user thinks of the last answer."""
-        if self._feedback is None:
+        if self._feedback is None or self._examples is None:
             note("nothing is kept: start with --feedback FILE")
             return
         if self._answered is None:
@@ -194,10 +200,7 @@ class Chat:
             return
         try:
             row = self._answered.judged(rating, correction)
-            if messages := row.get("messages"):
-                text = row["answer"] if correction is None else correction
-                answered = [*messages, {"role": "assistant", "content": text}]
-                self._prompts.check_answered(answered, self._settings.variables)
+            self._examples.of(row)
             append_feedback(self._feedback, [row])
         except (ValueError, PrgeError) as error:
             note(f"not kept: {error}")

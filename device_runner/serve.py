@@ -38,10 +38,14 @@ from prge.files.run_folder import run_lock
 from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
 from prge.rows.feedback import Fields, check_feedback
+from prge.rows.feedback_examples import FeedbackExamples
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer, read_chat_template
 from prge.text.speaker import Speaker
+from prge.verbs.kinds import Bytes
 from prge.verbs.outputs import OutputFile
 from prge.verbs.settings import parse_settings
+
+_MOST_FEEDBACK = Bytes(1 << 30)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class ServeSettings(LearnFlags, ListenFlags, ServingFlags):
     feedback: OutputFile | None = None
     """File that /v1/feedback adds rows to, with what was asked and answered; `prge tune --data` takes it.
     Default: nothing is kept."""
+    feedback_limit: Bytes = _MOST_FEEDBACK
+    """Most bytes that this file may have, such as 200MB; then feedback gets status 507."""
     runs: Path | None = None
     """A run, or a folder of runs, that the page /training shows. Default: none."""
 
@@ -79,7 +85,7 @@ def serve(settings: ServeSettings) -> None:
     """
     from device_runner.serving.access import Access, is_local
     from device_runner.serving.app import make_app
-    from device_runner.serving.feedback import Feedback
+    from device_runner.serving.feedback import Feedback, FeedbackFile
     from device_runner.serving.listening import Server, address_of, listening
     from device_runner.serving.page.runs import Runs
     from device_runner.serving.worker import Worker
@@ -100,6 +106,9 @@ def serve(settings: ServeSettings) -> None:
         listener = held.enter_context(listening(settings.host, settings.port))
         is_reached_by_others = not is_local(listener.getsockname()[0])
         settings.check_key(key, is_reached_by_others)
+        examples = None
+        if file is not None and settings.learn is None:
+            examples = FeedbackExamples(_tokenizer(settings, bundle), bundle.chain.scoring)
         speaker, learning, blocks = _opened(settings, bundle, adapters, models)
         generator = Generator(speaker, bundle_tokenizer(bundle))
         if learning is not None:
@@ -109,12 +118,13 @@ def serve(settings: ServeSettings) -> None:
             learning.give_way(worker, blocks)
 
         def kept(row: Fields) -> None:
-            if learning is not None:
-                learning.count(row)
-                worker.wake()
+            worker.wake()  # for a round, perhaps
 
         host = None if is_reached_by_others else settings.host
-        feedback, about = Feedback(file, note, kept), _about(settings, bundle, models.names)
+        taken = None
+        if file is not None and (examples := examples if learning is None else learning.examples):
+            taken = FeedbackFile(file, examples, worker.storage, settings.feedback_limit)
+        feedback, about = Feedback(taken, note, kept), _about(settings, bundle, models.names)
         app = make_app(models, worker, Access(key, host), feedback, learning, runs, about, gates)
         address = f"http://{address_of(listener)}"
         lines = [f"models: {', '.join(models.names)}"]
@@ -123,7 +133,12 @@ def serve(settings: ServeSettings) -> None:
         if is_reached_by_others:
             whom = "anyone" if key is None else "who has the key"
             lines.append(f"{whom} may ask, without encryption, from any machine")
-        ending = runs.close if runs is not None else lambda: None
+
+        def ending() -> None:
+            feedback.close()
+            if runs is not None:
+                runs.close()
+
         Server(app, worker, lambda: _tell(lines), ending).run([listener])
 
 

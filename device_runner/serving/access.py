@@ -110,7 +110,9 @@ class Door:
 
 def refusal(error: RequestError) -> JSONResponse:
     """The answer to a request that is refused."""
-    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
+    headers = {429: {"Retry-After": str(error.retry_after)}, 401: {"WWW-Authenticate": "Bearer"}}.get(
+        error.status
+    )
     if error.code == PAUSED:
         headers = {"Retry-After": str(PAUSED_SECONDS)}
     return JSONResponse(error.body, error.status, headers)

@@ -37,6 +37,7 @@ from device_runner.serving.protocol import (
     read_chat,
     read_completion,
     read_judgement,
+    read_version,
     usage_of,
 )
 from device_runner.serving.worker import BusyError, Tell, Told, Worker
@@ -77,7 +78,7 @@ def make_app(
         about: what the page tells of the models.
         gates: while they are closed no answer is begun.
     """
-    server = _Server(models, worker, feedback or Feedback(None), learning, gates or Gates(()))
+    server = _Server(models, worker, feedback or Feedback(), learning, gates or Gates(()))
     told = {**(about or {}), **server.told, "runs": runs is not None}
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
@@ -115,10 +116,10 @@ def _page_routes(told: Json, runs: Runs | None) -> list[Route]:
     """The page, what it asks of what is served, and of runs where there are any."""
 
     async def page(request: Request) -> Response:
-        return file_named(INDEX)
+        return await asyncio.to_thread(file_named, INDEX)
 
     async def file(request: Request) -> Response:
-        return file_named(request.path_params["name"])
+        return await asyncio.to_thread(file_named, request.path_params["name"])
 
     async def about(request: Request) -> Response:
         return JSONResponse(told)
@@ -133,7 +134,7 @@ def _page_routes(told: Json, runs: Runs | None) -> list[Route]:
 
     async def events(request: Request) -> Response:
         query = request.query_params
-        return _Stream(*runs.follow(query.get("run", ""), query.get("language", "")))
+        return _Stream(*await runs.follow(query.get("run", ""), query.get("language", "")))
 
     async def stop(request: Request) -> Response:
         run = request.query_params.get("run", "")
@@ -177,9 +178,15 @@ class _Server:
         }
 
     async def health(self, request: Request) -> Response:
-        """Whether the worker lives."""
-        alive = self.worker.alive
-        return JSONResponse({"status": "ok" if alive else "down"}, 200 if alive else 503)
+        """Whether the worker lives, and whether feedback is kept and learnt; why not only the log tells."""
+        parts: Json = {}
+        if self.feedback.keeps:
+            parts["feedback"] = "failing" if self.feedback.problem else "ok"
+        if self._learning is not None:
+            parts["learning"] = "failing" if self._learning.problem else "ok"
+        if not self.worker.alive:
+            return JSONResponse({"status": "down", **parts}, 503)
+        return JSONResponse({"status": "degraded" if "failing" in parts.values() else "ok", **parts})
 
     async def list_models(self, request: Request) -> Response:
         """Names of all models."""
@@ -204,9 +211,8 @@ class _Server:
         async with self._body(request) as body:
             most = MOST_CHARACTERS * self.worker.context
             judgement = await self.models.apart(lambda: read_judgement(body, most))
-        answered = self.feedback.answered(judgement)
-        await self.models.check_learnable(answered, judgement.correction)
-        self.feedback.take(judgement)
+        client = request.client.host if request.client is not None else ""
+        await self.feedback.take(judgement, client)
         return JSONResponse({"id": judgement.id, "object": "feedback", "kept": True})
 
     async def list_adapters(self, request: Request) -> Response:
@@ -214,8 +220,12 @@ class _Server:
         return JSONResponse({"object": "list", "data": self.learning.history()})
 
     async def take_back(self, request: Request) -> Response:
-        """Serve what was served before the newest adapter."""
-        return JSONResponse({"object": "adapter", "current": self.learning.take_back()})
+        """Serve what was served before the version that the client names."""
+        learning = self.learning
+        async with self._body(request) as body:
+            version = await self.models.apart(lambda: read_version(body))
+        current = await asyncio.wrap_future(self.worker.storage.submit(learning.take_back, version))
+        return JSONResponse({"object": "adapter", "current": current})
 
     @property
     def learning(self) -> Learning:

@@ -81,6 +81,12 @@ class History:
         self.lock = Lock()
         self._journal = Journal(folder / HISTORY)
         self.versions = [Version(0)]
+        self.rows = set[str]()
+        """Keys of all rows that rounds have had; those of one that was abandoned are new again."""
+        self.abandoned = 0
+        """Rounds that were abandoned."""
+        self.described: list[dict[str, Any]] = []
+        """All versions as clients are told of them; another list whenever one changes."""
         if (begun := self._journal.first("start")) is None:
             self._journal.append({"kind": "start", **start, "date": date})
         elif problems := [f"another {name}" for name in start if begun.get(name) != start[name]]:
@@ -89,6 +95,7 @@ class History:
         for record in self._journal.records:
             with self._journal.reading(record):
                 self._take(record)
+        self._describe()
 
     @property
     def current(self) -> int:
@@ -100,26 +107,28 @@ class History:
         """The round that isn't judged yet."""
         return self.versions[-1] if self.versions[-1].status == "learning" else None
 
-    def rows(self) -> set[str]:
-        """Keys of all rows that rounds have had; those of one that was abandoned are new again."""
-        return {key for each in self.versions if each.status != "abandoned" for key in each.rows}
-
     def add(self, kind: str, version: int, **facts: Any) -> None:
         """Write down that a round begins, `judged` how it ended, or that it was taken `back`."""
         self._take(self._journal.append({"kind": kind, "step": version, **facts}))
+        self._describe()
         self._journal.sync()
 
     def _take(self, record: Record) -> None:
         if record["kind"] == "round":
             self.versions.append(Version(record["step"], record["parent"], tuple(record["rows"])))
+            self.rows.update(record["rows"])
         elif record["kind"] == "judged":
-            self.versions[record["step"]].verdict = record
+            version = self.versions[record["step"]]
+            version.verdict = record
+            if version.status == "abandoned":
+                self.rows.difference_update(version.rows)
+                self.abandoned += 1
         elif record["kind"] == "back":
             self.versions[record["step"]].is_back = True
 
-    def told(self) -> list[dict[str, Any]]:
-        """All versions as clients are told of them."""
-        return [each.told(each.number == self.current) for each in self.versions]
+    def _describe(self) -> None:
+        current = self.current
+        self.described = [each.told(each.number == current) for each in self.versions]
 
     def close(self) -> None:
         """Close the journal."""

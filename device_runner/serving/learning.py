@@ -10,8 +10,6 @@ came or how often the process was killed.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +20,7 @@ from typing import Any
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.opening import Engines, open_engines
+from device_runner.serving.feedback_index import SECONDS, ChangedError, Entry, FeedbackIndex
 from device_runner.serving.flags import LearnFlags
 from device_runner.serving.history import FEEDBACK, ROUNDS, History, Version, date_of
 from device_runner.serving.protocol import RequestError
@@ -34,8 +33,10 @@ from device_runner.serving.rounds import (
     Rows,
     Workshop,
     at_once,
+    build_options,
     held_back,
     read_kept,
+    unlearnable,
 )
 from device_runner.serving.worker import Worker
 from device_runner.session.gates import Gates
@@ -50,7 +51,8 @@ from prge.files.peft import find_adapter, read_compatible_adapter, read_peft, ru
 from prge.files.run_folder import CONFIG, FINAL
 from prge.files.signatures import STACK
 from prge.files.tuned import tuning_at
-from prge.rows.feedback import Fields, adapter_digest, read_feedback
+from prge.rows.feedback import adapter_digest
+from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.rows.tokenizer import Tokenizer
 from prge.verbs.settings import read_settings
 
@@ -59,17 +61,24 @@ _MOST_OPEN = 256
 _ANY_LOSS = 1e6
 # Between two looks for something to learn, and at the sensors.
 _SECONDS = 5.0
+# After a failure, such as of a full disk, until it is tried again.
+_SECONDS_TO_RETRY = 30.0
+# Of no index.
+_NOWHERE = (-1, -1)
 _Json = dict[str, Any]
 
 
 class Learning:
-    """Takes rounds when the worker has nothing to answer; `history` and `take_back` are asked by any thread.
+    """Takes rounds when the worker has nothing to answer.
+
+    `history` and `problem` are asked by any thread, and wait for nothing; `take_back` by the storage's.
 
     Args:
         flags: `learn` is the folder.
         settings: of a round's steps.
         bundle: of all adapters.
         start: what the folder began with.
+        examples: builds those of feedback; whoever takes feedback asks it first if a row can be learnt.
         serve: puts an adapter in the place of the one that is served.
         tell: called with what a user should know.
     """
@@ -82,12 +91,14 @@ class Learning:
         settings: RunSettings,
         bundle: Bundle,
         start: Adapter,
+        examples: FeedbackExamples,
         serve: Callable[[Adapter], object],
         tell: Callable[[str], object],
     ) -> None:
         assert flags.learn is not None
         self._flags, self._settings, self._bundle = flags, settings, bundle
         self._folder, self._start = flags.learn, start
+        self.examples = examples
         self._serve, self._tell = serve, tell
         begun = {"bundle": bundle.sha256, "adapter": adapter_digest(start)}
         self._history = History(self._folder, begun, settings.date)
@@ -96,9 +107,14 @@ class Learning:
         self._taken: Version | None = None
         conditions = flags.learning_conditions()
         self._gates = Gates(conditions, seconds=_SECONDS) if conditions else None
-        self._failed = False
-        # Rows that are new: those in the file when it was read last, and those that were counted since then.
-        self._in_file = self._counted = self._counted_then = 0
+        self.problem = ""
+        """Why nothing is learnt by now; empty if nothing is wrong."""
+        self._retry_at = 0.0
+        self._index = FeedbackIndex(self._folder / FEEDBACK)
+        # New rows that can be learnt, which the next round begins with, among those that were looked at.
+        self._looked, self._new = 0, list[str]()
+        self._looked_in = _NOWHERE
+        self._unlearnable = set[str]()
         self._tidy()
 
     @property
@@ -121,21 +137,25 @@ class Learning:
         """The one that is served."""
         return self._adapter(self._history.current)
 
-    def count(self, row: Fields) -> None:
-        """Know of a new row of feedback."""
-        self._counted += 1
-
     def work(self) -> bool:
         """Go on with a round, or begin one; False if there is nothing to do by now."""
-        if self._workshop is None or self._failed or self.must_wait():
+        if self._workshop is None or time.monotonic() < self._retry_at or self.must_wait():
             return False
         try:
-            version = self._history.open or self._apart(self._begun)
-            return version is not None and self._worked(self._workshop, version)
+            if self._apart(self._read_on):
+                return True
+            version = self._history.open
+            has_worked = version is not None and self._worked(self._workshop, version)
         except (PrgeError, OSError) as error:
-            self._failed = True
-            self._tell(f"nothing more is learnt until the next start: {error}")
+            self._retry_at = time.monotonic() + _SECONDS_TO_RETRY
+            if self.problem != str(error):
+                self._tell(f"nothing is learnt, tried again every {_SECONDS_TO_RETRY:.0f} seconds: {error}")
+            self.problem = str(error)
             return False
+        if self.problem:
+            self._tell("learning goes on")
+        self.problem = ""
+        return has_worked
 
     def must_wait(self) -> bool:
         """Whether no step may be taken now."""
@@ -146,25 +166,35 @@ class Learning:
 
     def history(self) -> list[_Json]:
         """All adapters, the newest last."""
-        with self._history.lock:
-            return self._history.told()
+        return self._history.described
 
-    def take_back(self) -> int:
-        """Serve what was served before the newest adapter; its version. Raises RequestError."""
+    def take_back(self, version: int) -> int:
+        """Serve what was served before a version, which is served now.
+
+        Returns:
+            The version that is served then.
+
+        Raises:
+            RequestError: another version is served, or the first one.
+        """
         with self._history.lock:
             last = self._history.current
             if last == 0:
                 raise RequestError(409, "the adapter of the start is served: there is none to take back")
+            if version != last:
+                what = f"version {version} isn't served: version {last} is"
+                raise RequestError(409, what, param="version", code="version_not_served")
             parent = self._history.versions[last].parent or 0
             adapter = self._adapter(parent)
             self._history.add("back", last)
-            if (version := self._history.open) is not None:
-                self._history.add("judged", version.number, status="abandoned")
+            if (begun := self._history.open) is not None:
+                self._history.add("judged", begun.number, status="abandoned")
             self._serve(adapter)
             return parent
 
     def close(self) -> None:
         """Close what is open."""
+        self._index.close()
         self._history.close()
 
     def check(self) -> None:
@@ -172,16 +202,47 @@ class Learning:
         if self._taken is not None and self._history.open is not self._taken:
             raise AbandonedError
 
-    def _begun(self) -> Version | None:
-        """A new round, if there are rows for it."""
-        every = self._flags.learn_every
-        if self._in_file + self._counted - self._counted_then < every or len(new := self._new_rows()) < every:
-            return None
-        keys = [key_of(row) for row in new[:every]]
-        history = self._history
-        with history.lock:
-            history.add("round", len(history.versions), parent=history.current, rows=keys)
-            return history.open
+    def _read_on(self) -> bool:
+        """Read feedback for a moment, and begin a round if there is enough; whether there is more to read."""
+        if self._index.read_on():
+            return True
+        history, every = self._history, self._flags.learn_every
+        if history.open is not None:
+            return False
+        if self._looked_in != (now := (self._index.generation, history.abandoned)):
+            self._looked, self._new, self._looked_in = 0, [], now
+        deadline = time.monotonic() + SECONDS
+        while self._looked < len(self._index) and len(self._new) < every:
+            if time.monotonic() > deadline:
+                return True
+            self._look_at(self._index[self._looked].key)
+            self._looked += 1
+        if len(self._new) < every:
+            return False
+        keys, self._new = self._new, []
+        try:
+            with history.lock:
+                history.add("round", len(history.versions), parent=history.current, rows=keys)
+        except (PrgeError, OSError):
+            self._looked_in = _NOWHERE
+            raise
+        return False
+
+    def _look_at(self, key: str) -> None:
+        """Keep a row for the next round, if it is new and can be learnt."""
+        if key in self._history.rows or key in self._unlearnable:
+            return
+        try:
+            (row,) = self._index.rows([key])
+        except ChangedError:
+            return  # the index has another generation now
+        try:
+            self.examples.of(row)
+        except UnlearnableError as error:
+            self._unlearnable.add(key)
+            self._tell(unlearnable(row, error))
+        else:
+            self._new.append(key)
 
     def _worked(self, workshop: Workshop, version: Version) -> bool:
         begin, self._taken = time.monotonic(), version
@@ -192,10 +253,14 @@ class Learning:
             if judged is None:
                 return False
             verdict = {**_verdict(judged, self._flags.may_lose), "seconds": time.monotonic() - begin}
+            # An adapter that was taught a row that is forgotten isn't served: the round begins again without.
+            if not self._apart(lambda: self._index.has_all([*round.rows.learnt, *round.rows.held])):
+                return True
+        except ChangedError:
+            return True
         except AbandonedError:
             judged, verdict = None, {"status": "abandoned"}
         except (DivergenceError, DataError, BundleError) as error:
-            # Of rows that can't be learnt the next round has none.
             judged, verdict = None, {"status": "failed", "why": error.what}
         finally:
             self._taken = None
@@ -209,25 +274,23 @@ class Learning:
         return True
 
     def _tidy(self) -> None:
-        """Remove what nobody goes back to, and count the rows that are new."""
+        """Remove what nobody goes back to."""
         for version in self._history.versions[1:]:
             if version.status not in ("served", "learning"):
                 shutil.rmtree(self._folder_of(version.number), ignore_errors=True)
-        self._new_rows()
 
     def _folder_of(self, version: int) -> Path:
         return self._folder / ROUNDS / f"{version:04d}"
 
     def _round(self, version: Version) -> Round:
         """A round with its rows, as far as the file has them still."""
-        rows = {key_of(row): row for row in read_feedback(self._folder / FEEDBACK)}
 
-        def there(keys: Sequence[str]) -> list[Fields]:
-            return [rows[key] for key in keys if key in rows]
+        def there(keys: Sequence[str]) -> list[Entry]:
+            return [entry for entry in self._index.entries(keys) if entry.is_learnable]
 
         parent = version.parent or 0
-        unlearnt: list[Fields] = []
-        learnt: list[Fields] = []
+        unlearnt: list[Entry] = []
+        learnt: list[Entry] = []
         for each in self._history.versions[1 : version.number]:
             if each.status not in ("served", "refused"):
                 continue
@@ -238,18 +301,10 @@ class Learning:
                 learnt, unlearnt = [*learnt, *unlearnt, *learning], held
         folder = self._folder_of(version.number)
         seed = self._settings.seed + version.number
-        return Round(
-            version.number,
-            replace(self._settings, out=folder, seed=seed),
-            Rows(there(version.rows), unlearnt[-_MOST_OPEN:], learnt),
-            self._flags.replay,
-        )
-
-    def _new_rows(self) -> list[Fields]:
-        had, self._counted_then = self._history.rows(), self._counted
-        new = [row for row in read_feedback(self._folder / FEEDBACK) if key_of(row) not in had]
-        self._in_file = len(new)
-        return new
+        learning, held = held_back(there(version.rows))
+        keys = ([row.key for row in rows] for rows in ([*unlearnt[-_MOST_OPEN:], *learning], held, learnt))
+        settings = replace(self._settings, out=folder, seed=seed)
+        return Round(version.number, settings, Rows(*keys), self._flags.replay, self._index.rows)
 
     def _adapter(self, version: int) -> Adapter:
         if version == 0:
@@ -300,7 +355,8 @@ def open_learning(
     kept = read_kept(settings, tokenizer, bundle) if has_kept else Kept()
     plan = plan_run(bundle, kept.replayed, replace(settings, epochs=None))
     settings = replace(settings, batch_size=plan.batch_size)
-    learning = Learning(flags, settings, bundle, start, serve, tell)
+    examples = FeedbackExamples(tokenizer, bundle.chain.scoring, build_options(settings))
+    learning = Learning(flags, settings, bundle, start, examples, serve, tell)
     loaded = loaded_beside(plan.contract)
     engines = open_engines(
         bundle,
@@ -315,7 +371,7 @@ def open_learning(
     )
     if engines.notes:
         tell(engines.notes)
-    learning.open(Workshop(bundle, engines, tokenizer, kept, start, learning.must_wait, tell))
+    learning.open(Workshop(bundle, engines, tokenizer, examples, kept, start, learning.must_wait, tell))
     return learning, engines
 
 
@@ -351,11 +407,6 @@ def _settings(flags: LearnFlags, engine: EngineFlags, bundle: Bundle, run: Path 
         sample_prompts=None,
         sample_rows=0,
     )
-
-
-def key_of(row: Fields) -> str:
-    """What tells rows of feedback apart."""
-    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _verdict(judged: Judged, may_lose: float) -> Record:

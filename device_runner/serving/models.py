@@ -6,16 +6,14 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from device_runner.serving.protocol import Asked, RequestError
 from prge.errors import BundleError, DataError
 from prge.files.adapter import Adapter
-from prge.rows.chat import Message
 from prge.rows.control_tokens import RenderedText
-from prge.rows.feedback import TEMPLATE_KWARGS, Answered, Fields, adapter_digest, asked_messages
+from prge.rows.feedback import Answered, Fields, adapter_digest, asked_messages
 from prge.rows.tokenizer import Tokenizer
 from prge.text.loop import GenerationSettings, Request
 from prge.text.prompts import Prompt, Prompts
@@ -89,23 +87,6 @@ class Models:
         digest = self._digests.get(request.adapter) or adapter_digest(request.adapter)
         self._digests[request.adapter] = digest
         return Answered(id, asked.model, digest, made, text, request.settings.facts())
-
-    async def check_learnable(self, answered: Answered, correction: str | None) -> None:
-        """Raise RequestError where the chat template can't render a conversation with what is to be learnt.
-
-        Args:
-            answered: what feedback is given on.
-            correction: what should have been answered; None: the answer was rated.
-        """
-        if messages := answered.asked.get("messages"):
-            text = answered.answer if correction is None else correction
-            whole = [*messages, {"role": "assistant", "content": text}]
-            work = partial(self._check_learnable, whole, answered.asked.get(TEMPLATE_KWARGS, {}))
-            await asyncio.get_running_loop().run_in_executor(self._templates, work)
-
-    def _check_learnable(self, messages: list[Message], variables: Mapping[str, Any]) -> None:
-        with self._refusing():
-            self._prompts.check_answered(messages, variables)
 
     async def apart(self, work: Callable[[], _T]) -> _T:
         """What `work` gives, done by the thread that reads."""

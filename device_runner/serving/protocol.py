@@ -64,9 +64,12 @@ class RequestError(Exception):
         param: str | None = None,
         code: str | None = None,
         kind: str = "invalid_request_error",
+        retry_after: int = 1,
     ) -> None:
         super().__init__(message)
         self.status, self.code = status, code
+        self.retry_after = retry_after
+        """Seconds after which a client that is refused with status 429 may try again."""
         self.body: Json = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -149,6 +152,17 @@ def read_judgement(body: bytes, most: int) -> Judgement:
         raise RequestError(400, problem, param="correction")
     index = _whole(content, "index", 0) if "index" in content else 0
     return Judgement(content["id"], index, content.get("rating"), content.get("correction"))
+
+
+def read_version(body: bytes) -> int:
+    """A request to /v1/adapters/back: the version to take back; raises RequestError."""
+    content = _object(body)
+    if unknown := content.keys() - {"version"}:
+        raise RequestError(400, f"unknown field {shown(min(unknown))}", code="unknown_parameter")
+    version = content.get("version")
+    if type(version) is not int:
+        raise _wrong("version", version, "the number of the version that is served")
+    return version
 
 
 def _object(body: bytes) -> Json:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.engines.opening import Engines
+from device_runner.serving.feedback_index import Entry
 from device_runner.session.inputs import (
     estimator_of,
     identity_settings,
@@ -30,6 +31,7 @@ from device_runner.session.inputs import (
 from device_runner.session.planning import plan_run, sampler_of
 from device_runner.session.settings import RunSettings
 from prge.engine import Answering
+from prge.errors import printable, shortened
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.curves import score_of
@@ -45,11 +47,10 @@ from prge.learning.sampling import row_order
 from prge.learning.training import AdapterLearner, train
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.feedback import Fields
-from prge.rows.feedback_rows import asked_text, can_be_learnt, rows_of_feedback
+from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.rows.forms import find_form
 from prge.rows.preferences import rating_fields
 from prge.rows.readers import Row, Selection, select_rows
-from prge.rows.report import DataReport
 from prge.rows.scoring import evaluate
 from prge.rows.sources import Source, read_source
 from prge.rows.splitting import split_rows
@@ -60,6 +61,9 @@ from prge.rows.tokenizer import Tokenizer
 _HELD, _FIRST = 5, 2
 # Rows that it began with: those that are replayed are drawn from, and that a new adapter may not be worse on.
 _MOST_KEPT, _MOST_JUDGED = 2000, 64
+
+
+_LONGEST_ID = 100
 
 
 # Does some work, and gives what the work gives.
@@ -93,7 +97,8 @@ def read_kept(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> Ke
     def some(source: Source, most: int, training: bool) -> list[Example]:
         rows = source.rows if task is not None else _liked(source)
         rows = select_rows(rows, Selection(limit=most, shuffle_seed=settings.seed))
-        return _examples(rows, tokenizer, bundle, settings, task, training)
+        options = build_options(settings, task)
+        return build_examples(rows, tokenizer, bundle.chain.scoring, task, options, training=training)[0]
 
     judged = some(dev, _MOST_JUDGED, False) if dev.rows else []
     return Kept(some(train, _MOST_KEPT, True), judged, task, train.sha256)
@@ -112,33 +117,26 @@ def _liked(source: Source) -> list[Row]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Feedback of a round, in order.
+    """Keys of the feedback of a round, in order.
 
-    `new` is of no round before; `open` is what the adapter that it begins with hasn't learnt, held back there
-    or of rounds whose adapters weren't served; `learnt_before` is all else.
+    `learnt` are those to learn: new ones, and those that the adapter that it begins with hasn't learnt, held
+    back there or of rounds whose adapters weren't served. `held` are new ones to judge by; `learnt_before` is
+    all else.
     """
 
-    new: Sequence[Fields]
-    open: Sequence[Fields] = ()
-    learnt_before: Sequence[Fields] = ()
-
-    @property
-    def learnt(self) -> list[Fields]:
-        """Rows to learn."""
-        return [*self.open, *held_back(self.new)[0]]
-
-    @property
-    def held(self) -> list[Fields]:
-        """New rows to judge by."""
-        return held_back(self.new)[1]
+    learnt: Sequence[str]
+    held: Sequence[str] = ()
+    learnt_before: Sequence[str] = ()
 
 
-def held_back(rows: Sequence[Fields]) -> tuple[list[Fields], list[Fields]]:
+def held_back(rows: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
     """Rows to learn and rows to hold back of those that can be learnt; one question is in one part."""
-    numbers: dict[str, int] = {}
-    parts: tuple[list[Fields], list[Fields]] = [], []
-    for row in filter(can_be_learnt, rows):
-        number = numbers.setdefault(asked_text(row), len(numbers))
+    numbers: dict[int, int] = {}
+    parts: tuple[list[Entry], list[Entry]] = [], []
+    for row in rows:
+        if not row.is_learnable:
+            continue
+        number = numbers.setdefault(row.question, len(numbers))
         parts[number % _HELD == _FIRST].append(row)
     return parts
 
@@ -152,12 +150,14 @@ class Round:
         settings: of its steps; `out` is its folder.
         rows: feedback.
         replay: share of the examples that are of before.
+        read: feedback by its keys; raises ChangedError where it is gone.
     """
 
     number: int
     settings: RunSettings
     rows: Rows
     replay: float
+    read: Callable[[Sequence[str]], list[Fields]]
 
     @property
     def folder(self) -> Path:
@@ -166,7 +166,7 @@ class Round:
 
     def digest(self) -> str:
         """What its rows are."""
-        lists = [list(self.rows.new), list(self.rows.open), list(self.rows.learnt_before)]
+        lists = [list(self.rows.learnt), list(self.rows.held), list(self.rows.learnt_before)]
         return hashlib.sha256(json.dumps([self.replay, lists], sort_keys=True).encode()).hexdigest()
 
 
@@ -187,7 +187,8 @@ class Workshop:
     Args:
         bundle: of all adapters.
         engines: whose contract takes steps.
-        tokenizer: of the thread that learns.
+        tokenizer: of the bundle.
+        feedback: builds examples of rows.
         kept: rows that must not be forgotten.
         start: the adapter that the first round began with.
         interrupted: whether the round is to wait, asked before every step.
@@ -201,12 +202,14 @@ class Workshop:
         bundle: Bundle,
         engines: Engines,
         tokenizer: Tokenizer,
+        feedback: FeedbackExamples,
         kept: Kept,
         start: Adapter,
         interrupted: Callable[[], bool],
         tell: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self._tell, self._told = tell, set[str]()
+        self._tell = tell
+        self._feedback = feedback
         self._bundle = bundle
         self._engines = engines
         self._tokenizer = tokenizer
@@ -220,9 +223,10 @@ class Workshop:
         """Take the steps of a round from an adapter on, or go on with them; None if they are to wait.
 
         Raises:
-            PrgeError: rows can't be used, the storage or the engine refuses, or the loss diverges.
+            PrgeError: the storage or the engine refuses, or the loss diverges.
+            ChangedError: rows were forgotten meanwhile.
         """
-        learning: list[Example] = self.apart(lambda: self._of_feedback(round.rows.learnt, round.settings))
+        learning: list[Example] = self.apart(lambda: self._of_feedback(round, round.rows.learnt))
         if not learning:
             return Judged(None, 0, 0, {"rows": 0}, {"rows": 0})
         learnt = len(learning)
@@ -268,7 +272,7 @@ class Workshop:
     def _judged(self, round: Round, before: Adapter, after: Adapter, steps: int, learnt: int) -> Judged:
         """Losses by the adapters of before and after; without rows held back, on those that were learnt."""
         rows = round.rows.held or round.rows.learnt
-        judged: list[Example] = self.apart(lambda: self._of_feedback(rows, round.settings))
+        judged: list[Example] = self.apart(lambda: self._of_feedback(round, rows))
         held: Record = {"rows": len(judged) if round.rows.held else 0}
         held |= {"before": self._loss(before, judged), "after": self._loss(after, judged)}
         kept: Record = {"rows": len(self._kept.judged)}
@@ -298,28 +302,25 @@ class Workshop:
         of_kept = min(len(kept), max(count - count // 2, count - len(earlier)))
         seed, number = round.settings.seed, round.number
         chosen = _drawn(earlier, count - of_kept, seed, number)
-        return self._of_feedback(chosen, round.settings) + _drawn(kept, of_kept, seed, number)
+        return self._of_feedback(round, chosen) + _drawn(kept, of_kept, seed, number)
 
-    def _of_feedback(self, rows: Sequence[Fields], settings: RunSettings) -> list[Example]:
-        """Examples of feedback that can be learnt, texts before messages."""
-        numbered = [Row(number, row) for number, row in enumerate(rows, 1)]
-        learnable, _ = rows_of_feedback(numbered, "completion")
-        groups = (
-            [row for row in learnable if "messages" not in row.fields],
-            [row for row in learnable if "messages" in row.fields],
-        )
+    def _of_feedback(self, round: Round, keys: Sequence[str]) -> list[Example]:
+        """Examples of feedback, texts before messages."""
+        rows = sorted(enumerate(round.read(keys), 1), key=lambda numbered: "messages" in numbered[1])
         examples: list[Example] = []
-        for group in filter(None, groups):
-            made, report = _built(group, self._tokenizer, self._bundle, settings, None, True)
-            examples += made
-            for number, problem in report.unusable.items():
-                self._tell_once(f"feedback {rows[number - 1].get('id')} can't be learnt: {problem}")
+        for number, row in rows:
+            try:
+                examples += self._feedback.of(row, number)
+            except UnlearnableError as error:  # of a round that an earlier version of prge began
+                self._tell(unlearnable(row, error))
         return examples
 
-    def _tell_once(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
-            self._tell(line)
+
+def unlearnable(row: Fields, error: UnlearnableError) -> str:
+    """What a user is told of a row that isn't learnt."""
+    return (
+        f"feedback {printable(shortened(str(row.get('id')), _LONGEST_ID))} can't be learnt: {error.problem}"
+    )
 
 
 class _Journal(Journal):
@@ -351,27 +352,10 @@ class _Unwatched:
         """See Observer."""
 
 
-def _examples(
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
-    bundle: Bundle,
-    settings: RunSettings,
-    task: Task | None,
-    training: bool,
-) -> list[Example]:
-    return _built(rows, tokenizer, bundle, settings, task, training)[0]
-
-
-def _built(
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
-    bundle: Bundle,
-    settings: RunSettings,
-    task: Task | None,
-    training: bool,
-) -> tuple[list[Example], DataReport]:
+def build_options(settings: RunSettings, task: Task | None = None) -> BuildOptions:
+    """How rows become examples by the settings of rounds."""
     what: ObjectiveName = "completion" if task is None else "auto"
-    options = BuildOptions(
+    return BuildOptions(
         settings.overflow,
         settings.append_eos,
         skip_unusable=True,
@@ -379,7 +363,6 @@ def _built(
         control_tokens=settings.control_tokens,
         date=settings.date,
     )
-    return build_examples(rows, tokenizer, bundle.chain.scoring, task, options, training=training)
 
 
 def _folder_of(folder: Path, identity: Record) -> Path:

@@ -57,7 +57,8 @@ class Worker:
         self._most = most
         self._beside = beside
         self._is_beside = False
-        self._apart = ThreadPoolExecutor(1, "storage")
+        self.storage = ThreadPoolExecutor(1, "storage")
+        """The one thread that reads and writes files of feedback and of what is learnt, in turns."""
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._tickets: set[Ticket] = set()
@@ -75,7 +76,7 @@ class Worker:
         self._closing = True
         self._wake.set()
         self._thread.join()
-        self._apart.shutdown()
+        self.storage.shutdown(cancel_futures=True)
         # What nobody expected: what the generator and its sequences hold isn't known any more.
         if self._failure is not None and error is None:
             raise self._failure
@@ -144,7 +145,7 @@ class Worker:
         Raises:
             LeavingError: the server ends; the work is done all the same.
         """
-        doing = self._apart.submit(work)
+        doing = self.storage.submit(work)
         doing.add_done_callback(lambda done: self._wake.set())
         try:
             while not doing.done():

@@ -43,6 +43,8 @@ class Journal:
     def __init__(self, path: Path, writable: bool = True) -> None:
         self.path = path
         self._stream: BinaryIO | None = None
+        # Whether the file has a part of a line that couldn't be written, nor taken back.
+        self._is_torn = False
         try:
             self.records, self._length = _read(path)
             if writable:
@@ -80,11 +82,16 @@ class Journal:
         line = _line(record)
         rest = memoryview(line)
         try:
+            if self._is_torn:
+                self._stream.truncate(self._length)
+            self._is_torn = True
             while rest:
                 rest = rest[self._stream.write(rest) :]
+            self._is_torn = False
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._stream.truncate(self._length)
+                self._is_torn = False
             raise storage_error(self.path, error) from None
         self._length += len(line)
         self.records.append(record)

@@ -134,6 +134,7 @@ def build_examples(
     training: bool = True,
     source: str = "the data",
     renamed: Mapping[str, str] | None = None,
+    chat: ChatTemplate | None = None,
 ) -> tuple[list[Example], DataReport]:
     """Tokenize rows for a bundle.
 
@@ -142,6 +143,7 @@ def build_examples(
             (false) compares all candidates, in any number of sequences.
         source: names the data in errors.
         renamed: columns that have other names in the file, with these.
+        chat: renders rows of messages; None: the tokenizer's chat template, compiled for this call.
 
     Raises:
         DataError: rows that lack a column, hold an unknown label, nothing to learn, or don't fit; all named.
@@ -159,7 +161,10 @@ def build_examples(
         usual, objective = "truncate", cast(ObjectiveName, task.objective)
     else:
         asked = options.objective or "completion"
-        form, chat = _form_of(rows, tokenizer, contract, source, renamed or {}, asked, options.date)
+        form = _form_of(rows, contract, source, renamed or {}, asked)
+        chat = _template_of(form, tokenizer, source, options.date, chat)
+        if chat is not None:
+            form = form.rendered_by(chat.variables, present)
         objective = _objective_of(form, options, source)
         read = (*form.columns, *form.optional)
         kind = form.name + (", as messages" if form.chat == "takes" and chat is not None else "")
@@ -316,38 +321,40 @@ def _objective_of(form: Form, options: BuildOptions, source: str) -> ObjectiveNa
 
 def _form_of(
     rows: Sequence[Row],
-    tokenizer: Tokenizer,
     contract: Contract,
     source: str,
     renamed: Mapping[str, str],
     objective: ObjectiveName,
-    date: str | None,
-) -> tuple[Form, ChatTemplate | None]:
-    """The form of rows without a task, and the template of those that are messages."""
-    what = f"{source} can't be used"
+) -> Form:
+    """The form of rows without a task."""
     if contract.readout != "logprobs":
         raise DataError(
-            what,
+            f"{source} can't be used",
             [f"the bundle's readout is {contract.readout}: it compares classes, learns no texts"],
             remedy="give a task (a name or a task file)",
         )
-    form = find_form(rows, source, renamed, objective=objective)
+    return find_form(rows, source, renamed, objective=objective)
+
+
+def _template_of(
+    form: Form, tokenizer: Tokenizer, source: str, date: str | None, chat: ChatTemplate | None
+) -> ChatTemplate | None:
+    """What renders rows that become messages; None where they are texts."""
     if not form.chat:
-        return form, None
+        return None
     if tokenizer.chat_template is not None:
-        chat = _chat_template(tokenizer.chat_template, tokenizer, date)
-        return form.rendered_by(chat.variables, present_columns(rows)), chat
+        return chat or compile_chat_template(tokenizer.chat_template, tokenizer, date)
     if form.chat == "needs":
         raise DataError(
-            what,
+            f"{source} can't be used",
             ["its rows are messages and the model has no chat template"],
             remedy="export with --chat-template plain, take a chat model, or prompts and completions",
         )
-    return form, None
+    return None
 
 
-def _chat_template(source: str, tokenizer: Tokenizer, date: str | None) -> ChatTemplate:
-    """The compiled chat template; only rows of messages need jinja2."""
+def compile_chat_template(source: str, tokenizer: Tokenizer, date: str | None) -> ChatTemplate:
+    """The compiled chat template of a tokenizer; only rows of messages need jinja2."""
     try:
         from prge.rows.chat import ChatTemplate
     except ImportError:

@@ -143,16 +143,24 @@ def _is_message(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
-def append_feedback(path: Path, rows: Sequence[Fields]) -> None:
+def append_feedback(
+    path: Path, rows: Sequence[Fields], while_locked: Callable[[], object] | None = None
+) -> None:
     """Append rows, all or none; what a killed process left of its last row goes.
+
+    Args:
+        path: of the file.
+        rows: to append.
+        while_locked: called again and again while another process holds the file's lock; it sleeps, or raises
+            what ends the wait. By default the call waits as long as it takes.
 
     Raises:
         RunError: the file can't be written; it stays as it was.
     """
     try:
-        with _locked(path) as stream:
+        with _locked(path, while_locked=while_locked) as stream:
             length = os.fstat(stream.fileno()).st_size
-            lines = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows).encode()
+            lines = b"".join(map(_line, rows))
             if length and os.pread(stream.fileno(), 1, length - 1) != b"\n":
                 content = os.pread(stream.fileno(), length, 0)
                 whole = 0 if _is_torn_first(content) else len(whole_lines(content))
@@ -172,8 +180,15 @@ def append_feedback(path: Path, rows: Sequence[Fields]) -> None:
         raise storage_error(path, error) from None
 
 
+def size_of(row: Fields) -> int:
+    """Bytes that a row takes in a file."""
+    return len(_line(row))
+
+
 def forget_rows(path: Path, is_meant: Callable[[int, Fields | None, str], bool]) -> int:
     """Take rows out of a file of lines, which is rewritten at once or not at all; how many they were.
+
+    Rows are looked at before the file is locked, but for those that are appended meanwhile.
 
     Args:
         path: of the file, whose rights stay.
@@ -184,18 +199,38 @@ def forget_rows(path: Path, is_meant: Callable[[int, Fields | None, str], bool])
     """
     try:
         rights = stat.S_IMODE(os.stat(path).st_mode)
-        with _locked(path, rights):
-            lines = whole_lines(read_regular(path)).split(b"\n")
-            kept = [
-                line
-                for number, line in enumerate(lines, 1)
-                if not line.strip() or not is_meant(number, _parsed(line), line.decode(errors="replace"))
-            ]
-            if len(kept) < len(lines):
-                write_file(path, b"\n".join(kept), rights)
+        content, kept = b"", list[bytes]()
+        while True:
+            # All lines that are there and whole; the last part is empty, and stands for the rest.
+            seen = read_regular(path)
+            seen = seen[: seen.rfind(b"\n") + 1]
+            if not seen.startswith(content):
+                content, kept = b"", []
+            kept += _kept(seen[len(content) :].split(b"\n")[:-1], content.count(b"\n"), is_meant)
+            content = seen
+            with _locked(path, rights):
+                now = whole_lines(read_regular(path))
+                if not now.startswith(content):
+                    continue
+                count = content.count(b"\n")
+                kept += _kept(now[len(content) :].split(b"\n"), count, is_meant)
+                removed = now.count(b"\n") + 1 - len(kept)
+                if removed:
+                    write_file(path, b"\n".join(kept), rights)
+                return removed
     except OSError as error:
         raise storage_error(path, error) from None
-    return len(lines) - len(kept)
+
+
+def _kept(
+    lines: Sequence[bytes], before: int, is_meant: Callable[[int, Fields | None, str], bool]
+) -> list[bytes]:
+    """Lines that aren't meant, after so many others."""
+    return [
+        line
+        for number, line in enumerate(lines, before + 1)
+        if not line.strip() or not is_meant(number, _parsed(line), line.decode(errors="replace"))
+    ]
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Fields | None, str]]:
@@ -211,6 +246,17 @@ def read_feedback(path: Path) -> list[Fields]:
         return []
     rows = [fields for _, fields, _ in read_lines(path) if fields is not None and is_feedback(fields)]
     return [row for row in rows if not problem_of(row)]
+
+
+def row_of_line(line: bytes) -> Fields | None:
+    """The feedback of a line; None where it is something else, or unsound."""
+    fields = _parsed(line)
+    return fields if fields is not None and is_feedback(fields) and not problem_of(fields) else None
+
+
+def key_of(row: Fields) -> str:
+    """What tells rows of feedback apart, in 32 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def whole_lines(content: bytes) -> bytes:
@@ -232,11 +278,13 @@ def texts_of(value: object) -> Iterator[str]:
 
 
 @contextmanager
-def _locked(path: Path, rights: int = _OWNERS) -> Iterator[BinaryIO]:
+def _locked(
+    path: Path, rights: int = _OWNERS, while_locked: Callable[[], object] | None = None
+) -> Iterator[BinaryIO]:
     """A file, open for appending and held alone; one that was replaced meanwhile is opened again."""
     while True:
         with open_regular(path, "a+b", buffering=0, rights=rights) as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
+            _lock(stream, while_locked)
             there = os.stat(path, follow_symlinks=False) if path.exists() else None
             if there is not None and os.path.samestat(there, os.fstat(stream.fileno())):
                 os.fchmod(stream.fileno(), rights)
@@ -254,6 +302,22 @@ def _is_torn_first(content: bytes) -> bool:
     """Whether a file holds no more than the beginning of its first row of feedback."""
     begins = content[: len(_FIRST)] == _FIRST[: len(content)]
     return begins and b"\n" not in content and _parsed(content) is None
+
+
+def _line(row: Fields) -> bytes:
+    return (json.dumps(dict(row), ensure_ascii=False) + "\n").encode()
+
+
+def _lock(stream: BinaryIO, while_locked: Callable[[], object] | None) -> None:
+    if while_locked is None:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        return
+    while True:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            while_locked()
 
 
 def _parsed(line: bytes) -> Fields | None:

@@ -124,11 +124,6 @@ class Prompts:
         )
         return texts.restore(text)
 
-    def check_answered(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> None:
-        """Raise DataError where a conversation can't be learnt from, whose last message is an answer."""
-        if self.chat is not None:
-            self.chat.renderings(messages, [len(messages) - 1], variables or {})
-
     def of_rendered(self, rendered: RenderedText, *, most: int | None = None) -> Prompt:
         """What the template made of a conversation, as tokens; `most` as of texts."""
         # The template writes the special tokens itself.

@@ -61,7 +61,7 @@ BOUNDS: Mapping[str, Range] = {
     **dict.fromkeys(("head_folds", "lines", "sample_rows"), Range(0, 10_000)),
     **dict.fromkeys(("rank", "axes", "queries", "copies", "tokens"), _SIZE),
     **dict.fromkeys(("batch_size", "sequence_length", "context", "init_tokens"), _SIZE),
-    **dict.fromkeys(("trunk_cache_bytes", "memory"), _BYTES),
+    **dict.fromkeys(("trunk_cache_bytes", "memory", "feedback_limit"), _BYTES),
     **dict.fromkeys(("lengths", "ranks", "samples", "guesses", "matching_steps"), _SIZE),
     "top_share": _SHARE,
     "max_dropped": Range(0, 1),

@@ -92,10 +92,10 @@ def test_it_answers_as_it_was_corrected(workshop: Path, tmp_path: Path) -> None:
         rows = [json.loads(line) for line in (learn / "feedback.jsonl").read_text().splitlines()]
         assert rows[-1]["adapter"] != rows[0]["adapter"] and rows[-1]["rating"] == "good"
         # One request takes it back.
-        assert client.post("/adapters/back", body={}, cast_to=object)["current"] == 0
+        assert client.post("/adapters/back", body={"version": 1}, cast_to=object)["current"] == 0
         assert ask(client, ASKED[0])[1].strip() != "bb cc"
         with pytest.raises(openai.ConflictError, match="none to take back"):
-            client.post("/adapters/back", body={}, cast_to=object)
+            client.post("/adapters/back", body={"version": 1}, cast_to=object)
     # The same rows in another folder, without a kill.
     other = tmp_path / "other"
     other.mkdir()

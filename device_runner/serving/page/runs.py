@@ -76,6 +76,9 @@ class Runs:
 
     async def stop(self, name: str) -> None:
         """Ask a run to end after its step; raises RequestError where that can't be."""
+        await self._apart(lambda: self._stop(name))
+
+    def _stop(self, name: str) -> None:
         folder = self.at(name)
         is_running, process = state_of(folder)
         problem = ""
@@ -95,13 +98,13 @@ class Runs:
             raise RequestError(409, f"{name} {problem}", param="run", code="run_not_stopped")
         self._asked.add((folder, process))
 
-    def follow(self, name: str, language: str) -> tuple[AsyncIterator[str], Callable[[], None]]:
+    async def follow(self, name: str, language: str) -> tuple[AsyncIterator[str], Callable[[], None]]:
         """Events that tell of a run whenever something is new, and what to call when nobody reads them.
 
         Raises:
             RequestError: there is no such run, or there are too many streams.
         """
-        folder = self.at(name)
+        folder = await self._apart(lambda: self.at(name))
         if sum(users for _, users in self._followed.values()) >= MOST_STREAMS:
             raise RequestError(
                 429, f"at most {MOST_STREAMS} pages look at runs at once: close one", kind="rate_limit_error"

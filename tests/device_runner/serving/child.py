@@ -11,7 +11,7 @@ import numpy as np
 
 from device_runner.serving.access import Access
 from device_runner.serving.app import make_app
-from device_runner.serving.feedback import Feedback
+from device_runner.serving.feedback import Feedback, FeedbackFile
 from device_runner.serving.listening import Server, address_of, listening
 from device_runner.serving.models import Models
 from device_runner.serving.worker import Worker
@@ -21,8 +21,10 @@ from device_runner.session.sensors import Sensors
 from prge.engine import FloatArray
 from prge.files.adapter import Adapter
 from prge.rows import chat
+from prge.rows.feedback_examples import FeedbackExamples
 from prge.rows.tokenizer import Tokenizer
 from prge.text.loop import Generator
+from tests.numpy_engine import NumpyEngine
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 from tests.speakers import NumpySpeaker, make_adapter
 
@@ -35,6 +37,8 @@ TEMPLATE = (
 )
 # The engine fails at this token, which a prompt has; no answer draws it.
 FAILING = 419
+# Bytes of a file of feedback.
+LIMIT = 1 << 20
 
 
 class SlowSpeaker(NumpySpeaker):
@@ -59,6 +63,11 @@ def make_tokenizer() -> Tokenizer:
     return Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True, chat_template=TEMPLATE)
 
 
+def make_examples() -> FeedbackExamples:
+    contract = NumpyEngine(1, 1, vocabulary=512, sequence_length=64, positions=63).contract
+    return FeedbackExamples(make_tokenizer(), contract)
+
+
 def adapters() -> dict[str, Adapter]:
     return {"base": make_adapter(), "tuned": make_adapter(1)}
 
@@ -66,12 +75,14 @@ def adapters() -> dict[str, Adapter]:
 if __name__ == "__main__":
     chat.SECONDS = 0.5  # of a template
     seconds, queue, key = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    feedback = Feedback(Path(sys.argv[4]) if sys.argv[4] else None, lambda text: print(text, flush=True))
     models = Models(adapters(), make_tokenizer())
     generator = Generator(SlowSpeaker(seconds), make_tokenizer())
+    examples = make_examples()
     with listening("127.0.0.1", 0) as listener, Worker(generator, queue) as worker:
+        file = FeedbackFile(Path(sys.argv[4]), examples, worker.storage, LIMIT) if sys.argv[4] else None
+        feedback = Feedback(file, lambda text: print(text, flush=True))
         print(address_of(listener), flush=True)
         hot = [Cool("--pause-above-celsius", 45)] if sys.argv[5] else []
         gates = Gates(hot, Sensors(Path(sys.argv[5])), seconds=0)
         app = make_app(models, worker, Access(key or None, "127.0.0.1"), feedback, gates=gates)
-        Server(app, worker).run([listener])
+        Server(app, worker, ending=feedback.close).run([listener])

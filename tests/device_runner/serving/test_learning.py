@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from queue import Queue
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ import pytest
 
 from device_runner import run as run_verb
 from device_runner.serving import learning as module
+from device_runner.serving.feedback_index import Entry
 from device_runner.serving.flags import LearnFlags
 from device_runner.serving.history import FEEDBACK, HISTORY, date_of
 from device_runner.serving.learning import Learning, open_learning
@@ -30,7 +32,8 @@ from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
 from prge.files.peft import read_lora, read_peft, write_lora
-from prge.rows.feedback import Answered, append_feedback, forget_rows, read_feedback
+from prge.rows import chat
+from prge.rows.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import GenerationSettings, Generator, Request
 from prge.text.prompts import Prompt
@@ -189,11 +192,129 @@ def test_what_a_template_refuses_is_told(place: Place) -> None:
     append_feedback(place.learn / FEEDBACK, [row])
     row = Answered("learnt", "m", "", asked, "b", {}).judged(correction="d")
     append_feedback(place.learn / FEEDBACK, [row])
-    feedback(place.learn / FEEDBACK, EVERY - 2)
+    feedback(place.learn / FEEDBACK, EVERY - 1)
     _, found = place.learnt()
     assert found["status"] == "served"
     [line] = (line for line in place.told if "refused" in line)
     assert line.startswith("feedback refused can't be learnt: the chat template refuses the messages: no e")
+
+
+HOSTILE_TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'raise' %}{{ raise_exception('no') }}{% endif %}"
+    "{% if m.content == 'loop' %}{% for a in range(90000) %}{% for b in range(90000) %}"
+    "{% endfor %}{% endfor %}{% endif %}"
+    "{% if m.role not in ('user', 'assistant') %}{{ raise_exception('who is that') }}{% endif %}"
+    "{{ m.content }} {% endfor %}"
+)
+
+
+def said(content: Any, **more: Any) -> dict[str, Any]:
+    """A row of feedback on a conversation, which somebody wrote into the file."""
+    asked = {"messages": [{"role": "user", "content": content}]}
+    return {"id": "h", **asked, "answer": "b", "correction": "d", **more}
+
+
+def asked(prompt: Any, **more: Any) -> dict[str, Any]:
+    return {"id": "h", "prompt": prompt, "answer": " b", "rating": "good", **more}
+
+
+HOSTILE = {
+    "empty answer": asked("a", answer=""),
+    "bad empty answer": asked("a", answer="", rating="bad"),
+    "template raises": said("raise"),
+    "answer raises": said("a", correction="raise"),
+    "template loops": said("loop"),
+    "odd role": said("a", messages=[{"role": "pirate", "content": "a"}]),
+    "null role": said("a", messages=[{"role": None, "content": "a"}]),
+    "null content": said(None),
+    "nested content": said([{"type": "text", "text": ["a"]}]),
+    "no messages": said("a", messages=[]),
+    "null messages": said("a", messages=None),
+    "messages are a text": said("a", messages="hello"),
+    "kwargs that are taken": said("a", chat_template_kwargs={"messages": []}),
+    "kwargs of numbers": said("a", chat_template_kwargs=[1, 2]),
+    "kwargs that break the template": said("raise", chat_template_kwargs={"raise_exception": 1}),
+    "tools that are none": said("a", chat_template_kwargs={"tools": 5}),
+    "control tokens": asked("a", control_tokens="maybe"),
+    "nested control tokens": asked("a", control_tokens={"a": [None]}),
+    "lone surrogate": asked("a\ud800"),
+    "surrogate answer": asked("a", answer="\udfff"),
+    "null prompt": asked(None),
+    "huge number": asked(10**400),
+    "answer is a number": asked("a", answer=1e308),
+    "nested rating": asked("a", rating=["good"]),
+    "empty correction": asked("a", correction=""),
+    "null correction": asked("a", correction=None),
+    "no feedback": {"text": "a"},
+    "a list": [1],
+    "deep": {"prompt": "a", "answer": "b", "rating": "good", "id": json.loads("[" * 60 + "]" * 60)},
+}
+# They can be learnt, and fail no round.
+ODD = {
+    "NUL": asked("a\0", answer="\0"),
+    "escapes": asked("\x1b[2J", answer="\x07"),
+    "control tokens": asked("<s></s>", answer="</s><s>", control_tokens="all"),
+    "control tokens of chats": said("<s></s>", correction="</s>"),
+    "too long prompt": asked("word " * 5000),
+    "too long answer": asked("a", answer="word " * 5000),
+    "too long chat": said("word " * 5000),
+    "empty prompt": asked(""),
+    "unread kwargs": said("a", chat_template_kwargs={"x": {"y": [None, 1e308]}}),
+    "kwargs of functions": said("a", chat_template_kwargs={"raise_exception": 1, "range": {}}),
+    "other columns": asked("a", weight=-1e308, label="x", messages_=None, id={"a": 1}, time=None),
+}
+
+
+def with_template(place: Place) -> list[str]:
+    """A bundle whose template refuses some messages, and honest rows of texts and conversations."""
+    shutil.rmtree(place.folder / "bundle")
+    place.device.write_bundle(place.folder / "bundle", chat_template=HOSTILE_TEMPLATE)
+    messages = [[{"role": "user", "content": word}] for word in WORDS[:3]]
+    chats = [Answered(each[0]["content"], "m", "", {"messages": each}, "b", {}) for each in messages]
+    path = place.folder / "honest.jsonl"
+    append_feedback(path, [each.judged(correction="d") for each in chats])
+    feedback(path, 2 * EVERY - len(chats))
+    return path.read_text().splitlines()
+
+
+@pytest.mark.whole
+def test_honest_rows_with_hostile_ones_are_learnt_as_without_them(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "SECONDS", 0.2)
+    honest = with_template(place)
+
+    def learnt(lines: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+        shutil.rmtree(place.learn)
+        place.learn.mkdir()
+        (place.learn / FEEDBACK).write_text("".join(line + "\n" for line in lines))
+        return told(place.learnt()), place.bits()
+
+    expected = learnt(honest)
+    assert [each["status"] for each in expected[0]] == ["start", "served", "served"] and len(expected[1]) == 2
+    for number, (name, row) in enumerate(HOSTILE.items()):
+        at = number % (len(honest) + 1)
+        assert learnt([*honest[:at], json.dumps(row), *honest[at:]]) == expected, name
+    hostile = [json.dumps(row) for row in HOSTILE.values()]
+    every = [*hostile[:9], *honest[:2], *hostile[9:20], *honest[2:], *hostile[20:]]
+    assert learnt(every) == expected
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_rows_that_can_be_learnt_fail_no_round(place: Place, name: str) -> None:
+    honest = with_template(place)
+    lines = [json.dumps(ODD[name]), *honest[:-1]]
+    (place.learn / FEEDBACK).write_text("".join(line + "\n" for line in lines))
+    _, *rounds = place.learnt()
+    assert [each["feedback"] for each in rounds] == [EVERY, EVERY]
+    assert all(each["status"] in ("served", "refused") for each in rounds), rounds
+
+
+def test_a_model_without_a_template_learns_texts_beside_conversations(place: Place) -> None:
+    (place.learn / FEEDBACK).write_text(json.dumps(said("a")) + "\n")
+    feedback(place.learn / FEEDBACK, EVERY)
+    found = place.learnt()[-1]
+    assert (found["status"], found["feedback"]) == ("served", EVERY)
 
 
 def test_a_folder_keeps_the_day_that_it_began_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,17 +392,17 @@ def test_the_last_adapter_is_taken_back(place: Place) -> None:
     feedback(place.learn / FEEDBACK, 2 * EVERY)
     learning = place.open()
     with pytest.raises(RequestError, match="there is none to take back"):
-        learning.take_back()
+        learning.take_back(0)
     while learning.work():
         pass
     first = place.served[0]
-    assert learning.take_back() == 1
+    assert learning.take_back(2) == 1
     assert place.served[-1].values.tobytes() == first.values.tobytes()
     learning.close()
     learning = place.open()
     assert [each["status"] for each in learning.history()] == ["start", "served", "taken back"]
     assert learning.adapter.values.tobytes() == first.values.tobytes()
-    assert learning.take_back() == 0 and not place.served[-1].values.any()
+    assert learning.take_back(1) == 0 and not place.served[-1].values.any()
     # What taught those adapters isn't learnt again.
     feedback(place.learn / FEEDBACK, EVERY, start=20)
     learning.close()
@@ -303,7 +424,7 @@ def test_a_round_whose_start_is_taken_back_is_abandoned_and_its_rows_are_new_aga
         nonlocal calls
         calls += 1
         if calls == 3:
-            assert learning.take_back() == 0
+            assert learning.take_back(1) == 0
         learning.check()
 
     monkeypatch.setattr(place.device, "_count", count)
@@ -335,7 +456,7 @@ def test_answers_are_made_between_blocks_and_end_no_round(
             while isinstance(told := answers.get(timeout=10), str):
                 pass
             assert told.wait(0).text == alone.text
-        assert learning.take_back() == 1
+        assert learning.take_back(2) == 1
     assert [each["status"] for each in learning.history()] == ["start", "served", "taken back"]
 
 
@@ -354,6 +475,83 @@ def test_a_row_that_is_forgotten_on_the_way_begins_the_round_again(place: Place)
     assert b"good good" not in texts
 
 
+@pytest.mark.parametrize("at", ["first step", "last step", "judgement"])
+def test_a_row_that_is_forgotten_while_it_is_learnt_is_not_served(
+    place: Place, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """The adapter has the bits of one that never saw the row."""
+
+    def forget() -> None:
+        forget_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
+
+    feedback(place.learn / FEEDBACK, EVERY)
+    content = (place.learn / FEEDBACK).read_bytes()
+    place.device.calls_left = 0
+    with pytest.raises(Killed):
+        place.open().work()
+    place.device.calls_left = None
+    forget()
+    place.learnt()
+    expected = place.bits()
+    shutil.rmtree(place.learn)
+    place.learn.mkdir()
+    (place.learn / FEEDBACK).write_bytes(content)
+    place.served.clear()
+    count, (last, calls) = 0, (0, 0)
+    if at != "first step":
+        monkeypatch.setattr(place.device, "_count", lambda: None)
+        # How many calls the steps and the whole round make.
+        probe = replace(place, served=[], told=[])
+        total = 0
+
+        def counted() -> None:
+            nonlocal total
+            total += 1
+
+        monkeypatch.setattr(place.device, "_count", counted)
+        probe.learnt()
+        last, calls = total - 2, total
+        shutil.rmtree(place.learn)
+        place.learn.mkdir()
+        (place.learn / FEEDBACK).write_bytes(content)
+    goal = {"first step": 1, "last step": last, "judgement": calls}[at]
+
+    def hook() -> None:
+        nonlocal count
+        count += 1
+        if count == goal:
+            forget()
+
+    monkeypatch.setattr(place.device, "_count", hook)
+    found = place.learnt()[-1]
+    assert (found["status"], found["learnt"]) == ("served", 2) and len(place.served) == 1
+    assert place.bits() == expected
+    texts = b"".join(path.read_bytes() for path in place.learn.rglob("*") if path.is_file())
+    assert b"good good" not in texts
+
+
+def test_of_two_that_take_back_one_version_at_once_one_does(place: Place) -> None:
+    feedback(place.learn / FEEDBACK, 2 * EVERY)
+    learning = place.open()
+    while learning.work():
+        pass
+    found: list[object] = []
+
+    def take() -> None:
+        try:
+            found.append(learning.take_back(2))
+        except RequestError as error:
+            found.append((error.status, str(error)))
+
+    threads = [Thread(target=take) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 1 in found and (409, "version 2 isn't served: version 1 is") in found
+    assert [each["current"] for each in learning.history()] == [False, True, False]
+
+
 def test_a_folder_goes_on_with_what_it_began_with(place: Place) -> None:
     place.open().close()
     other = random_adapter(open_bundle(place.folder / "bundle").chain.modules, 1)
@@ -361,28 +559,51 @@ def test_a_folder_goes_on_with_what_it_began_with(place: Place) -> None:
         place.open(other)
 
 
-def test_a_storage_that_refuses_ends_the_learning_and_says_so_once(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", ["round", "step", "judged"])
+def test_a_storage_that_refuses_is_tried_again_until_it_has_room(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at: str
 ) -> None:
     feedback(place.learn / FEEDBACK, EVERY)
-    learning = place.open()
+    place.learnt()
+    expected = place.bits()
+    content = (place.learn / FEEDBACK).read_bytes()
+    shutil.rmtree(place.learn)
+    place.learn.mkdir()
+    (place.learn / FEEDBACK).write_bytes(content)
+    place.told.clear()
+    learning, append = place.open(), Journal.append
 
-    def refuse(*_: object) -> None:
-        raise RunError("no space left")
+    def refuse(self: Journal, record: dict[str, Any]) -> dict[str, Any]:
+        if record["kind"] == at:
+            raise RunError("no space left")
+        return append(self, record)
 
     monkeypatch.setattr(Journal, "append", refuse)
+    monkeypatch.setattr(module, "_SECONDS_TO_RETRY", 0.0)
     assert not learning.work() and not learning.work()
-    assert place.told == ["nothing more is learnt until the next start: no space left"]
+    assert learning.problem == "no space left"
+    assert [line for line in place.told if "no space" in line] == [
+        "nothing is learnt, tried again every 0 seconds: no space left"
+    ]
+    monkeypatch.setattr(Journal, "append", append)
+    assert learning.work() and not learning.problem
+    assert place.told[-1] == "learning goes on" and learning.history()[-1]["status"] == "served"
+    assert place.bits() == expected
 
 
-def test_a_file_that_cannot_be_read_ends_the_learning_and_nothing_else(place: Place) -> None:
+def test_a_file_that_cannot_be_read_holds_up_the_learning_and_nothing_else(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     learning = place.open()
     (place.learn / FEEDBACK).mkdir()
-    for number in range(EVERY):
-        learning.count({"number": number})
     assert not learning.work() and not learning.work()
     (told,) = place.told
-    assert told.startswith("nothing more is learnt until the next start: ") and "a folder" in told
+    assert told.startswith("nothing is learnt, tried again every 30 seconds: ") and "a folder" in told
+    (place.learn / FEEDBACK).rmdir()
+    feedback(place.learn / FEEDBACK, EVERY)
+    assert not learning.work()  # not yet
+    monkeypatch.setattr(learning, "_retry_at", 0.0)
+    assert learning.work() and learning.history()[-1]["status"] == "served"
 
 
 def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,10 +631,10 @@ def test_what_was_disliked_is_not_kept(place: Place, tmp_path: Path) -> None:
 
 def test_feedback_on_one_question_is_in_one_part() -> None:
     rows = [{"prompt": str(number // 2), "answer": "", "rating": "good"} for number in range(24)]
-    learnt, held = held_back(rows)
+    learnt, held = held_back([Entry.of(row) for row in rows])
     assert len(learnt) + len(held) == 24
-    assert {row["prompt"] for row in held} == {"2", "7"}
-    assert not {row["prompt"] for row in held} & {row["prompt"] for row in learnt}
+    assert {row.key for row in held} == {key_of(rows[number]) for number in (4, 5, 14, 15)}
+    assert not {row.question for row in held} & {row.question for row in learnt}
 
 
 def test_the_history_is_whole_lines_of_its_owner(place: Place) -> None:

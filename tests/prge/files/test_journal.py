@@ -8,6 +8,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,6 +128,42 @@ def test_after_a_full_disk_it_ends_with_its_last_whole_line(tmp_path: Path) -> N
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "can't be written" in done.stdout
     assert path.read_bytes() == kept
+
+
+def test_a_torn_line_that_cannot_be_taken_back_goes_before_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    _write(path)
+
+    class Full:
+        """A file that takes some bytes, and gives none of them back at first."""
+
+        def __init__(self, stream: Any) -> None:
+            self._stream, self.is_full, self.refuses = stream, True, True
+
+        def write(self, content: memoryview) -> int:
+            if self.is_full and len(content) <= 50:
+                raise OSError(28, "No space left on device")
+            return int(self._stream.write(content[:-50] if self.is_full else content))
+
+        def truncate(self, length: int) -> None:
+            if self.refuses:
+                self.refuses = False
+                raise OSError(5, "Input/output error")
+            self._stream.truncate(length)
+
+        def close(self) -> None:
+            self._stream.close()
+
+    with Journal(path) as journal:
+        stream: Any = Full(journal._stream)
+        journal._stream = stream
+        before = journal.records[:]
+        with pytest.raises(RunError, match="No space left"):
+            journal.append({"kind": "step", "step": 7, "text": "x" * 100})
+        stream.is_full = False
+        journal.append({"kind": "step", "step": 8})
+    with Journal(path, writable=False) as journal:
+        assert journal.records == [*before, {"kind": "step", "step": 8}]
 
 
 def test_reading_leaves_a_line_that_is_being_written(tmp_path: Path) -> None:

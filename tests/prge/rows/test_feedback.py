@@ -128,6 +128,42 @@ def test_rows_that_come_while_others_are_forgotten_are_kept(tmp_path: Path) -> N
     assert [row["rating"] for row in read_feedback(path)] == ["good"] * 50
 
 
+def test_rows_are_looked_at_before_the_file_is_locked(tmp_path: Path) -> None:
+    """Who gives feedback meanwhile needn't wait, and a row that comes meanwhile is forgotten, too."""
+    path = tmp_path / "feedback.jsonl"
+    append_feedback(path, [ROW] * 3)
+    seen = []
+
+    def give_up() -> None:
+        raise AssertionError("the file is locked")
+
+    def is_meant(number: int, fields: Any, line: str) -> bool:
+        if len(seen) < 3:
+            append_feedback(path, [{**ROW, "id": f"new {number}"}], give_up)
+        seen.append(number)
+        return number in (2, 4)
+
+    assert forget_rows(path, is_meant) == 2
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert [row["id"] for row in read_feedback(path)] == ["cmpl-1", "cmpl-1", "new 2", "new 3"]
+
+
+def test_a_file_that_is_replaced_while_rows_are_looked_at_is_looked_at_again(tmp_path: Path) -> None:
+    path = tmp_path / "feedback.jsonl"
+    append_feedback(path, [{**ROW, "id": str(number)} for number in range(4)])
+    calls = 0
+
+    def is_meant(number: int, fields: Any, line: str) -> bool:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            assert forget_rows(path, lambda number, fields, line: number == 1) == 1
+        return fields["id"] == "2"
+
+    assert forget_rows(path, is_meant) == 1
+    assert [row["id"] for row in read_feedback(path)] == ["1", "3"]
+
+
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
     for path in (tmp_path, tmp_path / "link", tmp_path / "none" / "feedback.jsonl"):

@@ -40,8 +40,8 @@ export class Talk extends Component {
     const told = await get("/v1/adapters").catch(() => undefined);
     if (told) this.setState({ history: told.data });
   };
-  take_back = async () => {
-    await ask("/v1/adapters/back", {}).catch((error) => this.setState({ problem: error.message }));
+  take_back = async (version) => {
+    await ask("/v1/adapters/back", { version }).catch((error) => this.setState({ problem: error.message }));
     await this.read_history();
   };
   getSnapshotBeforeUpdate() {
@@ -287,9 +287,10 @@ function About({ about, chosen }) {
 function History({ history, take_back }) {
   const notes = ({ feedback, held_back: held, why }) => [feedback > 0 && t("of_rows", number(feedback)),
     held?.after !== undefined && t("loss_change", `${number(held.before)} → ${number(held.after)}`), why];
+  const current = history.find((each) => each.current)?.version;
   return html`<ol class="history">${[...history].reverse().map((each) => html`<li key=${each.version}>
       <strong>${t("adapter_n", each.version)}</strong>: ${t(each.status)}
       ${each.current && html` <span class="mark">${t("current")}</span>`}
       <div class="muted">${notes(each).filter(Boolean).join(" · ")}</div></li>`)}</ol>
-    ${history.some((each) => each.current && each.version > 0) && html`<${Button} act=${take_back}>${t("take_back")}<//>`}`;
+    ${current > 0 && html`<${Button} act=${() => take_back(current)}>${t("take_back")}<//>`}`;
 }

@@ -13,13 +13,14 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from device_runner.serving.access import Access
 from device_runner.serving.app import make_app
-from device_runner.serving.feedback import Feedback
+from device_runner.serving.feedback import Feedback, FeedbackFile
 from device_runner.serving.listening import Server, address_of, listening
 from device_runner.serving.models import Models
 from device_runner.serving.page.runs import Runs
@@ -27,7 +28,7 @@ from device_runner.serving.protocol import RequestError
 from device_runner.serving.worker import Tell
 from prge.rows.tokenizer import Tokenizer
 from prge.text.loop import Answer, Request, Ticket
-from tests.device_runner.serving.child import TEMPLATE, adapters
+from tests.device_runner.serving.child import LIMIT, TEMPLATE, adapters, make_examples
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
 HOSTILE = (
@@ -56,6 +57,7 @@ class ScriptedWorker:
 
     alive = True
     context = 1 << 20
+    storage = ThreadPoolExecutor(1)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -117,7 +119,7 @@ class ScriptedLearning:
             for version in range(3)
         ]  # fmt: skip
 
-    def take_back(self) -> int:
+    def take_back(self, version: int) -> int:
         if not self.current:
             raise RequestError(409, "the adapter of the start is served: there is none to take back")
         self.current -= 1
@@ -129,10 +131,13 @@ if __name__ == "__main__":
     given |= json.loads(sys.argv[1])
     template = TEMPLATE if given["chats"] else None
     tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True, chat_template=template)
-    feedback = Feedback(Path(given["feedback"]) if given["feedback"] else None)
     runs = Runs(Path(given["runs"])) if given["runs"] else None
     learning: Any = ScriptedLearning() if given["learns"] else None
     worker: Any = ScriptedWorker(tokenizer)
+    file = None
+    if given["feedback"]:
+        file = FeedbackFile(Path(given["feedback"]), make_examples(), worker.storage, LIMIT)
+    feedback = Feedback(file)
     models = Models(adapters(), tokenizer)
     with listening("127.0.0.1", given["port"]) as listener:
         access = Access(given["key"], "127.0.0.1")

@@ -279,16 +279,16 @@ def test_streams_are_bounded_and_share_what_they_read(tmp_path: Path) -> None:
 
     async def look() -> None:
         served = Runs(tmp_path)
-        opened = [served.follow("run", "en") for _ in range(runs.MOST_STREAMS)]
+        opened = [await served.follow("run", "en") for _ in range(runs.MOST_STREAMS)]
         with pytest.raises(RequestError) as caught:
-            served.follow("run", "de")
+            await served.follow("run", "de")
         assert caught.value.status == 429
         first = [await anext(events) for events, _ in opened[:3]]
         assert len(set(first)) == 1 and json.loads(first[0].removeprefix("data: "))["steps"] == 40
         (one, _), *_ = served._followed.values()
         assert len(served._followed) == 1 and one.folder == tmp_path / "run"
         opened.pop()[1]()
-        opened.append(served.follow("run", "en"))
+        opened.append(await served.follow("run", "en"))
         served.close()
         for events, leave in opened:
             assert [each async for each in events] == []
@@ -306,7 +306,7 @@ def test_a_run_that_goes_away_is_told_of_no_more(
     secret, folder = write_run(tmp_path / "secret"), write_run(tmp_path / "runs" / "run")
 
     async def look() -> None:
-        events, _ = Runs(tmp_path / "runs").follow("run", "en")
+        events, _ = await Runs(tmp_path / "runs").follow("run", "en")
         assert (await anext(events)).startswith("data: {")
         shutil.rmtree(folder)
         if became == "a file":

@@ -1,0 +1,176 @@
+"""Which rows a file of feedback has and where, read on as the file grows.
+
+Rows themselves stay in the file: of each there is a key, what it asks, if it can be learnt, and its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from prge.host.regular_files import open_regular
+from prge.rows.feedback import Fields, key_of, row_of_line
+from prge.rows.feedback_rows import asked_text, can_be_learnt
+
+# Of a call of `read_on`: seconds, and bytes that are read at once.
+SECONDS = 0.05
+_BYTES = 1 << 20
+# No row of a server has so many.
+_LONGEST_LINE = 32 << 20
+
+
+class ChangedError(Exception):
+    """Rows are not where they were: some were forgotten, or the file is another one."""
+
+
+class Entry(NamedTuple):
+    """A row of feedback: its key, what tells its question apart from others, and whether it can be learnt."""
+
+    key: str
+    question: int
+    is_learnable: bool
+
+    @classmethod
+    def of(cls, row: Fields) -> Entry:
+        """The entry of a row."""
+        question = hashlib.sha256(asked_text(row).encode()).digest()[:8]
+        return cls(key_of(row), int.from_bytes(question, "big"), can_be_learnt(row))
+
+
+class FeedbackIndex:
+    """Sound rows of a file of feedback, in its order; of equal rows the first.
+
+    A file that was replaced or shortened, as `prge rows forget` does it, is read anew: `generation` counts
+    that. A file that is not there has no rows. All calls raise OSError; used by one thread at a time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stream: BinaryIO | None = None
+        self.generation = 0
+        self._begin()
+
+    def __len__(self) -> int:
+        """Rows that were read so far."""
+        return len(self._keys)
+
+    def __getitem__(self, number: int) -> Entry:
+        """A row by its number, from 0."""
+        return Entry(self._keys[number], self._questions[number], bool(self._learnable[number]))
+
+    def read_on(self) -> bool:
+        """Read what was appended, for `SECONDS` or a little longer; whether there is more to read."""
+        self._follow()
+        if self._stream is None:
+            return False
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            if not self._read_lines(self._stream, deadline):
+                return False
+        return True
+
+    def entries(self, keys: Sequence[str]) -> list[Entry]:
+        """Rows with these keys, those that the file has."""
+        return [self[self._numbers[key]] for key in keys if key in self._numbers]
+
+    def rows(self, keys: Sequence[str]) -> list[Fields]:
+        """The rows themselves.
+
+        Raises:
+            ChangedError: the file doesn't have all of them any more.
+        """
+        generation = self.generation
+        self._follow()
+        if self._stream is None or generation != self.generation:
+            raise ChangedError
+        rows = []
+        for key in keys:
+            number = self._numbers.get(key)
+            if number is None:
+                raise ChangedError
+            line = os.pread(self._stream.fileno(), self._lengths[number], self._starts[number])
+            row = row_of_line(line)
+            if row is None or key_of(row) != key:
+                self._begin()
+                raise ChangedError
+            rows.append(row)
+        return rows
+
+    def has_all(self, keys: Sequence[str]) -> bool:
+        """Whether the file, as it is now, has these rows."""
+        try:
+            self.rows(keys)
+        except ChangedError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = None
+
+    def _begin(self) -> None:
+        self.generation += 1
+        self._end, self._is_inside_line = 0, False
+        self._keys: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._questions, self._starts, self._lengths = array("Q"), array("Q"), array("Q")
+        self._learnable = bytearray()
+
+    def _follow(self) -> None:
+        """Open the file that is there now; one that is open can't share its inode number with a later one."""
+        try:
+            there = os.stat(self._path, follow_symlinks=False)
+        except FileNotFoundError:
+            there = None
+        if self._stream is not None:
+            opened = os.fstat(self._stream.fileno())
+            if there is not None and os.path.samestat(there, opened) and opened.st_size >= self._end:
+                return
+            self.close()
+            self._begin()
+        if there is not None:
+            self._stream = open_regular(self._path, "rb", buffering=0)
+
+    def _read_lines(self, stream: BinaryIO, deadline: float) -> bool:
+        """Take some lines; False where no whole one is left."""
+        content = os.pread(stream.fileno(), _BYTES, self._end)
+        while b"\n" not in content and _BYTES <= len(content) < _LONGEST_LINE:
+            content = os.pread(stream.fileno(), 2 * len(content), self._end)
+        if b"\n" not in content:
+            if len(content) >= _LONGEST_LINE:
+                self._end, self._is_inside_line = self._end + len(content), True
+                return True
+            # The last line may be written still, or have lost its line break.
+            if self._is_inside_line or row_of_line(content) is None:
+                return False
+            self._take(content)
+            return False
+        for line in content.split(b"\n")[:-1]:
+            if self._is_inside_line:
+                self._end, self._is_inside_line = self._end + len(line) + 1, False
+            else:
+                self._take(line + b"\n")
+            if time.monotonic() > deadline:
+                break
+        return True
+
+    def _take(self, line: bytes) -> None:
+        start, self._end = self._end, self._end + len(line)
+        if (row := row_of_line(line)) is None:
+            return
+        entry = Entry.of(row)
+        if entry.key in self._numbers:
+            return
+        self._numbers[entry.key] = len(self._keys)
+        self._keys.append(entry.key)
+        self._questions.append(entry.question)
+        self._learnable.append(entry.is_learnable)
+        self._starts.append(start)
+        self._lengths.append(len(line))

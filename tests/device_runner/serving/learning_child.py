@@ -1,0 +1,63 @@
+"""A server that learns, a small model in numpy: `learning_child.py BUNDLE FOLDER EVERY`.
+
+It prints what its event loop does to files of the folder, or to locks.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from device_runner.serving import learning as module
+from device_runner.serving.access import Access
+from device_runner.serving.app import make_app
+from device_runner.serving.feedback import Feedback, FeedbackFile
+from device_runner.serving.flags import LearnFlags
+from device_runner.serving.history import FEEDBACK
+from device_runner.serving.listening import Server, address_of, listening
+from device_runner.serving.models import Models
+from device_runner.serving.worker import Worker
+from device_runner.session.settings import EngineFlags
+from prge.files.adapter import Adapter
+from prge.files.bundle import open_bundle
+from prge.rows.tokenizer import bundle_tokenizer
+from prge.text.loop import Generator
+from tests.device_runner.numpy_device import Device
+from tests.device_runner.serving.child import SlowSpeaker
+from tests.speakers import make_adapter
+
+
+def tell(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    folder, learn, every = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    learn.mkdir(exist_ok=True)
+    made: Any = module
+    made.open_engines = Device(has_back=True).open_engines
+    bundle = open_bundle(folder)
+    flags = LearnFlags(learn=learn, learn_every=every, learning_rate=0.05, learn_epochs=3)
+    start = Adapter.zeros(bundle.chain.modules)
+    given = flags, EngineFlags(), None, bundle, start, bundle_tokenizer(bundle), lambda adapter: None, tell
+    learning, _ = module.open_learning(*given)
+    models = Models({"base": make_adapter()}, bundle_tokenizer(bundle))
+    generator = Generator(SlowSpeaker(0.0), bundle_tokenizer(bundle))
+    with listening("127.0.0.1", 0) as listener, Worker(generator, 8, learning) as worker:
+        blocks: Any = SimpleNamespace(between=None)
+        learning.give_way(worker, blocks)
+        file = FeedbackFile(learn / FEEDBACK, learning.examples, worker.storage, 1 << 30)
+        feedback = Feedback(file, tell, lambda row: worker.wake())
+        app = make_app(models, worker, Access(None, "127.0.0.1"), feedback, learning)
+
+        def watch(event: str, arguments: tuple[object, ...]) -> None:
+            is_file = event == "open" and str(arguments[0]).startswith(str(learn))
+            if threading.current_thread() is threading.main_thread() and (is_file or event == "fcntl.flock"):
+                tell(f"in the event loop: {event} {arguments}")
+
+        sys.addaudithook(watch)
+        tell(address_of(listener))
+        Server(app, worker, ending=feedback.close).run([listener])

@@ -1,0 +1,122 @@
+"""The index of a file of feedback that grows, loses rows and is written by others."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_runner.serving.feedback_index import ChangedError, Entry, FeedbackIndex
+from prge.rows.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
+
+
+def rows(*numbers: int) -> list[Any]:
+    return [
+        Answered(str(number), "m", "", {"prompt": f"q{number % 3}"}, f" a{number}", {}).judged(
+            "good" if number % 2 else "bad"
+        )
+        for number in numbers
+    ]
+
+
+def read(index: FeedbackIndex) -> list[Entry]:
+    while index.read_on():
+        pass
+    return [index[number] for number in range(len(index))]
+
+
+def test_it_has_the_sound_rows_of_the_file_in_their_order(tmp_path: Path) -> None:
+    path = tmp_path / "feedback.jsonl"
+    index = FeedbackIndex(path)
+    assert read(index) == []
+    append_feedback(path, rows(*range(5)))
+    with path.open("ab") as stream:
+        stream.write(b'broken\n\n{"text": "a"}\n' + b'{"prompt": "a", "answer": 5, "rating": "good"}\n')
+    append_feedback(path, rows(0, 5))
+    entries = read(index)
+    kept = read_feedback(path)
+    assert len(kept) == 7  # one of them twice
+    assert [entry.key for entry in entries] == list(dict.fromkeys(map(key_of, kept)))
+    assert [entry.is_learnable for entry in entries] == [False, True] * 3
+    questions = [entry.question for entry in entries]
+    assert questions[:3] == questions[3:] and len(set(questions)) == 3
+    keys = [entries[4].key, entries[1].key]
+    assert index.rows(keys) == [kept[4], kept[1]] and index.entries([*keys, "none"]) == [
+        entries[4],
+        entries[1],
+    ]
+
+
+def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "feedback.jsonl"
+    append_feedback(path, rows(*range(1000)))
+    index = FeedbackIndex(path)
+    assert len(read(index)) == 1000
+    count, pread = 0, os.pread
+
+    def counted(*given: int) -> bytes:
+        nonlocal count
+        content = pread(*given)
+        count += len(content)
+        return content
+
+    monkeypatch.setattr(os, "pread", counted)
+    before = path.stat().st_size
+    append_feedback(path, rows(1000))
+    count = 0
+    assert len(read(index)) == 1001
+    assert count == path.stat().st_size - before
+
+
+def test_a_last_line_is_taken_once_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "feedback.jsonl"
+    lines = [json.dumps(row).encode() + b"\n" for row in rows(0, 1)]
+    index = FeedbackIndex(path)
+    for end in range(1, len(lines[1])):
+        path.write_bytes(lines[0] + lines[1][:end])
+        assert len(read(index)) == 1 + (end == len(lines[1]) - 1)  # its line break alone is missing
+        index = FeedbackIndex(path) if end % 2 else index
+    append_feedback(path, rows(2))
+    assert len(read(index)) == 3
+
+
+def test_rows_that_are_forgotten_are_gone(tmp_path: Path) -> None:
+    path = tmp_path / "feedback.jsonl"
+    append_feedback(path, rows(*range(6)))
+    index = FeedbackIndex(path)
+    first, second, *_ = read(index)
+    for _ in range(3):  # inode numbers come again
+        forget_rows(path, lambda number, fields, line: number == 1)
+        with pytest.raises(ChangedError):
+            index.rows([second.key])
+        assert not index.has_all([first.key])
+        read(index)
+    assert len(index) == 3 and index.generation == 4
+    append_feedback(path, rows(0))
+    assert [entry.key for entry in read(index)][-1] == first.key
+    path.unlink()
+    assert read(index) == []
+
+
+def test_a_file_that_is_edited_in_its_place_gives_no_other_row_for_a_key(tmp_path: Path) -> None:
+    path = tmp_path / "feedback.jsonl"
+    append_feedback(path, rows(1, 3, 5))
+    index = FeedbackIndex(path)
+    keys = [entry.key for entry in read(index)]
+    with path.open("r+b") as stream:
+        stream.write(path.read_bytes().replace(b" a3", b" b3"))
+    assert not index.has_all([keys[1]])
+    assert [entry.key for entry in read(index)] == [keys[0], key_of(read_feedback(path)[1]), keys[2]]
+
+
+def test_a_line_that_never_ends_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "feedback.jsonl"
+    with path.open("wb") as stream:
+        stream.truncate(40 << 20)
+        stream.seek(0, 2)
+        stream.write(b"\n")
+    append_feedback(path, rows(1))
+    assert len(read(FeedbackIndex(path))) == 1
