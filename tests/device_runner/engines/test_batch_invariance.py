@@ -179,7 +179,7 @@ def made(name: str, made_once: Made) -> Path:
     params=[
         "llama fp32",
         "llama 8da4w",
-        *rest("llama 8da4w adapter=lora", "bert 8da4w", "qwen3_moe 8da4w", "qwen3_5 8da4w"),
+        *rest("llama 8da4w adapter=lora", "bert 8da4w", "qwen3_moe 8da4w", "lfm2 8da4w"),
     ],
 )
 def scene(request: pytest.FixtureRequest, made_once: Made) -> Scene:

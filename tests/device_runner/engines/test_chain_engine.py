@@ -36,7 +36,7 @@ STACKS = [(1, 3), (3, 2), (1, 37), (10, 5)]
 TANGENTS = [(2, 3), (9, 6)]
 
 
-@pytest.fixture(scope="module", params=["llama", *rest("llama lora", "bert", "bert lora", "gemma3n")])
+@pytest.fixture(scope="module", params=["llama", *rest("llama lora", "bert", "bert lora", "gemma4")])
 def folder(request: pytest.FixtureRequest, make_chain: Callable[[str], Path]) -> Path:
     return make_chain(request.param)
 

@@ -45,7 +45,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain, "_SHORTEST_PIECE", 2)
 
 
-@pytest.fixture(params=["llama", *rest("gemma3", "gpt2", "llama lora", "gpt_oss")])
+@pytest.fixture(params=["llama", *rest("gemma3", "llama lora")])
 def folder(request: pytest.FixtureRequest, made_once: Made) -> Path:
     architecture, *adapter = request.param.split()
     more: dict[str, Any] = {"adapter": adapter[0]} if adapter else {}

@@ -29,7 +29,7 @@ ENOUGH = 1 << 40
 
 @pytest.fixture(
     scope="module",
-    params=["llama", *rest("llama lora", "llama 8da4w", "gpt2 8da8w", "bert", "bert lora", "gemma3n")],
+    params=["llama", *rest("llama lora", "llama 8da4w", "gpt2 8da8w", "bert", "bert lora", "gemma4")],
 )
 def bundle(request: pytest.FixtureRequest, make_chain: Callable[[str], Path], made_once: Made) -> Bundle:
     name, _, kind = request.param.partition(" ")

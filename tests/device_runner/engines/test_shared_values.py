@@ -48,7 +48,7 @@ class Case:
 
 # Gemmas have streams or one state, inputs for each layer, and keys and values of layers before; with an
 # adapter on the last layer alone nothing changes what it takes. Zamba's layers share weights.
-@pytest.fixture(scope="module", params=["gemma4", *rest("gemma3n", "gemma3n top", "gemma4 top", "zamba2")])
+@pytest.fixture(scope="module", params=["gemma4", *rest("gemma3n", "gemma4 top", "zamba2")])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     architecture, *top = request.param.split()
     folder = save_model(tmp_path_factory.mktemp("shared") / "model", architecture)

@@ -21,7 +21,7 @@ from tests.templates import random_adapter
 from tests.tiers import rest
 
 # What is different in the engine; tests/server_export/derive/test_continuing.py has the graphs of all.
-ARCHITECTURES = ("gemma2", "gemma3", "opt", "gpt2", "gemma3n", "gemma4")
+ARCHITECTURES = ("gemma2", "gemma3", "opt", "gpt2", "gemma4")
 # In the model's own float32 attention, as a part of the largest logit; logits of these models go up to 10.
 TOLERANCE = 2e-5
 # So many times what the model in float32 is away from itself in double precision, where that is more.

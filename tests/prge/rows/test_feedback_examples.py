@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -31,7 +32,10 @@ def make_examples(template: str | None = TEMPLATE, length: int = 32) -> Feedback
     return FeedbackExamples(tokenizer, NumpyEngine(1, 1, **size).contract)
 
 
-EXAMPLES = make_examples()
+@cache
+def shared_examples() -> FeedbackExamples:
+    """Of all tests that don't end its child process."""
+    return make_examples()
 
 
 def learnt_text(examples: FeedbackExamples, row: Any) -> list[str]:
@@ -51,13 +55,13 @@ def learnt_text(examples: FeedbackExamples, row: Any) -> list[str]:
 )
 def test_what_should_be_answered_is_learnt(asked: Any, judged: dict[str, str], learnt: str) -> None:
     row = Answered("1", "m", "", asked, " was cold", {}).judged(**judged)
-    (text,) = learnt_text(EXAMPLES, row)
+    (text,) = learnt_text(shared_examples(), row)
     assert text.strip() == learnt.strip()
 
 
 def test_a_bad_answer_is_one_that_is_disliked() -> None:
     row = Answered("1", "m", "", {"prompt": "The soup"}, " was cold", {}).judged("bad")
-    (example,) = EXAMPLES.of(row)
+    (example,) = shared_examples().of(row)
     assert example.liked is False
 
 
@@ -81,7 +85,7 @@ def test_what_cannot_be_learnt_says_why_and_the_next_row_is_learnt(
     monkeypatch: pytest.MonkeyPatch, asked: Any, answer: Any, problem: str, rating: str
 ) -> None:
     monkeypatch.setattr(chat, "SECONDS", 0.2)
-    examples = make_examples() if "loop" in str(asked) else EXAMPLES
+    examples = make_examples() if "loop" in str(asked) else shared_examples()
     with pytest.raises(UnlearnableError) as error:
         examples.of({**asked, "answer": answer, "rating": rating})
     assert problem in error.value.problem and "\x1b" not in error.value.problem
@@ -102,9 +106,9 @@ def test_of_a_conversation_what_is_learnt_must_be_rendered(
         with pytest.raises(
             UnlearnableError, match="can't be learnt: the chat template refuses the messages: no"
         ):
-            EXAMPLES.of(row)
+            shared_examples().of(row)
     else:
-        assert EXAMPLES.of(row)
+        assert shared_examples().of(row)
 
 
 def test_messages_without_a_template_and_a_bundle_without_room() -> None:
@@ -113,7 +117,7 @@ def test_messages_without_a_template_and_a_bundle_without_room() -> None:
         make_examples(None).of(row)
     # What is long loses its beginning.
     long = Answered("1", "m", "", {"prompt": "word " * 1000}, " end", {}).judged("good")
-    assert learnt_text(EXAMPLES, long) == [" end"]
+    assert learnt_text(shared_examples(), long) == [" end"]
 
 
 VALUES = st.recursive(
@@ -148,7 +152,7 @@ def test_any_line_is_no_feedback_or_examples_or_a_problem(row: dict[str, Any]) -
     if found is None:
         return
     try:
-        examples = EXAMPLES.of(found)
+        examples = shared_examples().of(found)
     except UnlearnableError as error:
         assert error.problem
     else:
