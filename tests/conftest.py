@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ from tests.workshop import Made, export, fill_workshop
 
 # A process whose threads have computed can't be forked, and engines are tried in forked ones.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+# Under nohup verbs wouldn't heed a terminal that is closed, nor would those that tests start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # What takes longest to make.
 _BUNDLES = {"workshop", "upper_bundle", "lora_bundle", "encoder", "llama_bundle", "make_chain", "make_kind"}
