@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,33 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _BUNDLES = {"workshop", "upper_bundle", "lora_bundle", "encoder", "llama_bundle", "make_chain", "make_kind"}
 
 
+# Seconds after which no test of the second tier begins, so that a slow machine ends in time.
+_SECONDS = float(os.environ.get("PRGE_TEST_SECONDS", "inf"))
+_BEGIN = time.monotonic()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of two processes, each begins with bundles of its own: neither waits while the other makes one."""
+    """The first tier comes first. Of two processes, each begins with bundles of its own: neither waits while
+    the other makes one."""
+    first, second = ([item for item in items if _is_whole(item) == whole] for whole in (False, True))
+    (a, b), (c, d) = _halves(first), _halves(second)
+    items[:] = [*a, *c, *b, *d]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out what there is no time for."""
+    if _is_whole(item) and time.monotonic() - _BEGIN > _SECONDS:
+        pytest.skip(f"PRGE_TEST_SECONDS={_SECONDS:g} are over")
+
+
+def _is_whole(item: pytest.Item) -> bool:
+    return item.get_closest_marker("whole") is not None
+
+
+def _halves(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """The tests of either process."""
     first: dict[str, pytest.Item] = {}
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
@@ -41,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     other = [item for item in makers if item not in one]
     rest = [item for item in items if item not in set(makers)]
     middle = max(0, len(items) // 2 - len(one))
-    items[:] = [*one, *rest[:middle], *other, *rest[middle:]]
+    return [*one, *rest[:middle]], [*other, *rest[middle:]]
 
 
 @pytest.fixture(scope="session")
