@@ -30,7 +30,7 @@ from prge.learning.examples import Example
 from prge.rows.forms import template_variables
 from prge.rows.readers import FORMATS, Row, read_rows, read_text
 from prge.rows.tokenizer import Tokenizer
-from prge.running.watching import Watcher
+from prge.running.watching import Watcher, describe_prompt
 from prge.text.loop import GenerationSettings, Generator, Request
 from prge.text.prompts import Prompt, Prompts
 
@@ -201,7 +201,7 @@ class Samples:
             os.fsync(stream.fileno())
         self._records += records
         first = records[0]
-        self._watcher.say(f"step {step}: {shown(first['prompt'])} -> {shown(first['text'])}")
+        self._watcher.say(f"step {step}: {describe_prompt(first['prompt'])} -> {shown(first['text'])}")
         self._watcher.on_samples()
 
     def summary(self) -> Record:

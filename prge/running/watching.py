@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
-from prge.errors import DivergenceError, PrgeError, visible
+from prge.errors import DivergenceError, PrgeError, shown, visible
 from prge.files.curves import merit_of, score_of
 from prge.files.journal import Journal, Record, decode_array
 from prge.files.run_folder import RunLog, write_summary
@@ -178,17 +179,17 @@ class Watcher:
 
     def _shown(self, record: Record) -> dict[str, float | str | None]:
         """What the bar tells of a step."""
-        shown: dict[str, float | str | None] = {"loss": record["loss"]}
+        figures: dict[str, float | str | None] = {"loss": record["loss"]}
         if self._best is not None:
             # What steps are judged by, which may be another than the metric.
             by_loss = self.settings.select == "loss"
             name, best = ("loss", self._best["loss"]) if by_loss else score_of(self._best)
-            shown[f"best dev {name.replace('_', ' ')}"] = best
+            figures[f"best dev {name.replace('_', ' ')}"] = best
         if self._examples and "rows" in record:
-            shown["epoch"] = f"{self.steps * len(record['rows']) / self._examples:.2f}"
+            figures["epoch"] = f"{self.steps * len(record['rows']) / self._examples:.2f}"
         peak = self.log.memory.peak
-        shown["memory"] = None if peak is None else f"{peak / 1e6:,.0f} MB"
-        return shown
+        figures["memory"] = None if peak is None else f"{peak / 1e6:,.0f} MB"
+        return figures
 
     def _write_step(self, record: Record, measurement: Measurement | None) -> None:
         figures = {**_figures(record, measurement), **self._of_engine(measurement)}
@@ -268,6 +269,11 @@ def graceful_stop(watcher: Watcher) -> Iterator[None]:
         for number, handler in before.items():
             if signal.getsignal(number) is stop:
                 signal.signal(number, handler)
+
+
+def describe_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """The prompt of a sampled answer in one line: a text, or the last of its messages."""
+    return shown(prompt if isinstance(prompt, str) else prompt[-1]["content"])
 
 
 def describe_changes(before: Sequence[str], after: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prge.errors import shown
-from prge.running.watching import describe_changes
+from prge.running.watching import describe_changes, describe_prompt
 
 
 def sample_lines(samples: Mapping[str, Any]) -> Iterator[str]:
@@ -16,8 +16,7 @@ def sample_lines(samples: Mapping[str, Any]) -> Iterator[str]:
         samples: of a run's summary; empty: none were taken.
     """
     for before, after in zip(samples.get("before", ()), samples.get("after", ()), strict=False):
-        prompt = after["prompt"]
-        yield f"prompt  {shown(prompt if isinstance(prompt, str) else prompt[-1]['content'])}"
+        yield f"prompt  {describe_prompt(after['prompt'])}"
         yield f"  before  {shown(before['text'])}"
         yield f"  after   {shown(after['text'])}"
         if "right" in after:

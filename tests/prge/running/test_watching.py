@@ -12,7 +12,7 @@ import pytest
 from prge.files.documents import read_json
 from prge.files.run_folder import LOG, SUMMARY
 from prge.running.training_flags import TrainingFlags
-from prge.running.watching import Watcher, describe_changes, graceful_stop
+from prge.running.watching import Watcher, describe_changes, describe_prompt, graceful_stop
 
 
 def test_it_tells_what_a_pause_waits_for_and_for_how_long(tmp_path: Path) -> None:
@@ -58,6 +58,12 @@ def test_the_best_step_is_named_by_what_it_is_judged_by(tmp_path: Path) -> None:
 )
 def test_it_is_said_how_many_answers_changed(after: list[str], said: str) -> None:
     assert describe_changes(["a", "b"], after) == said
+
+
+def test_of_a_conversation_the_last_message_is_shown() -> None:
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Who is there?"}]
+    assert describe_prompt(messages) == describe_prompt("Who is there?")
+    assert "Who is there?" in describe_prompt(messages) and "Be short" not in describe_prompt(messages)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
