@@ -88,7 +88,9 @@ def judged(ended: Ended) -> Verdict | None:
         return None
     told = f"prge {ended.words[0]}: "
     messages = [line for line in ended.output.splitlines() if line.startswith(told)]
-    is_refused = ended.code in (1, 2) and len(messages) == 1 and messages[0].startswith(told + "error: ")
+    # Notes, such as of a flag that is given twice, may come before the one error.
+    errors = [line for line in messages if line.startswith(told + "error: ")]
+    is_refused = ended.code in (1, 2) and len(errors) == 1
     is_ended = ended.code == INTERRUPTED and messages[-1:] == [told + "interrupted"]
     is_compared = ended.code == 1 and ended.words[0] == "replay" and ended.output.endswith(": DIFFERENT\n")
     return Verdict.REFUSED if is_refused or is_ended or is_compared else Verdict.UNEXPLAINED

@@ -17,6 +17,7 @@ REFUSAL = "prge run: error: the bundle is damaged\n  copy it again\n"
     [
         (Ended(("run",), 0, "run/final\n"), None),
         (Ended(("run",), 2, REFUSAL), Verdict.REFUSED),
+        (Ended(("run",), 2, "prge run: --steps is given 2 times\n" + REFUSAL), Verdict.REFUSED),
         (Ended(("run",), 130, "prge run: interrupted\n"), Verdict.REFUSED),
         (Ended(("run",), 2, ""), Verdict.UNEXPLAINED),
         (Ended(("run",), 2, REFUSAL + REFUSAL), Verdict.UNEXPLAINED),
