@@ -31,7 +31,7 @@ MODEL, TASK = DATA / "model", DATA / "task.yaml"
 TRAIN, DEV, TEST = (DATA / f"{part}.jsonl" for part in ("train", "dev", "test"))
 
 # One bundle for all three: directions of the rows help exact gradients alone.
-EXPORT = "--target-modules o_proj down_proj --init random".split()
+EXPORT = "--target-modules o_proj down_proj --init random --roles stack tangent back prefill decode".split()
 # On the bundle, guided, and beside the run of `prge tune`, which takes exact gradients.
 METHODS = {"p-rge": "antithetic", "tangent": "tangent"}
 FORWARD = """--queries 8 --batch-size 2 --steps 200 --optimizer adam-norm --learning-rate 0.03
