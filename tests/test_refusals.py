@@ -74,7 +74,7 @@ def verbs() -> tuple[Taken, ...]:
 
 
 def written() -> Iterator[tuple[Taken, str, Output]]:
-    """Every setting of every verb that names what it writes."""
+    """All settings, of all verbs, that name an output file or folder."""
     for taken in verbs():
         for name, output in outputs_of(taken.settings).items():
             yield taken, name, output

@@ -178,7 +178,7 @@ class _Server:
         }
 
     async def health(self, request: Request) -> Response:
-        """Whether the worker lives, and whether feedback is kept and learnt; why not only the log tells."""
+        """Whether the worker runs, and whether feedback is stored and learnt. The log alone names causes."""
         parts: Json = {}
         if self.feedback.keeps:
             parts["feedback"] = "failing" if self.feedback.problem else "ok"

@@ -199,7 +199,7 @@ class Feedback:
 
 
 def _size(answered: Answered) -> int:
-    """Characters that an answer takes with what was asked, about."""
+    """Approximate number of characters of an answer and its prompt."""
     messages = answered.asked.get("messages")
     texts = [str(each["content"]) for each in messages] if messages else [answered.asked["prompt"]]
     each = _CHARACTERS_EACH * len(messages or ())

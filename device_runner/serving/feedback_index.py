@@ -29,7 +29,7 @@ class ChangedError(Exception):
 
 
 class Entry(NamedTuple):
-    """A row of feedback: its key, what tells its question apart from others, and whether it can be learnt."""
+    """Index entry of a feedback row: its key, a hash of its question, and whether it can be trained on."""
 
     key: str
     question: int
@@ -60,7 +60,7 @@ class FeedbackIndex:
         return len(self._keys)
 
     def __getitem__(self, number: int) -> Entry:
-        """A row by its number, from 0."""
+        """The entry of a row by its zero-based number."""
         return Entry(self._keys[number], self._questions[number], bool(self._learnable[number]))
 
     def read_on(self) -> bool:

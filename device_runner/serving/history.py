@@ -86,7 +86,7 @@ class History:
         self.abandoned = 0
         """Rounds that were abandoned."""
         self.described: list[dict[str, Any]] = []
-        """All versions as clients are told of them; another list whenever one changes."""
+        """What GET /v1/adapters answers, one entry per version. A change replaces the whole list."""
         if (begun := self._journal.first("start")) is None:
             self._journal.append({"kind": "start", **start, "date": date})
         elif problems := [f"another {name}" for name in start if begun.get(name) != start[name]]:

@@ -69,9 +69,9 @@ _Json = dict[str, Any]
 
 
 class Learning:
-    """Takes rounds when the worker has nothing to answer.
+    """Runs learning rounds while the worker has no request to answer.
 
-    `history` and `problem` are asked by any thread, and wait for nothing; `take_back` by the storage's.
+    Any thread may read `history` and `problem`, which never block. Only the storage thread calls `take_back`.
 
     Args:
         flags: `learn` is the folder.
@@ -274,7 +274,7 @@ class Learning:
         return True
 
     def _tidy(self) -> None:
-        """Remove what nobody goes back to."""
+        """Delete the adapters of versions that can no longer be restored."""
         for version in self._history.versions[1:]:
             if version.status not in ("served", "learning"):
                 shutil.rmtree(self._folder_of(version.number), ignore_errors=True)

@@ -155,7 +155,11 @@ def read_judgement(body: bytes, most: int) -> Judgement:
 
 
 def read_version(body: bytes) -> int:
-    """A request to /v1/adapters/back: the version to take back; raises RequestError."""
+    """The version number in the body of a POST to /v1/adapters/back.
+
+    Raises:
+        RequestError: the body has no such number.
+    """
     content = _object(body)
     if unknown := content.keys() - {"version"}:
         raise RequestError(400, f"unknown field {shown(min(unknown))}", code="unknown_parameter")

@@ -317,7 +317,7 @@ class Workshop:
 
 
 def unlearnable(row: Fields, error: UnlearnableError) -> str:
-    """What a user is told of a row that isn't learnt."""
+    """The log message about a row that is not trained on."""
     return (
         f"feedback {printable(shortened(str(row.get('id')), _LONGEST_ID))} can't be learnt: {error.problem}"
     )

@@ -255,7 +255,7 @@ def row_of_line(line: bytes) -> Fields | None:
 
 
 def key_of(row: Fields) -> str:
-    """What tells rows of feedback apart, in 32 hexadecimal digits."""
+    """The key of a feedback row: a hash of 32 hexadecimal digits."""
     return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:32]
 
 

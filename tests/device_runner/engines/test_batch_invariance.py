@@ -294,7 +294,7 @@ def test_rows_in_chunks_are_what_they_are_alone(long_rows: Path) -> None:
 
 @pytest.fixture
 def long_rows(made_once: Made, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bundle for rows of 160 tokens, whose rows of more than 64 go in chunks."""
+    """A bundle for rows of up to 160 tokens; rows of more than 64 are computed in chunks."""
     from prge.files import chain
 
     monkeypatch.setattr(chain, "MOST_WHOLE_TOKENS", 128)

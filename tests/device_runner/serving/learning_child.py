@@ -1,4 +1,4 @@
-"""A server that learns, a small model in numpy: `learning_child.py BUNDLE FOLDER EVERY`.
+"""A server that learns from feedback with a small numpy model: `learning_child.py BUNDLE FOLDER EVERY`.
 
 It prints what its event loop does to files of the folder, or to locks.
 """

@@ -23,6 +23,7 @@ import pytest
 
 from prge.rows.feedback import Answered, read_feedback
 from tests.device_runner.numpy_device import Device
+from tests.device_runner.serving.processes import server_process
 from tests.verbs import REPOSITORY
 
 ROWS = 150_000
@@ -87,14 +88,8 @@ def serving(folder: Path, every: int) -> Iterator[Child]:
     if not bundle.exists():
         Device(has_back=True).write_bundle(bundle)
     script = Path(__file__).with_name("learning_child.py")
-    words = [sys.executable, script, bundle, folder / "learn", every]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stdout is not None
-            yield Child(process, f"http://{process.stdout.readline().strip()}")
-        finally:
-            process.kill()
+    with server_process(script, bundle, folder / "learn", every) as (process, url):
+        yield Child(process, url)
 
 
 def write_many(path: Path, count: int = ROWS) -> None:

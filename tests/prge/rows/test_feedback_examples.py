@@ -1,4 +1,4 @@
-"""Examples of single rows of feedback: what anybody may have written becomes examples, or says why not."""
+"""Each row of feedback, however odd, either becomes examples or raises an error that says why not."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.device_runner.reporting.run_folders import write_run
+from tests.device_runner.serving.processes import server_process
 from tests.verbs import REPOSITORY
 
 CHILD = REPOSITORY / "tests/device_runner/serving/page/child.py"
@@ -33,14 +34,8 @@ class Served:
 @contextmanager
 def served(**settings: Any) -> Iterator[Served]:
     """A scripted server with settings of child.py."""
-    words = [sys.executable, CHILD, json.dumps(settings, default=str)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stdout is not None
-            yield Served(process, f"http://{process.stdout.readline().strip()}")
-        finally:
-            process.kill()
+    with server_process(CHILD, json.dumps(settings, default=str)) as (process, url):
+        yield Served(process, url)
 
 
 # Holds a run folder as a run does, and takes a step for each line that it is told.
