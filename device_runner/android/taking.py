@@ -32,6 +32,8 @@ from prge.running.trials import Trial
 _ROUNDS = 3
 _KILLED = 137
 _RESERVE = 256 << 20
+# Python and libraries of a phone may hold so much more before a run begins than those of this computer.
+_INTERPRETER = 16 << 20
 _LETTERS_OF_A_TOKEN = 8
 _MEASURING, _MEASURED = "device_runner.session.measuring", "measured.json"
 
@@ -101,7 +103,7 @@ class Taking:
             texts = (_letters(length, seed) for seed in range(count))
             rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
             train = self.phone.send_file(rows)
-        least = least_memory(self.bundle, BACK, self.trial.batch, self.trial.tokens)
+        least = least_memory(self.bundle, BACK, self.trial.batch, self.trial.tokens) + _INTERPRETER
         return {
             **{"train": train, "estimator": "exact", "batch_size": self.trial.batch, "quiet": True},
             **{"overflow": "truncate", "max_dropped": 1.0},
@@ -161,7 +163,8 @@ class Taking:
         if code in (None, _KILLED):
             return "it was killed, as the system does where memory runs out"
         lines = [line.strip() for line in self._console(name) if line.strip()]
-        return next((line for line in lines[::-1] if "error:" in line), f"it ended with code {code}")
+        errors = [number for number, line in enumerate(lines) if "error:" in line]
+        return " ".join(lines[errors[-1] :]) if errors else f"it ended with code {code}"
 
     def _console(self, name: str) -> list[str]:
         console = quote([self.phone.path("jobs", name, "console.txt")])

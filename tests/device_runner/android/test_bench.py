@@ -126,6 +126,7 @@ def test_what_ended_a_verb_is_told(
     fake.prge("bench", *words, code=1)
     reason = read(tmp_path / "phone.json")["trials"]["qwen2-0.5b"]["reason"]
     assert reason.startswith("run: prge run: error: ")
+    assert "row 1" in reason, "the message's details are told too"
     end_jobs(fake.folder)
 
 
