@@ -163,7 +163,7 @@ def _afterwards(server: _Server, begun: int) -> Case:
         verdict, told = Verdict.HUNG, f"it took {seconds:.1f} s"
     elif verdict is Verdict.ACCEPTED and growth > _MOST_GROWTH:
         verdict, told = Verdict.GREEDY, f"{growth / 1e6:.0f} MB more than at first"
-    return Case("a normal request afterwards", verdict, "", told)
+    return Case("a normal request afterwards", verdict, "", told, memory=max(growth, 0))
 
 
 class _Bytes:

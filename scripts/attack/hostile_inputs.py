@@ -20,10 +20,12 @@ from random import Random
 from typing import Any, Literal
 
 import damage
+import hostile_parquet
 from child import Child, Ended, Limits, prge_ends
+from hostile_tokenizers import change_tokenizer
 from outcome import Case, Found, Verdict, judged, worked
 from tables import TABLES, drawn
-from workshop import REPOSITORY, Bench, Workshop
+from workshop import REPOSITORY, Bench, Workshop, enlarge, mounted, unmounted
 
 from device_runner.evaluate import EvaluateSettings
 from device_runner.inspect_bundle import InspectSettings
@@ -39,7 +41,7 @@ _LIMITS = Limits(seconds=300, processor_seconds=40)
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a refusal may take: seconds of the processor, and megabytes beyond the parent's."""
+    """Megabytes that a call may take beyond its parent's, and seconds of the processor that a refusal may."""
 
     seconds: float = 5.0
     megabytes: float = 400.0
@@ -77,15 +79,16 @@ def attack_an_input(bench: Bench, random: Random, folder: Path) -> Found:
 
 def _verdict(made: Input, ended: Ended) -> Verdict:
     verdict = judged(ended)
+    takes_too_much = ended.memory > made.bounds.megabytes * MEGABYTE
     if verdict is None:
-        return Verdict.SILENT if made.must == "be refused" else Verdict.ACCEPTED
+        if made.must == "be refused":
+            return Verdict.SILENT
+        return Verdict.GREEDY if takes_too_much else Verdict.ACCEPTED
     if verdict is not Verdict.REFUSED:
         return verdict
     if made.must == "work" or made.says not in ended.output or (made.never and made.never in ended.output):
         return Verdict.UNEXPLAINED
-    bounds = made.bounds
-    is_greedy = ended.seconds > bounds.seconds or ended.memory > bounds.megabytes * MEGABYTE
-    return Verdict.GREEDY if is_greedy else verdict
+    return Verdict.GREEDY if takes_too_much or ended.seconds > made.bounds.seconds else verdict
 
 
 def _write(path: Path, content: str | bytes) -> Path:
@@ -152,6 +155,32 @@ def _template(workshop: Workshop, random: Random, folder: Path) -> Input:
     else:
         words = ["eval", *words, "--data", rows]
     return Input(f"chat template: {kind}", words, "end", bounds=Bounds(30.0, 700.0))
+
+
+def _tokenizer(workshop: Workshop, random: Random, folder: Path) -> Input:
+    """A bundle with a stranger's tokenizer.json, whose hashes fit."""
+    bundle = Path(shutil.copytree(workshop.bundle("decoder"), folder / "bundle"))
+    way = change_tokenizer(bundle / "tokenizer" / "tokenizer.json", random)
+    damage.rehash_bundle(bundle)
+    words: list[object] = ["inspect", bundle]
+    if (verb := random.choice(["run", "eval", "eval", "generate", "inspect"])) == "generate":
+        words = ["generate", "--bundle", bundle, "--prompt", "aa bb", "--max-tokens", 3, "--threads", 1]
+    elif verb != "inspect":
+        words = _run(workshop, folder) if verb == "run" else _eval(workshop)
+        words[2] = bundle
+    return Input(f"tokenizer: {way}", words, "end", bounds=Bounds(30.0, 700.0))
+
+
+def _parquet(workshop: Workshop, random: Random, folder: Path) -> Input:
+    """Rows in a parquet file that is not what it seems."""
+    kind, (write, is_refused) = drawn(random, hostile_parquet.WAYS)
+    path = folder / "rows.parquet"
+    write(path, random)
+    is_eval = random.random() < 0.5
+    words = _eval(workshop, "--data", path) if is_eval else _run(workshop, folder, "--train", path)
+    # Rows that somebody may want take what they take.
+    bounds = Bounds(40.0, 400.0 if is_refused else 1000.0)
+    return Input(f"parquet: {kind}", words, "be refused" if is_refused else "end", bounds=bounds)
 
 
 def _manifest(workshop: Workshop, random: Random, folder: Path) -> Input:
@@ -265,7 +294,7 @@ def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     small = random.choice([0, random.randrange(20_000), random.randrange(4000)])
     out = folder / "disk" / "out"
     out.parent.mkdir()
-    is_mounted = os.geteuid() == 0 and random.random() < 0.5 and _mounted(out.parent, 12288 + 4 * small)
+    is_mounted = random.random() < 0.5 and mounted(out.parent, 12288 + 4 * small)
     limits = dataclasses.replace(_LIMITS, file_bytes=None if is_mounted else small)
     try:
         ended = Child([*words, "--out", out], limits).wait()
@@ -273,7 +302,7 @@ def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
         if verdict is Verdict.UNEXPLAINED and ended.code == 2 and not is_mounted:
             verdict = Verdict.REFUSED  # the file of its output is limited too
         if is_mounted:
-            subprocess.run(["mount", "-o", "remount,size=64m", str(out.parent)], check=True)
+            enlarge(out.parent)
         again = ["run", "--resume", out] if (out / "config.yaml").is_file() else [*words, "--out", out]
         resumed = prge_ends(again)
         if verdict in (None, Verdict.REFUSED):
@@ -282,16 +311,11 @@ def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
             verdict = Verdict.DIFFERENT
     finally:
         if is_mounted:
-            subprocess.run(["umount", "-l", str(out.parent)], check=True)
+            unmounted(out.parent)
     if whole.code:
         verdict, ended = Verdict.UNEXPLAINED, whole
     name = "full disk" if is_mounted else "a limit on the size of files"
     return [Case.of(name, verdict, ended, resumed.tail)]
-
-
-def _mounted(folder: Path, size: int) -> bool:
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def _weights(run: Path) -> bytes:
@@ -357,6 +381,8 @@ _MAKERS: list[tuple[Callable[[Workshop, Random, Path], Input | list[Case]], int]
     (_flag, 16),
     (_bounds, 4),
     (_rows, 8),
+    (_tokenizer, 10),
+    (_parquet, 6),
     (_streams, 4),
     (_full_disk, 4),
     (_little_memory, 4),

@@ -42,6 +42,8 @@ class Verdict(str, Enum):
     """A link that was followed, or a foreign file that was touched."""
     GREEDY = "greedy"
     """More seconds or memory than an error may take."""
+    UNTRIED = "untried"
+    """A part of the attack that had no case."""
 
     @property
     def is_failure(self) -> bool:
@@ -59,12 +61,15 @@ class Case:
     tail: str = ""
     part: str = ""
     number: int = 0
+    memory: int = 0
+    """Bytes that the process took at most, beyond its parent's or those of its first answers."""
 
     @classmethod
     def of(cls, name: str, verdict: Verdict, ended: Ended, more: str = "") -> Case:
         """A case of one call; `more` is told besides what it printed."""
         command = shlex.join(["prge", *ended.words])
-        return cls(name, verdict, command, f"{ended.tail}\n{more}" if more else ended.tail)
+        tail = f"{ended.tail}\n{more}" if more else ended.tail
+        return cls(name, verdict, command, tail, memory=ended.memory)
 
     @property
     def label(self) -> str:
@@ -113,6 +118,8 @@ class Report:
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[Case] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    memory: Counter[str] = field(default_factory=Counter)
+    """The most that a process of a part took."""
 
     def add(self, cases: Iterable[Case], counts: Counter[str]) -> None:
         """Take in what was found."""
@@ -120,8 +127,17 @@ class Report:
         for case in cases:
             self.verdicts[case.part, case.verdict.value] += 1
             self.kinds[case.part, case.name] += 1
+            self.memory[case.part] = max(self.memory[case.part], case.memory)
             if case.verdict.is_failure:
                 self.failures.append(case)
+
+    def need_cases(self, parts: Iterable[str]) -> None:
+        """A part of which no case was tried shows nothing: that is a failure."""
+        tried = {part for part, _ in self.verdicts}
+        untried = [
+            Case("no case was tried", Verdict.UNTRIED, part=part) for part in parts if part not in tried
+        ]
+        self.add(untried, Counter())
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` writes it: first what must hold, then the details."""
@@ -143,7 +159,11 @@ class Report:
             **{name: sum(n for (_, each), n in self.verdicts.items() if each == name) for name in failed},
             "left_out": self.left_out,
             "parts": {
-                part: {"verdicts": of(part, self.verdicts), "cases": of(part, self.kinds)}
+                part: {
+                    "verdicts": of(part, self.verdicts),
+                    "cases": of(part, self.kinds),
+                    "most_memory_mb": round(self.memory[part] / 1e6),
+                }
                 for part in sorted({part for part, _ in self.verdicts})
             },
             "counts": dict(sorted(self.counts.items())),

@@ -6,7 +6,8 @@
 
 Every case is drawn by the seed, its part and its number, and `--repeat` does one again. What failed leaves
 its folder in `failures/` of the work folder. At which instant a process is killed also depends on the
-machine. The exit code is 0 if nothing failed.
+machine. The exit code is 0 if each part had cases and none failed; a part that this machine can't try, such
+as transfers without adb, is left out by naming the others with `--only`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -35,6 +37,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from child import import_verbs
 from damaged_files import attack_a_file, attack_a_gguf_file, attack_a_model
 from hostile_clients import attack_clients
+from hostile_feedback import attack_feedback
 from hostile_inputs import attack_an_input
 from hostile_server import attack_a_device
 from kills import attack_a_run, attack_a_run_with_torch, attack_a_workstation
@@ -72,6 +75,7 @@ PARTS = {
     "network_clients": Part(attack_clients, 0.05),
     "network_devices": Part(attack_a_fleets_server, 0.09),
     "network_server": Part(attack_a_device, 0.05),
+    "feedback": Part(attack_feedback, 0.15),
     "torch_kills": Part(attack_a_run_with_torch, 0.07, needs_torch=True),
     "workstation_kills": Part(attack_a_workstation, 0.03, needs_torch=True),
     "model_files": Part(attack_a_model, 0.03, needs_torch=True),
@@ -84,7 +88,7 @@ _FORK = multiprocessing.get_context("fork")
 def main(argv: Sequence[str]) -> int:
     """Run the attack; see --help."""
     parser = argparse.ArgumentParser("attack", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=30.0, help="time for everything; default 30")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time for cases; default 30")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file to write the report to")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
@@ -94,7 +98,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--work", type=Path, help="folder for models, bundles and failures; kept")
     parser.add_argument("--repeat", metavar="PART:NUMBER", help="do one case again")
     given = parser.parse_args(argv)
-    began = time.monotonic()
     # Memory where there is some: a case waits for storage dozens of times.
     shared = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
     work = (given.work or Path(tempfile.mkdtemp(prefix="prge-attack-", dir=shared))).resolve()
@@ -108,8 +111,10 @@ def main(argv: Sequence[str]) -> int:
     if "transfers" in parts and (reason := why_not(workshop)):
         parts.remove("transfers")
         report.left_out.append(f"transfers: {reason}")
-    plan = Plan(parts, given.seed, time.monotonic(), began + 60 * given.minutes, given.processes, given.cases)
+    begin = time.monotonic()
+    plan = Plan(parts, given.seed, begin, begin + 60 * given.minutes, given.processes, given.cases)
     _attack(workshop, plan, report)
+    report.need_cases(given.only)
     summary = report.to_json()
     if given.json:
         report.write(given.json)
@@ -179,15 +184,18 @@ def _work(workshop: Workshop, plan: Plan, worker: int, place: Path) -> None:
             os.dup2(log.fileno(), number)
         with _bench(workshop) as bench:
             for part, until in plan.schedule():
+                tried = 0
                 for number in count(worker, plan.processes):
-                    if time.monotonic() > until or (plan.cases is not None and number >= plan.cases):
+                    # A machine that is busy tries each part once at least.
+                    if (number > 0 and time.monotonic() > until) or number >= (plan.cases or math.inf):
                         break
                     cases, counts = attacked(bench, part, number, plan.seed)
+                    tried += 1
                     pickle.dump((cases, counts), found)
                     found.flush()
                     for case in (case for case in cases if case.verdict.is_failure):
                         print(f"{case.label} {case.verdict.value}: {case.name}", file=terminal, flush=True)
-                print(f"process {worker} has done {part}", file=terminal, flush=True)
+                print(f"process {worker} tried {part} {tried} times", file=terminal, flush=True)
 
 
 @contextmanager

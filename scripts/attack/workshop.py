@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ from typing import Any, TypeVar
 
 from child import Child, prge_ends
 
+from prge.rows.feedback import Answered
 from prge.verbs.starting import answer_of
 from tests.gguf_files import write_gguf
 from tests.tiny_models import make_model, make_tokenizer, save_model
@@ -42,7 +45,8 @@ KINDS: dict[str, tuple[str, list[str]]] = {
 
 @dataclass(frozen=True)
 class Workshop:
-    """A folder with `models/`, `bundles/`, `train.jsonl`, `dev.jsonl`, `chat.jsonl` and `task.yaml`."""
+    """A folder with `models/`, `bundles/`, `train.jsonl`, `dev.jsonl`, `chat.jsonl`, `feedback.jsonl`
+    and `task.yaml`."""
 
     folder: Path
 
@@ -125,6 +129,22 @@ class Bench:
         raise RuntimeError("no run could be killed on its way")
 
 
+def mounted(folder: Path, size: int) -> bool:
+    """Make a folder a disk of so many bytes; False where that isn't allowed."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    return os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def enlarge(folder: Path) -> None:
+    """Give such a disk room."""
+    subprocess.run(["mount", "-o", "remount,size=64m", str(folder)], check=True)
+
+
+def unmounted(folder: Path) -> None:
+    """Take such a disk away."""
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
 def steps_of(run: Path) -> int:
     """Steps in a run's journal."""
     journal = run / "journal.jsonl"
@@ -151,7 +171,7 @@ def open_workshop(folder: Path, kinds: Sequence[str] = tuple(KINDS)) -> Workshop
 
 
 def write_rows(folder: Path) -> None:
-    """Rows of labelled texts, their task, and conversations."""
+    """Rows of labelled texts, their task, conversations, and feedback."""
     words = ["aa", "bb", "cc", "dd"]
     rows = [{"text": f"{words[i % 4]} {words[i // 4 % 4]}", "label": i % 4 // 2} for i in range(40)]
     for name, part in (("train.jsonl", rows[:24]), ("dev.jsonl", rows[24:])):
@@ -159,6 +179,9 @@ def write_rows(folder: Path) -> None:
     asked = [[{"role": "user", "content": "aa"}, {"role": "assistant", "content": word}] for word in words]
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in asked))
     (folder / "task.yaml").write_text(TASK)
+    answers = [Answered(str(n), "m", "", {"prompt": word}, " no", {}) for n, word in enumerate(words)]
+    judged = [answer.judged(correction=" yes") for answer in answers]
+    (folder / "feedback.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
 
 
 def _export(workshop: Workshop, kind: str) -> None:

@@ -21,31 +21,28 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("attack")
 
 
+def attack(*words: object) -> subprocess.CompletedProcess[str]:
+    """The attack as its users start it."""
+    command = [sys.executable, "scripts/attack/run.py", *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("part", "cases"),
-    [("kills", 1), ("files", 40), ("inputs", 20), ("network_clients", 4), ("network_devices", 1)],
+    [
+        ("kills", 1),
+        ("files", 40),
+        ("inputs", 20),
+        ("network_clients", 4),
+        ("network_devices", 1),
+        ("feedback", 3),
+    ],
 )
 def test_nothing_fails(work: Path, part: str, cases: int) -> None:
     words = ["--work", work, "--kinds", "decoder", "--only", part, "--cases", cases, "--processes", 1]
-    command = [
-        sys.executable,
-        "scripts/attack/run.py",
-        *words,
-        "--json",
-        work / "attack.json",
-        "--minutes",
-        4,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = attack(*words, "--json", work / "attack.json", "--minutes", 4)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((work / "attack.json").read_text())
     assert report["failures"] == []
@@ -87,3 +84,13 @@ def test_a_run_that_ended_otherwise_is_found(tmp_path: Path) -> None:
         (other / name).write_text(content)
         assert differences(whole, other), name
         shutil.rmtree(other)
+
+
+@pytest.mark.whole
+def test_a_busy_machine_tries_every_part_once(work: Path, tmp_path: Path) -> None:
+    """However little time there is; a part that can't be tried is a failure."""
+    words = ["--work", work, "--kinds", "decoder", "--only", "files", "inputs", "--minutes", 0]
+    done = attack(*words, "--json", tmp_path / "attack.json")
+    report = json.loads((tmp_path / "attack.json").read_text())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(report["parts"]) == ["files", "inputs"] and report["files"] == report["inputs"] == 1

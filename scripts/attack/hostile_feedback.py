@@ -1,0 +1,350 @@
+"""Feedback against a real `prge serve --learn`: hostile rows, kills, held locks, floods, and full disks.
+
+What is learnt of honest rows must have the same bits whatever else lies in the file, however often the server
+is killed, and whether or not the disk was full for a while.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import damage
+from outcome import Case, Found, Verdict
+from service import Service, serving
+from tables import TABLES
+from workshop import Bench, enlarge, mounted, unmounted
+
+from prge.rows.feedback import Answered
+from tests.hostile_feedback import HOSTILE, HOSTILE_TEMPLATE
+
+_EVERY, _ROUNDS = 4, 2
+_WORDS = ("aa", "bb", "cc", "dd")
+_LEARN_SECONDS, _END_SECONDS, _HEALTH_SECONDS = 240.0, 5.0, 2.0
+_LEARN = f"--learn-every {_EVERY} --learning-rate 0.01 --learn-epochs 2 --threads 1 --port 0"
+# Fields of a row whose values must be texts, and roads to a row that says nothing.
+_TEXTS = ("prompt", "answer", "rating")
+_ASK = {"model": "base", "prompt": "aa", "max_tokens": 2}
+_Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A server that learns into a folder."""
+
+    service: Service
+    folder: Path
+
+    @property
+    def port(self) -> int:
+        """Where it listens on loopback."""
+        return int(self.service.told().split("/v1;")[0].rpartition(":")[2])
+
+    def ask(self, path: str, body: object = None) -> tuple[int, _Json]:
+        """The status and JSON of an answer; raises OSError if nobody answers in time."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            content = None if body is None else json.dumps(body)
+            headers = {"Content-Type": "application/json"}
+            connection.request("GET" if body is None else "POST", path, content, headers)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    def correct(self, correction: str) -> tuple[int, _Json]:
+        """Ask for an answer, and correct it."""
+        status, answer = self.ask("/v1/completions", _ASK)
+        if status != 200:
+            return status, answer
+        return self.ask("/v1/feedback", {"id": answer["id"], "correction": correction})
+
+    @property
+    def judged(self) -> int:
+        """Rounds that are done."""
+        rounds = self.ask("/v1/adapters")[1]["data"][1:]
+        return sum(each["status"] in ("served", "refused") for each in rounds)
+
+    def result(self) -> _Json:
+        """What was learnt: the bits of all adapters, and the history without times."""
+        finals = sorted(self.folder.glob("rounds/*/final/adapter_model.safetensors"))
+        history = self.ask("/v1/adapters")[1]["data"]
+        told = [{name: value for name, value in each.items() if name != "seconds"} for each in history]
+        return {"history": told, **{path.parts[-3]: path.read_bytes() for path in finals}}
+
+    def end(self) -> float:
+        """Seconds of its end, which was asked for; raises TimeoutExpired."""
+        begin = time.monotonic()
+        self.service.process.send_signal(signal.SIGTERM)
+        self.service.process.wait(60)
+        return time.monotonic() - begin
+
+
+def attack_feedback(bench: Bench, random: Random, folder: Path) -> Found:
+    """One scene of feedback."""
+    scenes, weights = zip(*_SCENES, strict=True)
+    (scene,) = random.choices(scenes, weights)
+    started: list[Service] = []
+    try:
+        return scene(_Stage(bench, random, folder, started))
+    except (RuntimeError, OSError, http.client.HTTPException, subprocess.TimeoutExpired) as error:
+        has_ended = started and not started[-1].is_alive
+        verdict = Verdict.CRASHED if has_ended else Verdict.HUNG
+        if isinstance(error, RuntimeError):  # it doesn't serve at all
+            verdict = Verdict.UNEXPLAINED
+        tail = started[-1].told() if started else ""
+        return [Case(scene.__name__.strip("_"), verdict, "", f"{error!r}\n{tail[-3000:]}")], Counter()
+    finally:
+        for service in started:
+            service.end()
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What a scene has: its folder, its chance, and the servers that it starts."""
+
+    bench: Bench
+    random: Random
+    folder: Path
+    started: list[Service]
+
+    @property
+    def bundle(self) -> Path:
+        """A bundle whose chat template refuses some messages."""
+        return self.bench.once("bundle that refuses messages", self._make_bundle)
+
+    def _make_bundle(self) -> Path:
+        copy = self.bench.folder / "bundle-that-refuses"
+        shutil.copytree(self.bench.workshop.bundle("decoder"), copy)
+        (copy / "tokenizer" / "chat_template.jinja").write_text(HOSTILE_TEMPLATE)
+        damage.rehash_bundle(copy)
+        return copy
+
+    def serve(self, learn: Path, *more: object) -> Learner:
+        """A server that learns into a folder; raises RuntimeError with what it said if it doesn't serve."""
+        log = self.folder / f"server-{len(self.started)}.log"
+        words = ["serve", self.bundle, "--learn", learn, *_LEARN.split(), *more]
+        service = serving(log, words, "Ctrl-C")
+        self.started.append(service)
+        return Learner(service, learn)
+
+    def honest(self) -> _Json:
+        """What is learnt of honest rows alone."""
+        return self.bench.once("learnt of honest rows", self._learn_honest)
+
+    def _learn_honest(self) -> _Json:
+        learn = self.folder / "honest"
+        write(learn, honest_rows())
+        learner = self.serve(learn)
+        done(learner)
+        result = learner.result()
+        learner.service.end()
+        assert len(result) == 1 + _ROUNDS, result
+        return result
+
+
+def honest_rows() -> list[_Json]:
+    """Corrections of texts and of conversations, enough for all rounds."""
+    rows = []
+    for number in range(_EVERY * _ROUNDS):
+        word = _WORDS[number % len(_WORDS)]
+        asked = {"prompt": f"{word} {number}"}
+        if number % 2:
+            asked = {"messages": [{"role": "user", "content": f"{word} {number}"}]}  # type: ignore[dict-item]
+        answered = Answered(f"cmpl-{number}", "bundle", "", asked, " dd", {"seed": 1})
+        rows.append(dict(answered.judged(correction=" aa bb")))
+        rows[-1]["time"] = "2026-01-01T00:00:00+00:00"
+    return rows
+
+
+def write(learn: Path, rows: Sequence[object]) -> None:
+    """A folder with feedback."""
+    learn.mkdir(exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (learn / "feedback.jsonl").write_text(lines, encoding="utf-8")
+    (learn / "feedback.jsonl").chmod(0o600)
+
+
+def done(learner: Learner, ends: Callable[[], bool] = lambda: False) -> None:
+    """Wait until all rounds are judged, or until `ends`; raises TimeoutError."""
+    deadline = time.monotonic() + _LEARN_SECONDS
+    while not ends() and learner.judged < _ROUNDS:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{learner.judged} of {_ROUNDS} rounds after {_LEARN_SECONDS:.0f} s")
+        time.sleep(0.1)
+
+
+def case(name: str, learner: Learner, verdict: Verdict, why: str = "") -> Found:
+    """One case of a server; a traceback in its log is a failure whatever else it did."""
+    log = learner.service.told()
+    if "Traceback" in log or "Exception ignored" in log:
+        verdict = Verdict.TRACEBACK
+    command = " ".join(map(str, learner.service.process.args))  # type: ignore[arg-type]
+    memory = learner.service.memory("VmHWM")
+    return [Case(name, verdict, command, f"{why}\n{log[-3000:]}", memory=memory)], Counter(
+        {"rounds": _ROUNDS}
+    )
+
+
+def _compared(name: str, stage: _Stage, learner: Learner) -> Found:
+    """The case of a server whose rounds are done: what it learnt must be what honest rows teach."""
+    found, expected = learner.result(), stage.honest()
+    apart = [each for each in found.keys() | expected.keys() if found.get(each) != expected.get(each)]
+    verdict = Verdict.DIFFERENT if apart else Verdict.ACCEPTED
+    return case(name, learner, verdict, f"otherwise: {sorted(apart)}" if apart else "")
+
+
+def hostile_row(random: Random) -> tuple[str, object]:
+    """A row that can't be learnt."""
+    if random.random() < 0.6:
+        name = random.choice(list(HOSTILE))
+        return name, HOSTILE[name]
+    row = {"id": "h", "prompt": "aa", "answer": " bb", "rating": "good"}
+    name = random.choice(_TEXTS)
+    value = random.choice([value for value in TABLES["strange"] if not isinstance(value, str)])
+    return f"{name} is no text", {**row, name: value}
+
+
+def _hostile_rows(stage: _Stage) -> Found:
+    """Honest rows with hostile ones among them."""
+    random, rows = stage.random, list[object](honest_rows())
+    names = []
+    for _ in range(random.choice([1, 1, 3, 40])):
+        name, row = hostile_row(random)
+        names.append(name)
+        rows.insert(random.randint(0, len(rows)), row)
+    write(stage.folder / "learn", rows)
+    learner = stage.serve(stage.folder / "learn")
+    done(learner)
+    return _compared(f"hostile row: {names[0]}" if len(names) == 1 else "hostile rows", stage, learner)
+
+
+def _kills(stage: _Stage) -> Found:
+    """A server that is killed while it learns, and started again until it is done."""
+    stage.honest()
+    learn, counts = stage.folder / "learn", Counter[str]()
+    write(learn, honest_rows())
+    for _ in range(stage.random.randint(3, 8)):
+        learner = stage.serve(learn)
+        until = time.monotonic() + stage.random.uniform(0, 4)
+        seen = len(list(learn.rglob("*")))
+        by_change = stage.random.random() < 0.5
+        while time.monotonic() < until and not (by_change and len(list(learn.rglob("*"))) != seen):
+            time.sleep(0.001)
+        learner.service.process.send_signal(
+            stage.random.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+        )
+        learner.service.process.wait(60)
+        counts["kills"] += 1
+        counts["kills of a server that learns"] += 1
+    learner = stage.serve(learn)
+    done(learner)
+    cases, more = _compared("killed while it learns", stage, learner)
+    return cases, counts + more
+
+
+def _lock(stage: _Stage) -> Found:
+    """Another process holds the lock of the feedback file: answers go on, and feedback is refused."""
+    learn = stage.folder / "learn"
+    write(learn, honest_rows()[:1])
+    learner = stage.serve(learn)
+    _, answer = learner.ask("/v1/completions", _ASK)
+    with (learn / "feedback.jsonl").open("rb") as stream, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        body = {"id": answer["id"], "correction": " aa"}
+        waiting = pool.submit(learner.ask, "/v1/feedback", body)
+        ends_early, slowest = stage.random.random() < 0.3, 0.0
+        while not waiting.done():
+            begin = time.monotonic()
+            learner.ask("/health")
+            slowest = max(slowest, time.monotonic() - begin)
+            learner.ask("/v1/completions", _ASK)
+            if ends_early and stage.random.random() < 0.2:
+                seconds = learner.end()
+                with suppress(OSError, http.client.HTTPException):
+                    waiting.result()
+                verdict = Verdict.HUNG if seconds > _END_SECONDS else Verdict.ACCEPTED
+                return case("an end while a lock is held", learner, verdict, f"{seconds:.1f} s")
+        status, told = waiting.result()
+        fcntl.flock(stream, fcntl.LOCK_UN)
+    again = learner.ask("/v1/feedback", body)
+    why = f"{status} {told}, then {again}; /health took {slowest:.2f} s at most"
+    if slowest > _HEALTH_SECONDS:
+        return case("a lock that is held", learner, Verdict.HUNG, why)
+    is_right = status == 503 and again[0] == 200 and learner.ask("/health")[1]["status"] == "ok"
+    return case("a lock that is held", learner, Verdict.ACCEPTED if is_right else Verdict.UNEXPLAINED, why)
+
+
+def _flood(stage: _Stage) -> Found:
+    """A client that gives feedback as fast as it can."""
+    learn = stage.folder / "learn"
+    limit, size, wanted = stage.random.choice([(65_536, 4_000, 507), (1 << 30, 400_000, 429)])
+    learner = stage.serve(learn, "--feedback-limit", limit, "--learn-every", 1000)
+    for _ in range(2 * (16 << 20) // size if wanted == 429 else 40):
+        status, told = learner.correct("a" * size)
+        if status != 200:
+            break
+    kept = (learn / "feedback.jsonl").stat().st_size
+    answers, _ = learner.ask("/v1/completions", _ASK)
+    is_bounded = status == wanted and answers == 200 and kept <= min(limit, 2 * (16 << 20))
+    why = f"{status} {told}; {kept} bytes are kept"
+    return case("a flood of feedback", learner, Verdict.REFUSED if is_bounded else Verdict.GREEDY, why)
+
+
+def _full_disk(stage: _Stage) -> Found:
+    """A disk without room while it learns, and later with room."""
+    stage.honest()
+    learn = stage.folder / "disk"
+    learn.mkdir()
+    is_mounted = mounted(learn, stage.random.choice([4, 6, 8, 12, 20, 40, 80]) * 4096)
+    try:
+        write(learn, honest_rows())
+        learner = _served_with_room(stage, learn)
+        done(learner, lambda: learner.ask("/health")[1]["status"] != "ok")
+        was = learner.ask("/health")[1]["status"]
+        if is_mounted:
+            enlarge(learn)
+        done(learner)
+        cases, counts = _compared(f"a disk that was full: {was}" if is_mounted else "a disk", stage, learner)
+        if learner.ask("/health")[1]["status"] != "ok":
+            return case("a disk with room again", learner, Verdict.UNEXPLAINED, str(learner.ask("/health")))
+        return cases, counts
+    finally:
+        if is_mounted:
+            for service in stage.started:
+                service.end()
+            unmounted(learn)
+
+
+def _served_with_room(stage: _Stage, learn: Path) -> Learner:
+    """A server on a disk with too little room, or with some if it needs more to begin at all."""
+    try:
+        return stage.serve(learn)
+    except RuntimeError as refused:
+        if "Traceback" in str(refused) or not os.path.ismount(learn):
+            raise
+        enlarge(learn)
+        return stage.serve(learn)
+
+
+_SCENES: list[tuple[Callable[[_Stage], Found], int]] = [
+    (_hostile_rows, 8),
+    (_kills, 3),
+    (_lock, 3),
+    (_flood, 2),
+    (_full_disk, 3),
+]

@@ -1,0 +1,166 @@
+"""What a stranger's tokenizer.json can say: ways to change one that was valid."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+_Json = dict[str, Any]
+_BACKTRACKING = ["(a+)+$", "(a|a)*b", "(?=(a+))a*b\\1", "((((a*)*)*)*)*b", "[", "(?<", "\\p{Nothing}", ""]
+_IDS = [-1, 2**31, 2**32, 2**32 - 1, 2**63, 10**30, 1.5, True, None, "5"]
+_COUNTS = [0, 1, -1, 2**20, 2**32, 2**40, 2**63 - 1]
+
+
+def _deep(kind: str, part: str, within: str) -> Callable[[_Json, Random], None]:
+    """Parts within parts, far too many."""
+
+    def change(told: _Json, random: Random) -> None:
+        inner: Any = told[part]
+        for _ in range(random.choice([10, 100, 300])):
+            inner = {"type": kind, within: [inner] if inner else []}
+        told[part] = inner
+
+    return change
+
+
+def _of(part: str, *values: Any) -> Callable[[_Json, Random], None]:
+    """A part of the file is replaced."""
+
+    def change(told: _Json, random: Random) -> None:
+        told[part] = copy.deepcopy(random.choice(values))
+
+    return change
+
+
+def _id(told: _Json, random: Random) -> None:
+    vocabulary = told["model"]["vocab"]
+    vocabulary[random.choice([*vocabulary])] = random.choice(_IDS)
+
+
+def _added(told: _Json, random: Random) -> None:
+    token = copy.deepcopy(random.choice(told["added_tokens"]))
+    token["id"] = random.choice(_IDS)
+    token["content"] = random.choice([token["content"], "", "x", "a" * 100_000, "\0", "\ufffd", None])
+    told["added_tokens"].insert(random.randint(0, 4), token)
+
+
+def _many_added(told: _Json, random: Random) -> None:
+    token = told["added_tokens"][0]
+    told["added_tokens"] += [
+        {**token, "id": 1000 + number, "content": f"t{number}"} for number in range(20_000)
+    ]
+
+
+def _merges(told: _Json, random: Random) -> None:
+    odd = [["a", "nothing"], ["a"], ["", ""], "a a a", "a", None, ["a", "a", "a"], ["\0", "b"]]
+    told["model"]["merges"].insert(0, random.choice(odd))
+
+
+def _long_token(told: _Json, random: Random) -> None:
+    told["model"]["vocab"]["a" * random.choice([10**5, 10**7])] = len(told["model"]["vocab"])
+
+
+def _model(told: _Json, random: Random) -> None:
+    words = told["model"]["vocab"]
+    pairs = [[word, -1.0] for word in words]
+    told["model"] = random.choice(
+        [
+            {"type": "Unigram", "unk_id": random.choice([*_IDS, 0, len(words)]), "vocab": pairs},
+            {"type": "Unigram", "unk_id": 0, "vocab": [["", 0.0], ["a", 1e308], ["a", -1e308]]},
+            {"type": "Unigram", "unk_id": None, "vocab": [], "byte_fallback": True},
+            {"type": "WordLevel", "vocab": words, "unk_token": "nothing"},
+            {"type": "WordPiece", "vocab": words, "unk_token": "nothing", "continuing_subword_prefix": "##",
+             "max_input_chars_per_word": random.choice(_COUNTS)},
+            {**told["model"], "dropout": random.choice([-1, 0.5, 1.0, 2, 1e308])},
+            {**told["model"], "unk_token": "nothing", "fuse_unk": True},
+            {**told["model"], "vocab": {}, "merges": []},
+            {"type": "Nothing"},
+        ]
+    )  # fmt: skip
+
+
+def _padding(told: _Json, random: Random) -> None:
+    told["padding"] = {
+        "strategy": random.choice(["BatchLongest", {"Fixed": random.choice(_COUNTS)}]),
+        "direction": random.choice(["Right", "Left"]),
+        "pad_to_multiple_of": random.choice([None, *_COUNTS]),
+        "pad_id": random.choice([0, *_IDS]),
+        "pad_type_id": 0,
+        "pad_token": "<pad>",
+    }
+
+
+def _truncation(told: _Json, random: Random) -> None:
+    told["truncation"] = {
+        "direction": "Right",
+        "max_length": random.choice(_COUNTS),
+        "strategy": random.choice(["LongestFirst", "OnlySecond"]),
+        "stride": random.choice(_COUNTS),
+    }
+
+
+def _pieces(told: _Json, random: Random) -> None:
+    special = {"id": "x", "ids": [random.choice(_IDS)], "tokens": ["x"]}
+    single = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "x", "type_id": 0}}]
+    known = random.choice(
+        [{"x": special}, {}, {"x": {**special, "ids": [5] * 10**5, "tokens": ["x"] * 10**5}}]
+    )
+    processor = {
+        "type": "TemplateProcessing",
+        "single": single * random.choice([1, 1000]),
+        "special_tokens": known,
+    }
+    told["post_processor"] = {**processor, "pair": told["post_processor"]["pair"]}
+
+
+def _regex(told: _Json, random: Random) -> None:
+    pattern = {"Regex": random.choice(_BACKTRACKING)}
+    told["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    if random.random() < 0.5:
+        told["normalizer"] = {
+            "type": "Replace",
+            "pattern": pattern,
+            "content": "a" * random.choice([0, 1, 10**6]),
+        }
+
+
+_NORMALIZERS = (
+    {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+    {"type": "Precompiled", "precompiled_charsmap": "/////w" + "A" * 1000},
+    {"type": "Prepend", "prepend": "a" * 10**7},
+    {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "a" * 10**5}] * 300},
+    *({"type": "Replace", "pattern": {"String": string}, "content": "a" * 10**4} for string in ("", "a")),
+    {"type": "Nothing"},
+)
+WAYS: dict[str, Callable[[_Json, Random], None]] = {
+    "ids": _id,
+    "added tokens": _added,
+    "many added tokens": _many_added,
+    "merges": _merges,
+    "a long token": _long_token,
+    "another model": _model,
+    "padding": _padding,
+    "truncation": _truncation,
+    "pieces of a template": _pieces,
+    "regular expressions": _regex,
+    "normalizers": _of("normalizer", *_NORMALIZERS),
+    "normalizers of many texts": _deep("Sequence", "normalizer", "normalizers"),
+    "splits within splits": _deep("Sequence", "pre_tokenizer", "pretokenizers"),
+    "decoders within decoders": _deep("Sequence", "decoder", "decoders"),
+    "decoders": _of("decoder", None, {"type": "Fuse"}, {"type": "Replace", "pattern": {"Regex": "(a+)+$"},
+                    "content": "a" * 10**6}, {"type": "Strip", "content": "a", "start": 2**40, "stop": 2**63}),
+    "parts that are none": lambda told, random: told.update({random.choice([*told]): random.choice([None, 5, "", [], {}])}),
+}  # fmt: skip
+
+
+def change_tokenizer(path: Path, random: Random) -> str:
+    """Change a tokenizer.json; the name of the way."""
+    told = json.loads(path.read_text(encoding="utf-8"))
+    name = random.choice([*WAYS])
+    WAYS[name](told, random)
+    path.write_text(json.dumps(told), encoding="utf-8")
+    return name
