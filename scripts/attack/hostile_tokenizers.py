@@ -128,6 +128,10 @@ def _regex(told: _Json, random: Random) -> None:
         }
 
 
+def _none(told: _Json, random: Random) -> None:
+    told[random.choice([*told])] = random.choice([None, 5, "", [], {}])
+
+
 _NORMALIZERS = (
     {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
     {"type": "Precompiled", "precompiled_charsmap": "/////w" + "A" * 1000},
@@ -135,6 +139,12 @@ _NORMALIZERS = (
     {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "a" * 10**5}] * 300},
     *({"type": "Replace", "pattern": {"String": string}, "content": "a" * 10**4} for string in ("", "a")),
     {"type": "Nothing"},
+)
+_DECODERS = (
+    None,
+    {"type": "Fuse"},
+    {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "a" * 10**6},
+    {"type": "Strip", "content": "a", "start": 2**40, "stop": 2**63},
 )
 WAYS: dict[str, Callable[[_Json, Random], None]] = {
     "ids": _id,
@@ -148,13 +158,12 @@ WAYS: dict[str, Callable[[_Json, Random], None]] = {
     "pieces of a template": _pieces,
     "regular expressions": _regex,
     "normalizers": _of("normalizer", *_NORMALIZERS),
-    "normalizers of many texts": _deep("Sequence", "normalizer", "normalizers"),
+    "normalizers within normalizers": _deep("Sequence", "normalizer", "normalizers"),
     "splits within splits": _deep("Sequence", "pre_tokenizer", "pretokenizers"),
     "decoders within decoders": _deep("Sequence", "decoder", "decoders"),
-    "decoders": _of("decoder", None, {"type": "Fuse"}, {"type": "Replace", "pattern": {"Regex": "(a+)+$"},
-                    "content": "a" * 10**6}, {"type": "Strip", "content": "a", "start": 2**40, "stop": 2**63}),
-    "parts that are none": lambda told, random: told.update({random.choice([*told]): random.choice([None, 5, "", [], {}])}),
-}  # fmt: skip
+    "decoders": _of("decoder", *_DECODERS),
+    "parts that are none": _none,
+}
 
 
 def change_tokenizer(path: Path, random: Random) -> str:
