@@ -31,7 +31,7 @@ SECONDS = 20.0
 CHILD_BYTES = 128 << 20
 CHILD_BYTES_PER_BYTE = 16
 # Of a batch: rows, and bytes as far as the file says how many they are.
-_MOST_ROWS, _BATCH_BYTES = 1024, 4 << 20
+_MOST_ROWS, _BATCH_BYTES = 256, 4 << 20
 # Allocators of pyarrow's own reserve addresses at once, which are not taken then but count for the limit. It
 # chooses one when it is imported, which another package may have done before.
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -50,7 +52,7 @@ def one_row_of_many_nulls() -> pyarrow.Table:
 
 
 def one_text_of_zeros() -> pyarrow.Table:
-    return pyarrow.table({"text": ["0" * 300_000_000]})
+    return pyarrow.table({"text": ["0" * 200_000_000]})
 
 
 def medium_texts() -> pyarrow.Table:
@@ -65,7 +67,7 @@ def medium_texts() -> pyarrow.Table:
         (one_long_text, "takes more than"),
         (many_equal_numbers, "stand for rows of more than 9,536 MiB"),
         (one_row_of_many_nulls, "takes more than"),
-        (one_text_of_zeros, "stand for rows of more than 286 MiB"),
+        (one_text_of_zeros, "stand for rows of more than 190 MiB"),
         (medium_texts, "stand for rows of more than"),
     ],
 )
@@ -114,13 +116,11 @@ def test_texts_that_are_no_utf8_are_refused(tmp_path: Path) -> None:
 def test_damaged_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(content)
-    with pytest.raises(DataError, match="not parquet|decoding it"):
+    with pytest.raises(DataError, match=r"not parquet|decoding it"):
         read_rows(path)
 
 
 def test_files_with_changed_bytes_are_read_or_refused(tmp_path: Path) -> None:
-    import random
-
     source = tmp_path / "a.parquet"
     turns = [[{"role": "user", "content": f"{index}"}] for index in range(50)]
     parquet.write_table(pyarrow.table({"text": list(map(str, range(50))), "messages": turns}), source)
@@ -132,8 +132,6 @@ def test_files_with_changed_bytes_are_read_or_refused(tmp_path: Path) -> None:
         for _ in range(chosen.randint(1, 8)):
             changed[chosen.randrange(len(changed))] = chosen.randrange(256)
         path.write_bytes(changed)
-        try:
+        with contextlib.suppress(DataError):
             read_rows(path)
-        except DataError:
-            pass
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_MEGABYTES << 10
