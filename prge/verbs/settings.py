@@ -121,6 +121,16 @@ def is_config_of(settings_type: type[Any], path: Path) -> bool:
     return True
 
 
+def path_of(value: object, where: str) -> Path:
+    """A path that a program gives; raises ConfigError where it is none."""
+    try:
+        return Path(converted(value, Path))
+    except MISFITS:
+        raise ConfigError(
+            "a setting can't be used:", [f"{where} must be a path, not {shown(value)}"]
+        ) from None
+
+
 def settings_of(
     settings_type: type[Settings], fields: Mapping[str, Any], where: str, prog: str = "prge"
 ) -> Settings:
