@@ -101,7 +101,7 @@ def _asked(settings: GenerateSettings, prompts: Prompts) -> list[_Asked]:
         return [_Asked(1, prompts.of_messages(messages, {**settings.variables, **variables}))]
     if settings.data is not None:
         return _rows_asked(settings, prompts, system)
-    texts = [read_text_of(sys.stdin, "standard input") if text == STDIN else text for text in settings.prompt]
+    texts = [read_text_of(sys.stdin) if text == STDIN else text for text in settings.prompt]
     if settings.chat:
         turns = [[*system, {"role": "user", "content": text}] for text in texts]
         made = [prompts.of_messages(messages, settings.variables) for messages in turns]

@@ -47,9 +47,7 @@ def generate_on(phone: Phone, settings: AndroidGenerateSettings) -> int:
     sent: dict[str, Any] = {**files_there(phone, settings, "messages", "task")}
     if settings.data is not None:
         sent["data"] = send_rows(phone, settings.data, "test")
-    sent["prompt"] = [
-        read_text_of(sys.stdin, "standard input") if text == STDIN else text for text in settings.prompt
-    ]
+    sent["prompt"] = [read_text_of(sys.stdin) if text == STDIN else text for text in settings.prompt]
     own = vars(part_of(GenerateFlags, settings))
     return _speaking(phone, "generate", settings.names, {**own, **sent})
 

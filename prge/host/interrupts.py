@@ -41,7 +41,7 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 def handled_by(
     handler: Callable[[int, FrameType | None], object], numbers: Sequence[signal.Signals]
 ) -> Iterator[None]:
-    """Let signals call `handler`, and then what they called before; in a thread, which no signal reaches, not."""
+    """Let signals call `handler`, and afterwards what they called before. A thread leaves them alone."""
     before = {}
     with suppress(ValueError):
         before = {number: signal.signal(number, handler) for number in numbers}

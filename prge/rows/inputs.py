@@ -37,15 +37,15 @@ def decoded_text(content: bytes, source: str) -> str:
         raise DataError(
             f"{source} is not UTF-8",
             [f"byte {error.start} is 0x{content[error.start]:02x}"],
-            remedy="convert it",
+            remedy="give it in UTF-8",
         ) from None
 
 
-def read_text_of(stream: TextIO, source: str) -> str:
-    """All text of a standard stream, without the line break at its end; raises DataError as `decoded_text`."""
+def read_text_of(stream: TextIO) -> str:
+    """All text of standard input but the line break at its end; raises DataError as `decoded_text`."""
     binary = getattr(stream, "buffer", None)
     text = stream.read() if binary is None else decoded_text(binary.read(), "standard input")
-    return text.replace("\r\n", "\n").removesuffix("\n")
+    return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
 
 
 def is_text(text: str) -> bool:
@@ -116,8 +116,8 @@ def checked_ids(ids: Sequence[object], vocabulary_size: int) -> tuple[int, ...]:
             raise DataError(
                 "the prompt can't be used",
                 [
-                    f"token {place} is {shown(each)}, must be a whole number from 0 to {vocabulary_size - 1}: "
-                    "no other tokens are this bundle's"
+                    f"token {place} is {shown(each)}, must be a whole number from 0 to "
+                    f"{vocabulary_size - 1}: no other tokens are this bundle's"
                 ],
             )
         found.append(number)

@@ -51,7 +51,7 @@ from prge.host.terminal import best_effort
 from prge.verbs.bounds import bound_problems, flag
 from prge.verbs.habits import nearest, setting_meant
 from prge.verbs.helping import field_help, is_required, show_settings
-from prge.verbs.kinds import MISFITS, converted, described, is_list, takes_paths
+from prge.verbs.kinds import MISFITS, converted, described, is_list, plain_value, takes_paths
 from prge.verbs.outputs import check_outputs
 
 Settings = TypeVar("Settings")
@@ -331,7 +331,7 @@ def _given_by(
     given = []
     for key, value in content.items():
         if key in kinds:
-            given.append(_Given(f"{where}: {key}", key, value))
+            given.append(_Given(f"{where}: {key}", key, plain_value(value)))
         else:
             meant, hint = setting_meant(str(key).replace("-", "_"), kinds, str)
             problems.append(f"{where}: {shown(key)} is no setting of this verb{hint}")
