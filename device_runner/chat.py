@@ -22,9 +22,10 @@ from device_runner.session.speaking import (
     read_adapter,
     read_adapters,
 )
-from prge.errors import PrgeError
+from prge.errors import DataError, PrgeError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
+from prge.host.interrupts import handled_by
 from prge.host.terminal import write_text
 from prge.rows.feedback import (
     Answered,
@@ -37,6 +38,7 @@ from prge.rows.feedback import (
 )
 from prge.rows.feedback_examples import FeedbackExamples
 from prge.rows.forms import CONTROL_TOKENS
+from prge.rows.inputs import decoded_text
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import Generator, Request, Ticket
 from prge.text.prompts import Prompt, Prompts
@@ -107,14 +109,8 @@ class Interrupts:
 @contextmanager
 def _interruptible() -> Iterator[Interrupts]:
     interrupts = Interrupts()
-    before = signal.getsignal(signal.SIGINT)
-    with suppress(ValueError):  # in a thread, which no signal reaches
-        signal.signal(signal.SIGINT, interrupts.handle)
-    try:
+    with handled_by(interrupts.handle, [signal.SIGINT]):
         yield interrupts
-    finally:
-        with suppress(ValueError):
-            signal.signal(signal.SIGINT, before)
 
 
 class Chat:
@@ -158,7 +154,13 @@ class Chat:
     def _lines(self) -> Iterator[str]:
         """Lines of a terminal, with a prompt and the keys of an editor, or of a pipe."""
         if not sys.stdin.isatty():
-            yield from (line.rstrip("\n") for line in sys.stdin)
+            for line in getattr(sys.stdin, "buffer", sys.stdin):
+                try:
+                    text = decoded_text(line, "the line") if isinstance(line, bytes) else line
+                except DataError as error:
+                    note(f"error: {error}")
+                else:
+                    yield text.rstrip("\r\n")
             return
         with suppress(ImportError):
             import readline  # noqa: F401, input uses it once it is imported
@@ -167,6 +169,8 @@ class Chat:
                 yield input(f"{self._name}> ")
             except KeyboardInterrupt:
                 note("\n/quit or Ctrl-D ends, /help tells more")
+            except UnicodeDecodeError:
+                note("error: the line is not UTF-8")
             except EOFError:
                 print()
                 return

@@ -26,6 +26,7 @@ from prge.files.documents import DocumentError, read_json
 from prge.host.terminal import write_text
 from prge.rows.feedback import TEMPLATE_KWARGS
 from prge.rows.forms import columns_text, find_form, template_variables
+from prge.rows.inputs import read_text_of
 from prge.rows.readers import Row, place_of_row, select_rows
 from prge.rows.sources import describe_paths, read_source
 from prge.rows.task import RowError, load_task
@@ -100,7 +101,7 @@ def _asked(settings: GenerateSettings, prompts: Prompts) -> list[_Asked]:
         return [_Asked(1, prompts.of_messages(messages, {**settings.variables, **variables}))]
     if settings.data is not None:
         return _rows_asked(settings, prompts, system)
-    texts = [sys.stdin.read().removesuffix("\n") if text == STDIN else text for text in settings.prompt]
+    texts = [read_text_of(sys.stdin) if text == STDIN else text for text in settings.prompt]
     if settings.chat:
         turns = [[*system, {"role": "user", "content": text}] for text in texts]
         made = [prompts.of_messages(messages, settings.variables) for messages in turns]

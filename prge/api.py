@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prge.errors import DataError, shown
 from prge.files.bundle import Bundle
 from prge.files.bundle import open_bundle as _open_bundle
 from prge.files.run_folder import FINAL, SUMMARY
 from prge.host.packages import needing
-from prge.verbs.settings import settings_of
+from prge.verbs.kinds import plain_value
+from prge.verbs.settings import path_of, settings_of
 
 if TYPE_CHECKING:
     from prge.text.loop import Answer, Generator
+    from prge.text.prompts import Prompt, Prompts
 
 
 @dataclass(frozen=True)
@@ -64,16 +68,16 @@ class Model:
         self._speaking = importlib.import_module("device_runner.session.speaking")
         flags = settings_of(self._speaking.SpeakingFlags, engine, "load()", "prge generate")
         tokenizer = importlib.import_module("prge.rows.tokenizer").bundle_tokenizer(bundle)
-        self._prompts = importlib.import_module("prge.text.prompts").Prompts(tokenizer)
+        self._prompts: Prompts = importlib.import_module("prge.text.prompts").Prompts(tokenizer)
         _ = self._prompts.chat  # its template is read in a child that is forked before there is an engine
         self._adapter = self._speaking.read_adapter(bundle, adapter or self._speaking.BUNDLE)[1]
         self._generator: Generator = self._speaking.open_generator(bundle, tokenizer, flags, 1)
 
-    def generate(self, prompt: str | list[dict[str, str]], **settings: Any) -> Answer:
-        """What the model writes after a text, or answers to messages in its chat template.
+    def generate(self, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int], **settings: Any) -> Answer:
+        """What the model writes after a text or token ids, or answers to messages in its chat template.
 
         Args:
-            prompt: a text, or messages with role and content.
+            prompt: a text; messages with role and content; or token ids, which are taken as they are.
             settings: max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, overflow.
 
         Raises:
@@ -82,9 +86,26 @@ class Model:
         from prge.text.loop import Request
 
         flags = settings_of(self._speaking.SpeakingFlags, settings, "generate()", "prge generate")
-        is_text = isinstance(prompt, str)
-        asked = self._prompts.of_text(prompt) if is_text else self._prompts.of_messages(prompt)
-        return self._generator.generate([Request(asked, self._adapter, flags.generation())])[0]
+        request = Request(self._asked(plain_value(prompt)), self._adapter, flags.generation())
+        return self._generator.generate([request])[0]
+
+    def _asked(self, prompt: Any) -> Prompt:
+        from prge.rows.chat import check_messages
+        from prge.rows.inputs import checked_json
+        from prge.text.prompts import Prompt
+
+        if isinstance(prompt, str):
+            return self._prompts.of_text(prompt)
+        if not isinstance(prompt, list | tuple):
+            problem = f"it is {shown(prompt)}, must be a text, messages or token ids"
+            raise DataError("the prompt can't be used", [problem])
+        if not prompt or not isinstance(prompt[0], dict):
+            return Prompt(tuple(prompt))
+        try:
+            messages = check_messages(checked_json(prompt, "the prompt"), answered=False)
+        except ValueError as error:
+            raise DataError("the prompt can't be used", [str(error)]) from None
+        return self._prompts.of_messages(messages)
 
 
 def export(**settings: Any) -> Bundle:
@@ -97,7 +118,7 @@ def export(**settings: Any) -> Bundle:
 
 def open_bundle(folder: Path | str) -> Bundle:
     """Open a bundle that `prge export` or `prge tune` wrote; raises BundleError."""
-    return _open_bundle(Path(folder))
+    return _open_bundle(path_of(folder, "open_bundle(): folder"))
 
 
 def tune(**settings: Any) -> Tuned:
@@ -160,4 +181,6 @@ def load(bundle: Path | str, adapter: Path | str | None = None, **engine: Any) -
     """
     with needing("device"):
         speaking = importlib.import_module("device_runner.session.speaking")
-        return Model(speaking.open_speaking(Path(bundle)), None if adapter is None else str(adapter), engine)
+        folder = path_of(bundle, "load(): bundle")
+        name = None if adapter is None else str(path_of(adapter, "load(): adapter"))
+        return Model(speaking.open_speaking(folder), name, engine)

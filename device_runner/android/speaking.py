@@ -20,6 +20,7 @@ from device_runner.android.device import (
 from device_runner.session.speaking import BASE, STDIN, ChatFlags, GenerateFlags
 from prge.errors import ConfigError, DeviceError
 from prge.files.documents import parse_yaml
+from prge.rows.inputs import read_text_of
 from prge.verbs.settings import part_of
 
 
@@ -46,7 +47,7 @@ def generate_on(phone: Phone, settings: AndroidGenerateSettings) -> int:
     sent: dict[str, Any] = {**files_there(phone, settings, "messages", "task")}
     if settings.data is not None:
         sent["data"] = send_rows(phone, settings.data, "test")
-    sent["prompt"] = [sys.stdin.read() if text == STDIN else text for text in settings.prompt]
+    sent["prompt"] = [read_text_of(sys.stdin) if text == STDIN else text for text in settings.prompt]
     own = vars(part_of(GenerateFlags, settings))
     return _speaking(phone, "generate", settings.names, {**own, **sent})
 

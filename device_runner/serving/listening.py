@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.worker import Worker
 from prge.errors import RunError
-from prge.host.interrupts import ending_signals
+from prge.host.interrupts import ending_signals, handled_by
 
 # For a client to send a request's head, and to go on reading an answer.
 SECONDS_TO_BEGIN = 20
@@ -109,12 +108,8 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """End at SIGINT, SIGTERM and SIGHUP; uvicorn's own would raise them again afterwards."""
-        before = {number: signal.signal(number, self.handle_exit) for number in ending_signals()}
-        try:
+        with handled_by(self.handle_exit, ending_signals()):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 class _Protocol(H11Protocol):

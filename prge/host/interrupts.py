@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import NoReturn
 
 
@@ -34,6 +35,22 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     hang_up = [number for number in signal.Signals if number.name == "SIGHUP"]  # Windows has none
     heeded = [number for number in hang_up if signal.getsignal(number) is not signal.SIG_IGN]
     return (signal.SIGINT, signal.SIGTERM, *heeded)
+
+
+@contextmanager
+def handled_by(
+    handler: Callable[[int, FrameType | None], object], numbers: Sequence[signal.Signals]
+) -> Iterator[None]:
+    """Let signals call `handler`, and afterwards what they called before. A thread leaves them alone."""
+    before = {}
+    with suppress(ValueError):
+        before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            if signal.getsignal(number) is handler:
+                signal.signal(number, earlier)
 
 
 def ignore_interrupts() -> None:

@@ -29,6 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prge.errors import BundleError, DataError, shown
 from prge.host.children import BoundedChild, LimitError
+from prge.rows.inputs import checked_json
 
 ASSISTANT = "assistant"
 # Of a row of up to a few kilobytes; longer ones have proportionally more.
@@ -209,6 +210,7 @@ class ChatTemplate:
         return self._date or date.today().isoformat()
 
     def _ask(self, **request: Any) -> dict[str, Any]:
+        request = checked_json(request, "what the chat template is given")
         try:
             answer: dict[str, Any] = json.loads(self._child.ask(json.dumps(request).encode()))
         except LimitError as error:

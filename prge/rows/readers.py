@@ -21,10 +21,10 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from prge.errors import LONGEST_LINE, ConfigError, DataError, shortened
-from prge.host.packages import install_extra
+from prge.errors import LONGEST_VALUE, ConfigError, DataError, shortened
 from prge.rows.feedback import whole_lines
 from prge.rows.json_rows import numbered_items
+from prge.rows.parquet import parquet_rows
 
 JSON, PARQUET = ".json", ".parquet"
 LINES = (".jsonl", ".ndjson")
@@ -137,7 +137,7 @@ def read_rows(path: Path | str, broken: list[str] | None = None, part: Part = "t
     text = "" if suffix == PARQUET else read_text(path, whole=suffix in LINES)
     numbered: Iterator[tuple[int, Mapping[str, Any]]]
     if suffix == PARQUET:
-        numbered = _parquet_rows(path)
+        numbered = enumerate(map(table_value, parquet_rows(path)), 1)
     elif suffix in (*LINES, JSON):
         numbered = numbered_items(text, problems, PART_NAMES[part], ALL_PART_NAMES)
     elif suffix == ".tsv" and '"' not in text.split("\n", 1)[0]:
@@ -199,32 +199,6 @@ def read_text(path: Path, whole: bool = False) -> str:
         raise DataError(
             what, [f"line {line}, byte {offset} of the file: 0x{content[offset]:02x}"], remedy=remedy
         ) from None
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    what = f"{path} can't be read as data"
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise DataError(
-            what,
-            ["parquet needs the package pyarrow, which is not installed"],
-            remedy=f"{install_extra('data')}, or write the rows as jsonl",
-        ) from None
-    try:
-        table = parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise DataError(
-            what, [f"not parquet: {reason}"], remedy="write the file again, or as jsonl"
-        ) from None
-    twice = sorted(name for name, count in Counter(table.column_names).items() if count > 1)
-    if twice:
-        raise DataError(what, [f"it has columns twice: {', '.join(map(repr, twice))}"])
-    # Row by row: a table of Python objects takes several times the room of one of Arrow's.
-    places = enumerate((fields for batch in table.to_batches() for fields in batch.to_pylist()), 1)
-    return ((number, table_value(fields)) for number, fields in places)
 
 
 def table_value(value: Any) -> Any:
@@ -302,7 +276,7 @@ def _table_rows(
             )
         elif header is None:
             header = [name.strip() or f"Unnamed: {place}" for place, name in enumerate(record)]
-            names = shortened(", ".join(header), LONGEST_LINE)
+            names = shortened(", ".join(header), LONGEST_VALUE)  # there may be a problem for every two bytes
             twice = sorted(name for name, count in Counter(header).items() if count > 1)
             if twice:
                 problems.append(f"line {line}: the header repeats columns: {', '.join(map(repr, twice))}")

@@ -39,6 +39,7 @@ from tokenizers.models import Unigram
 from prge.errors import BundleError, ConfigError, DataError, shown
 from prge.files.bundle import Bundle
 from prge.files.documents import read_document
+from prge.rows.inputs import check_text
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -258,6 +259,7 @@ class Tokenizer:
 
         `first`, where it is given, is the token that the parts begin with; those before it are left out.
         """
+        check_text(text)
         start, end = 0, min(WINDOW, len(text))
         tokens = _since(self._window(text, 0, end, control), first)
         while end < len(text):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from prge.errors import DivergenceError, PrgeError, shown, visible
 from prge.files.curves import merit_of, score_of
 from prge.files.journal import Journal, Record, decode_array
 from prge.files.run_folder import RunLog, write_summary
-from prge.host.interrupts import ending_signals, ignore_interrupts
+from prge.host.interrupts import ending_signals, handled_by, ignore_interrupts
 from prge.host.memory import proportional_memory
 from prge.host.progress import Progress
 from prge.learning.estimators.protocol import Measurement
@@ -262,13 +261,8 @@ def graceful_stop(watcher: Watcher) -> Iterator[None]:
         watcher.stopped = True
         watcher.say("stopping after this step; once more to stop at once")
 
-    before = {number: signal.signal(number, stop) for number in ending_signals()}
-    try:
+    with handled_by(stop, ending_signals()):
         yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is stop:
-                signal.signal(number, handler)
 
 
 def describe_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> str:

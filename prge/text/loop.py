@@ -18,6 +18,7 @@ from typing import Any, Literal
 from prge.engine import FloatArray
 from prge.errors import ConfigError, DataError, PrgeError, shown
 from prge.files.adapter import Adapter
+from prge.rows.inputs import checked_ids, is_text
 from prge.rows.tokenizer import Tokenizer
 from prge.text.choice import Choice, ChoiceSettings
 from prge.text.decoding import TextStream
@@ -55,8 +56,8 @@ class GenerationSettings:
         problems = []
         if type(self.max_tokens) is not int:
             problems.append(f"--max-tokens is {shown(self.max_tokens)}, must be a whole number")
-        if not all(isinstance(word, str) and word for word in self.stop):
-            problems.append(f"--stop is {shown(self.stop)}, must be words that aren't empty")
+        if not all(isinstance(word, str) and word and is_text(word) for word in self.stop):
+            problems.append(f"--stop is {shown(self.stop)}, must be words in UTF-8 that aren't empty")
         problems = problems or bound_problems(self)
         if problems:
             raise ConfigError("no text can be generated so:", problems)
@@ -251,18 +252,10 @@ class Generator:
 
     def _fitted(self, request: Request) -> tuple[int, ...]:
         """The prompt's tokens, cut if that was asked for; raises DataError."""
-        tokens, context = request.prompt.tokens, self.speaker.context
-        what = "the prompt can't be used"
+        context, what = self.speaker.context, "the prompt can't be used"
+        tokens = checked_ids(request.prompt.tokens, self.speaker.vocabulary_size)
         if not tokens:
             raise DataError(what, ["it is empty: nothing predicts the answer"], remedy="give a text")
-        if max(tokens) >= self.speaker.vocabulary_size:
-            raise DataError(
-                what,
-                [
-                    f"it has the token {self.tokenizer.token(max(tokens))!r} ({max(tokens)}), "
-                    f"the bundle knows {self.speaker.vocabulary_size}: the tokenizer is not this bundle's"
-                ],
-            )
         if request.settings.overflow == "truncate":
             room = context - min(request.settings.max_tokens, context // 2)
             begin = self.tokenizer.begin

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prge.errors import DataError
 from prge.rows.control_tokens import ControlTokens, MessageTexts, RenderedText, in_messages, in_prompts
+from prge.rows.inputs import checked_json
 from prge.rows.report import CONTROL_AS_TEXT, CONTROL_IN_MESSAGES, CONTROL_OF_MESSAGES, CONTROL_READ
 from prge.rows.tokenizer import Tokenizer
 
@@ -115,7 +116,8 @@ class Prompts:
                 remedy="export with --chat-template plain, use a chat model, or give a text as the prompt",
             )
         _ = self._after_turn  # from here on the template isn't asked
-        variables = variables or {}
+        messages = checked_json(list(messages), "messages")
+        variables = checked_json(dict(variables or {}), "what the chat template is given")
         texts = MessageTexts(self._tokenizer, self._control_tokens, [*messages, variables])
         is_read = in_messages(self._control_tokens)
         self._count(CONTROL_OF_MESSAGES if is_read else CONTROL_IN_MESSAGES, texts.written)

@@ -43,8 +43,15 @@ _TYPES = {
 }
 
 
+def plain_value(value: Any) -> Any:
+    """Python's own number, truth value, text or list for numpy's; anything else as it is."""
+    # Without importing numpy, which most commands don't need.
+    return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
+
+
 def converted(value: Any, kind: Any) -> Any:
     """A value from a flag, from YAML or from Python as its field's type; raises one of `MISFITS`."""
+    value = plain_value(value)
     origin, arguments = get_origin(kind), get_args(kind)
     if len(_members(kind)) > 1:
         if Path in arguments and isinstance(value, (list, tuple)):

@@ -51,7 +51,7 @@ from prge.host.terminal import best_effort
 from prge.verbs.bounds import bound_problems, flag
 from prge.verbs.habits import nearest, setting_meant
 from prge.verbs.helping import field_help, is_required, show_settings
-from prge.verbs.kinds import MISFITS, converted, described, is_list, takes_paths
+from prge.verbs.kinds import MISFITS, converted, described, is_list, plain_value, takes_paths
 from prge.verbs.outputs import check_outputs
 
 Settings = TypeVar("Settings")
@@ -119,6 +119,16 @@ def is_config_of(settings_type: type[Any], path: Path) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def path_of(value: object, where: str) -> Path:
+    """A path that a program gives; raises ConfigError where it is none."""
+    try:
+        return Path(converted(value, Path))
+    except MISFITS:
+        raise ConfigError(
+            "a setting can't be used:", [f"{where} must be a path, not {shown(value)}"]
+        ) from None
 
 
 def settings_of(
@@ -321,7 +331,7 @@ def _given_by(
     given = []
     for key, value in content.items():
         if key in kinds:
-            given.append(_Given(f"{where}: {key}", key, value))
+            given.append(_Given(f"{where}: {key}", key, plain_value(value)))
         else:
             meant, hint = setting_meant(str(key).replace("-", "_"), kinds, str)
             problems.append(f"{where}: {shown(key)} is no setting of this verb{hint}")

@@ -194,7 +194,7 @@ def test_an_answer_ends_with_the_context(child: Child) -> None:
     [
         ({"model": "gpt-5"}, 404, "model_not_found", "there is no model 'gpt-5'"),
         ({"prompt": [5] * CONTEXT}, 400, "context_length_exceeded", "2048 tokens"),
-        ({"prompt": [100_000]}, 400, None, "the tokenizer is not this bundle's"),
+        ({"prompt": [100_000]}, 400, None, "no other tokens are this bundle's"),
         ({"colour": "blue"}, 400, "unknown_parameter", "unknown field 'colour'"),
         ({"prompt": [FAILING]}, 500, None, "the engine refuses token 419"),
     ],

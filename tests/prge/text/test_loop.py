@@ -188,7 +188,7 @@ def test_truncation_keeps_begin_and_the_end_of_the_prompt_and_leaves_room_for_th
 
 @pytest.mark.parametrize(
     ("tokens", "told"),
-    [((), "it is empty"), ((1, 500), "the bundle knows 420: the tokenizer is not this bundle's")],
+    [((), "it is empty"), ((1, 500), "token 2 is 500, must be a whole number from 0 to 419")],
 )
 def test_prompts_that_no_model_takes_are_refused(tokens: tuple[int, ...], told: str) -> None:
     with pytest.raises(DataError, match=told):

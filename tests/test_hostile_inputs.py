@@ -1,0 +1,342 @@
+"""Every way by which texts and token ids come from outside, with what no tokenizer and no model takes.
+
+A text is refused with a clear error, or taken as it is; a token id is one of the model's, or refused. Nothing
+ends with a traceback, or with the status 500.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+import prge
+from device_runner import chat, generate
+from device_runner.session import speaking as session
+from device_runner.session.samples import read_prompts
+from prge.cli import main
+from prge.errors import DataError, PrgeError
+from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
+from prge.text.loop import GenerationSettings
+from prge.text.prompts import Prompts
+from tests.device_runner.serving.test_server import Child, served
+from tests.device_runner.speaking import TEMPLATE, Speaking
+
+# As Python has bytes of a command line that are no UTF-8, and as JSON may escape them.
+SURROGATES = ["\udcff", "a\ud800b", "\udc00\ud800"]
+ODD_TEXTS = ["\x00", "\ufffe\uffff", "\u202e\x1b[2J", "\U0010ffff", "e" + "\u0301" * 40]
+NOT_UTF8 = [b"\xff\xfe film", b"a\xed\xa0\x80", b"\x80", b"\xc3"]
+NO_IDS = [-1, 420, 2**31, 2**32, 2**63, 2**64, -(2**63), True, 1.0, 1.5, "1", None, [1], {}]
+
+
+@pytest.fixture
+def speaking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speaking:
+    speaking = Speaking(tmp_path / "bundle", TEMPLATE)
+    speaking.replaces(monkeypatch, generate, chat, session)
+    return speaking
+
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(speaking: Speaking, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Exit code, output and messages of a verb that is given bytes at its standard input."""
+
+    def call(verb: str, *words: object, given: bytes = b"") -> tuple[int, str, str]:
+        # As a terminal of this machine decodes them, if somebody reads texts.
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), "utf-8"))
+        settings = ["--bundle", speaking.folder, "--max-tokens", 4, "--temperature", 0]
+        code = main([verb, *map(str, [*settings, *words])])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize("text", SURROGATES)
+def test_words_of_the_command_line_that_are_no_utf8(call: Call, text: str) -> None:
+    for words in (
+        ["--prompt", text],
+        ["--prompt", text, "--chat"],
+        ["--prompt", "a", "--chat", "--system", text],
+        ["--prompt", "a", "--stop", text],
+        ["--prompt", "a", "--chat", "--chat-template-kwargs", json.dumps({"a": text}, ensure_ascii=False)],
+        ["--prompt", "a", "--chat", "--chat-template-kwargs", json.dumps({"a": text})],
+    ):
+        code, _, err = call("generate", *words)
+        assert code == 2 and ("UTF-8" in err or "escape pair" in err), words
+    for words in (["--stop", text], ["--chat-template-kwargs", json.dumps({"a": text})]):
+        assert call("chat", *words, given=b"hello\n")[0] == 2
+    # The conversation goes on, though nothing of it can be answered.
+    code, out, err = call("chat", "--system", text, given=b"hello\n")
+    assert (code, out) == (0, "") and "half of a surrogate pair" in err
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS[1:])
+def test_odd_words_are_texts(speaking: Speaking, call: Call, text: str) -> None:
+    assert call("generate", "--prompt", text)[:2] == (0, speaking.answers(text, max_tokens=4).text + "\n")
+
+
+@pytest.mark.parametrize("content", NOT_UTF8)
+def test_standard_input_that_is_no_utf8(speaking: Speaking, call: Call, content: bytes) -> None:
+    code, _, err = call("generate", "--prompt", "-", given=content)
+    assert code == 2 and "standard input is not UTF-8" in err and "byte " in err
+    code, out, err = call("chat", given=content + b"\nthe film was\n")
+    answer = speaking.answers([{"role": "user", "content": "the film was"}], max_tokens=4)
+    assert (code, out) == (0, answer.text + "\n") and "the line is not UTF-8" in err
+
+
+def test_standard_input_with_odd_texts(speaking: Speaking, call: Call) -> None:
+    for text in ODD_TEXTS:
+        expected = speaking.answers(text, max_tokens=4).text
+        assert call("generate", "--prompt", "-", given=text.encode() + b"\r\n")[:2] == (0, expected + "\n")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'[{"role": "user", "content": "\\ud800"}]',
+        b'[{"role": "user", "content": "\xff"}]',
+        b'[{"role": "user", "content": "a", "tool": "\\udfff"}]',
+        b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"\\udc00": 1}}',
+        b'[{"role": "user", "content": 7}]',
+        b"[" * 5000,
+    ],
+)
+def test_files_of_messages(call: Call, tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "messages.json"
+    path.write_bytes(content)
+    code, _, err = call("generate", "--messages", path)
+    assert code == 2 and str(path) in err
+
+
+def json_of(value: object) -> bytes:
+    return json.dumps(value).encode()
+
+
+def rows_of_a_format(folder: Path, text: str | bytes) -> Iterator[Path]:
+    """Files of rows, of every format and form, with a text that is no UTF-8."""
+    raw = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
+    files = {
+        "a.csv": b"text\n" + raw + b"\n",
+        "b.tsv": b"text\n" + raw + b"\n",
+        "c.jsonl": b'{"text": "' + raw + b'"}\n',
+        "d.json": b'[{"prompt": "a", "completion": "' + raw + b'"}]',
+    }
+    if isinstance(text, str):
+        messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "a"}]
+        turns = [{"from": "human", "value": text}, {"from": "gpt", "value": "a"}]
+        files |= {
+            "e.jsonl": json_of({"text": text}),
+            "f.jsonl": json_of({"messages": messages}),
+            "g.jsonl": json_of({"messages": [{**messages[0], "content": "a"}, messages[1]], "tools": [text]}),
+            "h.jsonl": json_of({"conversations": turns}),
+            "i.jsonl": json_of({"prompt": "a", "chosen": text, "rejected": "b"}),
+            "j.jsonl": json_of({"instruction": "a", "output": text}),
+            "k.csv": b"messages\n" + b'"' + json_of(messages).replace(b'"', b'""') + b'"\n',
+        }
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+        yield folder / name
+    values = pyarrow.array([raw])
+    text_column = pyarrow.StringArray.from_buffers(1, *values.buffers()[1:])
+    parquet.write_table(pyarrow.table({"text": text_column}), folder / "l.parquet")
+    yield folder / "l.parquet"
+    parquet.write_table(pyarrow.table({"text": values}), folder / "m.parquet")
+    yield folder / "m.parquet"
+    message = {"role": ["user", "assistant"], "content": [raw, b"a"]}
+    column = pyarrow.array(
+        [[dict(zip(message, pair, strict=True)) for pair in zip(*message.values(), strict=True)]]
+    )
+    parquet.write_table(pyarrow.table({"messages": column}), folder / "n.parquet")
+    yield folder / "n.parquet"
+
+
+@pytest.mark.parametrize("text", [*SURROGATES, *NOT_UTF8])
+def test_rows_that_are_no_utf8(speaking: Speaking, call: Call, tmp_path: Path, text: str | bytes) -> None:
+    contract = speaking.bundle.chain.scoring
+    for path in rows_of_a_format(tmp_path, text):
+        with pytest.raises(DataError):
+            load_examples(path, speaking.tokenizer, contract, options=BuildOptions(objective="auto"))
+        assert call("generate", "--data", path)[0] == 2, path
+        with pytest.raises(DataError):
+            read_prompts(path, Prompts(speaking.tokenizer))
+
+
+def test_values_that_json_has_no_type_for(speaking: Speaking, tmp_path: Path) -> None:
+    """A table's dates, durations and bytes within messages: a template takes JSON."""
+    import datetime
+
+    for extra in (datetime.date(2024, 1, 2), datetime.timedelta(1), b"\xff"):
+        messages = [
+            {"role": "user", "content": "a", "x": extra},
+            {"role": "assistant", "content": "b", "x": extra},
+        ]
+        path = tmp_path / "a.parquet"
+        parquet.write_table(pyarrow.table({"messages": [messages]}), path)
+        with pytest.raises(DataError, match="which JSON has no type for"):
+            load_examples(path, speaking.tokenizer, speaking.bundle.chain.scoring)
+
+
+@pytest.mark.parametrize("text", SURROGATES)
+def test_feedback_that_is_no_utf8(speaking: Speaking, text: str) -> None:
+    examples = FeedbackExamples(speaking.tokenizer, speaking.bundle.chain.scoring)
+    messages = [{"role": "user", "content": text}]
+    for row in (
+        {"prompt": "a", "answer": "b", "correction": text},
+        {"prompt": text, "answer": "b", "rating": "good"},
+        {"messages": messages, "answer": "b", "rating": "good"},
+        {"messages": messages, "answer": "b", "rating": "bad"},
+        {"messages": [{**messages[0], "content": "a"}], "answer": text, "rating": "good"},
+    ):
+        with pytest.raises(UnlearnableError, match=r"UTF-8|surrogate"):
+            examples.of(row)
+    examples.of({"prompt": "a", "answer": "b", "correction": " c"})
+
+
+def test_python(speaking: Speaking) -> None:
+    model = prge.load(speaking.folder)
+    expected = speaking.answers("the film", max_tokens=4)
+    ids = [1, *speaking.tokenizer.encode("the film")] if speaking.tokenizer.begin else []
+    ids = ids or speaking.tokenizer.encode("the film")
+    for prompt in (
+        "the film",
+        np.str_("the film"),
+        ids,
+        tuple(ids),
+        np.array(ids),
+        [np.int32(each) for each in ids],
+    ):
+        assert model.generate(prompt, max_tokens=np.int64(4)).tokens == expected.tokens
+    asked = [{"role": "user", "content": "the film"}]
+    for messages in (asked, tuple(asked), [{**asked[0], "n": np.int64(3)}]):
+        assert model.generate(messages, max_tokens=4).tokens == speaking.answers(asked, max_tokens=4).tokens
+    bad: list[Any] = [
+        *SURROGATES,
+        b"film",
+        7,
+        None,
+        {"role": "user"},
+        [],
+        np.array(1.5),
+        np.array([1.5]),
+        {1, 2},
+    ]
+    bad += [[each] for each in NO_IDS] + [[1, each] for each in NO_IDS]
+    bad += [
+        np.array([2**63], np.uint64),
+        np.array([True]),
+        [asked[0], "a"],
+        [{"role": "user", "content": {1}}],
+    ]
+    bad += [[{"role": "user", "content": text}] for text in (*SURROGATES, b"a", 7, None)]
+    bad += [
+        [{"role": "user", "content": "a", "x": object()}],
+        [{"role": text, "content": "a"} for text in SURROGATES],
+    ]
+    for prompt in bad:
+        with pytest.raises(PrgeError):
+            model.generate(prompt, max_tokens=4)
+    for settings in (
+        {"stop": ["\udcff"]},
+        {"stop": [b"a"]},
+        {"max_tokens": 1.0},
+        {"max_tokens": True},
+        {"seed": 2**64},
+    ):
+        with pytest.raises(PrgeError):
+            model.generate("a", **settings)
+    with pytest.raises(PrgeError):
+        GenerationSettings(stop=("\ud800",))
+
+
+@pytest.fixture(scope="module")
+def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    with served(feedback=tmp_path_factory.mktemp("feedback") / "rows.jsonl") as server:
+        yield server
+        assert server.health()
+
+
+ASKED = {"model": "base", "prompt": "the film", "max_tokens": 3, "temperature": 0}
+CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
+
+
+def test_bodies_with_ids_that_are_none(child: Child) -> None:
+    for each in NO_IDS:
+        for prompt in ([each], [5, each], [[5], [each]]):
+            if prompt in (["1"], [[1]]):  # a list of texts, and one of prompts
+                continue
+            status, answer = child.ask({**ASKED, "prompt": prompt})
+            assert status == 400 and "prompt" in answer["error"]["message"], prompt
+        for name in ("max_tokens", "n", "top_k", "stop", "model", "logit_bias", "stream_options"):
+            status, answer = child.ask({**ASKED, name: each})
+            assert status in (200, 400, 404), (name, each)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "seed", "user"):
+            assert child.ask({**ASKED, name: each})[0] in (200, 400), (name, each)
+        for name in ("chat_template_kwargs", "messages", "max_completion_tokens"):
+            assert child.ask({**CHAT, name: each}, "/v1/chat/completions")[0] in (200, 400), (name, each)
+        for name in ("id", "index", "rating", "correction"):
+            row = {"id": "a", "rating": "good", name: each}
+            assert child.ask(row, "/v1/feedback")[0] in (400, 404), (name, each)
+        assert child.ask({"version": each}, "/v1/adapters/back")[0] in (400, 404, 409)
+    assert child.ask({**ASKED, "prompt": [5, 419 - 1]})[0] == 200
+
+
+@pytest.mark.parametrize("content", [*NOT_UTF8, b"\\ud800", b"\\udfff\\ud800"])
+def test_bodies_with_texts_that_are_none(child: Child, content: bytes) -> None:
+    text = b'"' + content + b'"'
+    bodies = {
+        "/v1/completions": [
+            b'{"model": "base", "prompt": %s}' % text,
+            b'{"model": "base", "prompt": [%s]}' % text,
+            b'{"model": "base", "prompt": "a", "stop": %s}' % text,
+            b'{"model": %s, "prompt": "a"}' % text,
+            b'{"model": "base", "prompt": "a", %s: 1}' % text,
+            b'{"model": "base", "prompt": "a", "user": %s}' % text,
+            content,
+        ],
+        "/v1/chat/completions": [
+            b'{"model": "base", "messages": [{"role": "user", "content": %s}]}' % text,
+            b'{"model": "base", "messages": [{"role": %s, "content": "a"}]}' % text,
+            b'{"model": "base", "messages": [{"role": "user", "content": [{"type": "text", "text": %s}]}]}'
+            % text,
+            b'{"model": "base", "messages": [{"role": "user", "content": "a"}], '
+            b'"chat_template_kwargs": {"a": %s}}' % text,
+        ],
+        "/v1/feedback": [b'{"id": %s, "rating": "good"}' % text, b'{"id": "a", "correction": %s}' % text],
+        "/v1/adapters/back": [b'{"version": %s}' % text],
+    }
+    for path, each in bodies.items():
+        for body in each:
+            status, answer = child.ask(body, path)
+            assert status in (400, 404) and answer["error"]["message"], body
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_bodies_with_odd_texts_are_answered(child: Child, text: str) -> None:
+    assert child.ask({**ASKED, "prompt": text, "stop": [text]})[0] == 200
+    status, answer = child.ask(
+        {**CHAT, "messages": [{"role": "user", "content": text}]}, "/v1/chat/completions"
+    )
+    assert status == 200
+    status, said = child.ask({"id": answer["id"], "correction": f"{text}!"}, "/v1/feedback")
+    assert status == 200, said
+
+
+@pytest.mark.parametrize("path", ["/v1/models/%ff", "/v1/models/%00", "/v1/models/%ed%a0%80", "/%ff%00"])
+def test_paths_that_are_no_texts(child: Child, path: str) -> None:
+    import http.client
+    from contextlib import closing
+
+    with closing(http.client.HTTPConnection(child.host, child.port, timeout=30)) as connection:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        assert answer.status == 404 and json.loads(answer.read())["error"]
