@@ -45,6 +45,7 @@ from prge.engine import Engine
 from prge.errors import ConfigError, RunError, shown
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal, Record
+from prge.files.own_settings import holds_own, write_settings
 from prge.files.run_folder import (
     CHECKPOINTS,
     CONFIG,
@@ -55,7 +56,6 @@ from prge.files.run_folder import (
     run_lock,
 )
 from prge.files.signatures import DECODE, PREFILL, STACK
-from prge.host.atomic import write_file
 from prge.host.memory import PeakMemory
 from prge.host.terminal import best_effort
 from prge.learning.checkpoint import TrainingState, keep_state, load_best, load_latest, write_result
@@ -377,11 +377,11 @@ def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
     Raises:
         ConfigError: every setting and input that differs.
     """
-    config = settings_to_yaml(replace(settings.resolved(), change_estimator=False)).encode()
+    config = settings_to_yaml(replace(settings.resolved(), change_estimator=False))
     stored = journal.first("start")
     if stored is None:
         # In this order: what has a journal can be resumed, whenever the process ends.
-        write_file(settings.out / CONFIG, config)
+        write_settings(settings.out / CONFIG, config)
         journal.append(identity)
         return
     last = settings_records(journal)[-1]
@@ -411,8 +411,10 @@ def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
             remedy="resume without them, or start a new run in another folder"
             + ("; --change-estimator lets these differ" if changed and refused <= CHANGEABLE else ""),
         )
+    # Settings that were somebody else's are the user's from now on.
+    if changed or not holds_own(settings.out / CONFIG):
+        write_settings(settings.out / CONFIG, config)
     if changed:
-        write_file(settings.out / CONFIG, config)
         journal.append({"kind": CHANGE, "step": journal.steps, "settings": identity["settings"]})
 
 

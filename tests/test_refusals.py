@@ -21,6 +21,7 @@ from prge.verbs.bounds import flag
 from prge.verbs.helping import is_required
 from prge.verbs.kinds import choices, is_list, takes_paths
 from prge.verbs.outputs import Output, outputs_of
+from prge.verbs.settings import PLACES
 from tests.bundles import make_bundle
 from tests.verbs import prge
 
@@ -91,6 +92,24 @@ def test_every_path_that_a_verb_takes_is_known_to_be_read_or_written() -> None:
         if takes_paths(kind) and name not in outputs_of(taken.settings) and name not in READ
     }
     assert unknown == ELSEWHERE
+
+
+# Texts of settings that a folder keeps and that name no place on a machine.
+WORDS = {"columns", "estimator", "evaluate_at", "host", "on", "quantize", "roles", "target_modules", "when"}
+WORDS |= {"adapt_layers", "date", "server"}
+
+
+def test_every_text_that_a_folder_keeps_is_known_to_name_a_place_or_none() -> None:
+    """What a folder's settings name is followed within bounds: see prge/files/own_settings.py."""
+    kept = [each for each in verbs() if {"STORED", "KEPT"} & {*dir(each.settings)}]
+    assert {each.prog for each in kept} == {"prge run", "prge tune", "prge fleet serve", "prge fleet join"}
+    texts = {
+        name
+        for taken in kept
+        for name, kind in taken.kinds.items()
+        if not takes_paths(kind) and not choices(kind) and "str" in str(kind)
+    }
+    assert texts - {*PLACES} == texts & WORDS
 
 
 CONTENT = {

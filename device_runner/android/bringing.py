@@ -7,10 +7,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from device_runner.android.adb import quote
 from device_runner.android.device import Phone, check_name
 from device_runner.android.packages import digest
 from prge.errors import DeviceError
 from prge.files.bundle import MANIFEST, check_content, open_bundle
+from prge.files.own_settings import KEY, new_key, parse_key, sign
 from prge.files.peft import find_adapter
 from prge.files.run_folder import CONFIG, DECISIONS, FINAL, JOURNAL
 from prge.files.tuned import Tuning
@@ -57,7 +59,9 @@ def send_tuning(phone: Phone, tuning: Tuning, rows: bool) -> str:
     with tempfile.TemporaryDirectory(prefix="prge-push-") as name:
         folder = Path(name)
         shutil.copytree(tuning.adapter, folder / "run" / FINAL)
-        (folder / CONFIG).write_text(json.dumps({"bundle": send_bundle(phone, tuning.bundle)}))
+        config = json.dumps({"bundle": send_bundle(phone, tuning.bundle)}) + "\n"
+        # Signed as the phone would: whoever reaches it by adb may write all that prge has there.
+        (folder / CONFIG).write_bytes(sign(config, CONFIG, _key_of(phone)))
         (folder / DECISIONS).write_text("{}")
         if rows:
             # By its journal a run is known as one, and rounds go on with its settings.
@@ -70,3 +74,15 @@ def send_tuning(phone: Phone, tuning: Tuning, rows: bool) -> str:
         remote = phone.path("adapters", digest(str(tuning.folder.resolve()))[:12])
         phone.send_folder(folder, remote)
     return remote
+
+
+def _key_of(phone: Phone) -> bytes:
+    """The key that prge on the phone knows its own settings by, made where there is none; see run.sh."""
+    path = phone.path("config", *KEY.parts)
+    told = phone.adb.shell(f"cat {quote([path])}")
+    key = parse_key(told.output.encode()) if told.code == 0 else None
+    if key is None:
+        key = new_key()
+        phone.make(path.rpartition("/")[0])
+        phone.write(f"{key.decode()}\n", path)
+    return key

@@ -7,7 +7,7 @@ read -r TREE <"$D/TREE" || TREE=unknown
 unset LD_PRELOAD LD_LIBRARY_PATH PYTHONDONTWRITEBYTECODE
 export PYTHONHOME="$D/py" PYTHONPATH="$D/site" PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1 LC_ALL=C.UTF-8
 # Compiled modules know their source by time and size, which two runtimes may share: a place for each.
-export PYTHONPYCACHEPREFIX="$D/../cache/$TREE" XDG_CACHE_HOME="$D/../cache"
+export PYTHONPYCACHEPREFIX="$D/../cache/$TREE" XDG_CACHE_HOME="$D/../cache" XDG_CONFIG_HOME="$D/../config"
 export HOME="$D/.." USER="${USER:-shell}" TMPDIR="${TMPDIR:-$D/../tmp}"
 export PRGE_NATIVE_LIBRARY="$D/lib/libprge_native.so" OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-1}"
 mkdir -p "$TMPDIR"

@@ -41,6 +41,7 @@ from prge.errors import ConfigError, DivergenceError, PrgeError, RunError
 from prge.files.bundle import open_bundle
 from prge.files.documents import read_json
 from prge.files.journal import Journal, Record
+from prge.files.own_settings import write_settings
 from prge.files.peft import read_peft
 from prge.files.run_folder import JOURNAL, run_lock
 from prge.host.atomic import write_file
@@ -52,7 +53,7 @@ from prge.rows.sources import hub_names
 from prge.rows.task import load_task
 from prge.running.training_flags import ExampleFlags
 from prge.verbs.kinds import Paths
-from prge.verbs.settings import read_settings, settings_to_yaml, with_whole_paths
+from prge.verbs.settings import read_settings, read_stored, settings_to_yaml, with_whole_paths
 
 DEVICE, OWN, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
 AGREEMENT, STATE, ANSWER, ROUND = "agreement.json", "state.safetensors", "answer.bin", "round"
@@ -85,7 +86,7 @@ def make_device(folder: Path, settings: DeviceSettings) -> None:
     _policy(settings)
     whole = with_whole_paths(settings.dated(), leave=hub_names(settings, ["train"]))
     with run_lock(folder):
-        write_file(folder / DEVICE, settings_to_yaml(whole).encode())
+        write_settings(folder / DEVICE, settings_to_yaml(whole))
         if not (folder / OWN).exists():
             write_file(folder / OWN, json.dumps({"rows_seed": secrets.randbits(63)}).encode())
 
@@ -121,7 +122,7 @@ class _Round:
         self.folder = folder
         self.task = task
         self.began = time.monotonic()
-        self.settings = read_settings(DeviceSettings, folder / DEVICE, "prge fleet join")
+        self.settings = read_stored(DeviceSettings, folder / DEVICE, "prge fleet join")
         self.policy = _policy(self.settings)
         self.seconds = min(self.policy.most_seconds, task.seconds or self.policy.most_seconds)
         self.bundle = open_bundle(self.settings.bundle)

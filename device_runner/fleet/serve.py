@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from device_runner.fleet.opening import ServerSettings, open_fleet
 from device_runner.session.memory import watched_memory
 from prge.errors import ConfigError, RunError
+from prge.files.own_settings import write_settings
 from prge.files.run_folder import run_lock
 from prge.host.atomic import write_file
 from prge.host.terminal import best_effort
@@ -83,7 +84,7 @@ def serve(settings: ServeSettings) -> Path:
     keys = None if settings.keys is None else ServerKeys.open(settings.keys)
     with run_lock(settings.out), open_fleet(settings) as coordinator:
         kept = with_whole_paths(replace(settings, resume=None))
-        write_file(settings.out / SETTINGS, settings_to_yaml(kept).encode())
+        write_settings(settings.out / SETTINGS, settings_to_yaml(kept))
         if not coordinator.finished:
             with superlink(settings.out, settings.host, settings.port, keys, coordinator.most_bytes) as link:
                 whom = "anyone, without encryption" if keys is None else f"{len(keys.devices)} devices"

@@ -133,6 +133,9 @@ def facts_of(folder: Path, metrics: list[Record], samples: list[Record]) -> RunF
 
 def _document(path: Path, problems: list[str]) -> Any:
     """The value of a JSON or YAML file; None if it isn't there or can't be read."""
+    if path.is_symlink():  # to a file of this machine, perhaps, and pages are given away
+        problems.append(f"{path.name} is a link: it isn't read")
+        return None
     try:
         return read_yaml(path) if path.suffix == ".yaml" else read_json(path)
     except FileNotFoundError:

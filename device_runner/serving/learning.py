@@ -47,6 +47,7 @@ from prge.errors import BundleError, DataError, DivergenceError, PrgeError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.journal import Record
+from prge.files.own_settings import check_links
 from prge.files.peft import find_adapter, read_compatible_adapter, read_peft, run_of
 from prge.files.run_folder import CONFIG, FINAL
 from prge.files.signatures import STACK
@@ -54,7 +55,7 @@ from prge.files.tuned import tuning_at
 from prge.rows.feedback import adapter_digest
 from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.rows.tokenizer import Tokenizer
-from prge.verbs.settings import read_settings
+from prge.verbs.settings import read_stored
 
 # Rows of refused rounds that the next one learns, too.
 _MOST_OPEN = 256
@@ -346,8 +347,10 @@ def open_learning(
         # What is only generated with may have a lora_a that the bundle's programs can't train against.
         read_compatible_adapter(find_adapter(source), bundle.chain.modules, bundle.adapter)
         run = run_of(find_adapter(source))
-    settings = _settings(flags, engine, bundle, run)
-    if source is not None and (tuning := tuning_at(source)) is not None and flags.kept is None:
+    tuning = None if source is None or flags.kept is not None else tuning_at(source)
+    settings = _settings(flags, engine, bundle, run, has_rows=tuning is not None)
+    if tuning is not None:
+        check_links(tuning.rows)
         dev = tuning.rows / "dev.jsonl"
         settings = replace(settings, train=tuning.rows / "train.jsonl", dev=dev if dev.is_file() else None)
     settings = settled(replace(settings, date=date_of(flags.learn) or settings.date), bundle).dated()
@@ -375,17 +378,32 @@ def open_learning(
     return learning, engines
 
 
-def _settings(flags: LearnFlags, engine: EngineFlags, bundle: Bundle, run: Path | None) -> RunSettings:
-    """How steps of rounds are taken: as the run took them that came before, or by `prge run`'s defaults."""
+def _settings(
+    flags: LearnFlags, engine: EngineFlags, bundle: Bundle, run: Path | None, has_rows: bool
+) -> RunSettings:
+    """How steps of rounds are taken: as the run took them that came before, or by `prge run`'s defaults.
+
+    Args:
+        flags: of learning.
+        engine: flags of it.
+        bundle: that is served.
+        run: that the adapter of the start is from.
+        has_rows: whether rows to keep lie beside the run, as in the folder of a tuning.
+    """
     assert flags.learn is not None
     train = flags.kept or flags.learn / FEEDBACK
     settings = RunSettings(bundle=bundle.folder, train=train, out=flags.learn, batch_size=DEFAULT_BATCH)
     if run is not None:
-        settings = read_settings(RunSettings, run / CONFIG, "prge run")
+        unread = {"bundle", "out", "adapter", "resume", "sample_prompts", "heads_of"}
+        unread |= {"train", "dev"} if has_rows else set()
+        unread |= set() if flags.kept is None else {"train", "dev", "task"}
+        remedy = "give the rows that are to be kept with --kept"
+        settings = read_stored(RunSettings, run / CONFIG, "prge run", unread, remedy)
     if flags.kept is not None:
         settings = replace(settings, train=flags.kept, dev=None, task=None, columns=[])
     return replace(
         settings,
+        bundle=bundle.folder,
         learning_rate=flags.learning_rate or settings.learning_rate,
         engine=engine.engine,
         threads=engine.threads,
@@ -406,6 +424,7 @@ def _settings(flags: LearnFlags, engine: EngineFlags, bundle: Bundle, run: Path 
         adapter=None,
         sample_prompts=None,
         sample_rows=0,
+        heads_of=None,
     )
 
 

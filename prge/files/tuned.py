@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from prge.errors import RunError
-from prge.files.documents import DocumentError, read_yaml
+from prge.errors import RunError, shown
+from prge.files.documents import MOST_YAML_BYTES, DocumentError, mapping, parse_yaml, read_document
+from prge.files.own_settings import is_own, leads_out
 from prge.files.run_folder import CONFIG, DECISIONS, FINAL, JOURNAL, METRICS, SUMMARY
 
 
@@ -23,13 +25,16 @@ class Tuning:
 
     @property
     def bundle(self) -> Path:
-        """The bundle that it trains, its own or a given one; raises RunError if it has none yet."""
+        """The bundle that it trains, its own or a given one.
+
+        Raises:
+            RunError: it has none yet, or settings that aren't the user's own name one elsewhere.
+        """
         try:
-            settings = read_yaml(self.folder / CONFIG)
-            given = settings.get("bundle") if isinstance(settings, dict) else None
+            given = bundle_in(self.folder / CONFIG)
         except (OSError, DocumentError) as error:
             raise RunError(f"{self.folder / CONFIG} can't be read: {error}") from None
-        return Path(str(given)) if given else self._there("bundle", "bundle")
+        return given or self._there("bundle", "bundle")
 
     @property
     def rows(self) -> Path:
@@ -52,7 +57,33 @@ class Tuning:
                 f"{self.folder} is a tuning that has no {what} yet",
                 remedy=f"finish it with `prge tune --resume {self.folder}`",
             )
+        if leads_out(self.folder, str(self.folder / name), is_written=True):
+            raise RunError(
+                f"{self.folder / name} is a link to a place outside of {self.folder}",
+                remedy="put what it leads to in its place",
+            )
         return self.folder / name
+
+
+def bundle_in(config: Path) -> Path | None:
+    """The bundle that settings in the folder of a run or a tuning name; None if they name none.
+
+    Raises:
+        OSError, DocumentError: they can't be read.
+        RunError: they aren't the user's own, and the bundle lies elsewhere; see `prge.files.own_settings`.
+    """
+    content = read_document(config, MOST_YAML_BYTES)
+    given = mapping(parse_yaml(content)).get("bundle")
+    if not given:
+        return None
+    is_there = os.path.lexists(str(given))
+    if is_there and leads_out(config.parent, str(given)) and not is_own(content, config.name):
+        raise RunError(
+            f"{config} names the bundle {shown(given)}, outside of its folder, "
+            "and isn't as your prge wrote it",
+            remedy=f"where that is the bundle that you want, give it: --bundle {given}",
+        )
+    return Path(str(given))
 
 
 def tuning_at(folder: Path) -> Tuning | None:

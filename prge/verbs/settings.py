@@ -20,7 +20,8 @@ of their own, which help shows as a group. What else a class may have:
 
 ONE_OF    of the names in each entry one must be given
 STORED    file of the folder that `resume` names: its settings come first, and the folder is `out`
-KEPT      file of the folder that `folder` names: where there is one, its settings come first
+KEPT      file of the folder that `folder` names: where there is one, its settings come first; paths in both
+          are followed as prge/files/own_settings.py says
 PRESETS   folder of YAML files: `preset` names one, whose settings come first
 current   of what a file has: settings that an earlier version wrote down, as this one has them
 
@@ -46,13 +47,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from prge.errors import LONGEST_VALUE, ConfigError, RunError, shortened, shown
-from prge.files.documents import DocumentError, read_yaml
+from prge.files.documents import MOST_YAML_BYTES, DocumentError, parse_yaml, read_document
+from prge.files.own_settings import check_links, is_own, leads_out
 from prge.host.terminal import best_effort
 from prge.verbs.bounds import bound_problems, flag
 from prge.verbs.habits import nearest, setting_meant
 from prge.verbs.helping import field_help, is_required, show_settings
 from prge.verbs.kinds import MISFITS, converted, described, is_list, plain_value, takes_paths
-from prge.verbs.outputs import check_outputs
+from prge.verbs.outputs import check_outputs, outputs_of
 
 Settings = TypeVar("Settings")
 
@@ -63,7 +65,7 @@ _HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datase
 # What may be the name of a model or data set of the hub.
 _OF_HUB = ("model", "data", "train", "dev", "test", "push")
 # Texts that may name a file or folder.
-_PLACES = ("model", "task", "adapter", "chat_template", "push")
+PLACES = ("model", "task", "adapter", "chat_template", "push", "phone_folder")
 # The value of a setting that is known by a name of others alone, which is a problem of its own.
 _MISNAMED = object()
 
@@ -109,6 +111,26 @@ def read_settings(settings_type: type[Settings], path: Path, prog: str) -> Setti
     """Read settings from a YAML file alone, such as a run's `config.yaml`; raises ConfigError as above."""
     problems: list[str] = []
     given = _read_file(path, settings_type, problems)
+    return _build(settings_type, given, problems, prog)
+
+
+def read_stored(
+    settings_type: type[Settings], path: Path, prog: str, unread: Collection[str] = (), remedy: str = ""
+) -> Settings:
+    """Read settings that a folder holds, which may be somebody else's.
+
+    Args:
+        settings_type: of the verb that wrote them.
+        path: of the YAML file in its folder.
+        prog: what a user typed to have them written.
+        unread: names of settings that the caller puts others in the place of.
+        remedy: what a user can do where a path in them is refused.
+
+    Raises:
+        ConfigError: as above; or they are not the user's own, and one names a place outside of the folder.
+    """
+    problems: list[str] = []
+    given = _stored(path, settings_type, unread, problems, remedy)
     return _build(settings_type, given, problems, prog)
 
 
@@ -311,10 +333,66 @@ def _given_again(given: Sequence[_Given], kinds: Mapping[str, Any]) -> list[str]
 
 
 def _read_file(path: Path, settings_type: type[Any], problems: list[str]) -> list[_Given]:
+    content = _read_bytes(path, problems)
+    return [] if content is None else _given_in(content, path, settings_type, problems)
+
+
+def _read_bytes(path: Path, problems: list[str]) -> bytes | None:
     try:
-        content = read_yaml(path)
+        return read_document(path, MOST_YAML_BYTES)
     except (OSError, DocumentError) as error:
         problems.append(f"{path} can't be read: {getattr(error, 'strerror', None) or error}")
+        return None
+
+
+def _stored(
+    path: Path, settings_type: type[Any], named_again: Collection[str], problems: list[str], remedy: str = ""
+) -> list[_Given]:
+    """Settings of a file in a folder that may be somebody else's; see `prge.files.own_settings`.
+
+    Args:
+        path: of the file.
+        settings_type: of the settings.
+        named_again: settings that the user gives too, or that nobody reads.
+        problems: of the file, which this adds to.
+        remedy: instead of the flags to give again.
+
+    Raises:
+        ConfigError: they are not the user's own, and others name places outside of the folder.
+        RunError: the folder holds a link that leads out of it.
+    """
+    check_links(path.parent)
+    content = _read_bytes(path, problems)
+    given = [] if content is None else _given_in(content, path, settings_type, problems)
+    if content is None or is_own(content, path.name):
+        return given
+    kinds, outputs = _kinds(settings_type), outputs_of(settings_type)
+    refused = {
+        entry.key: texts
+        for entry in given
+        if entry.key not in named_again and (takes_paths(kinds[entry.key]) or entry.key in PLACES)
+        if (texts := [each for each in _words_of(entry.value) if isinstance(each, str) and each != "null"])
+        and any(leads_out(path.parent, each, entry.key in outputs) for each in texts)
+    }
+    if refused:
+        again = shlex.join(word for key, texts in refused.items() for word in (flag(key), *texts))
+        raise ConfigError(
+            f"{path} names places outside of its folder, and isn't as your prge wrote it:",
+            [f"{key}: {', '.join(map(shown, texts))}" for key, texts in refused.items()],
+            remedy=remedy or f"where that is what you want, give them again: {again}",
+        )
+    return given
+
+
+def _words_of(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _given_in(document: bytes, path: Path, settings_type: type[Any], problems: list[str]) -> list[_Given]:
+    try:
+        content = parse_yaml(document)
+    except DocumentError as error:
+        problems.append(f"{path} can't be read: {error}")
         return []
     if content is None:
         return []
@@ -352,14 +430,16 @@ def _with_stored(settings_type: type[Any], given: Sequence[_Given], problems: li
             problems.append(f"--preset is {shown(named['preset'])}{hint}")
     if hasattr(settings_type, "KEPT") and "folder" in named:
         kept = Path(named["folder"]) / settings_type.KEPT
-        given = [*(_read_file(kept, settings_type, problems) if kept.is_file() else ()), *given]
+        again = {entry.key for entry in given}
+        given = [*(_stored(kept, settings_type, again, problems) if kept.is_file() else ()), *given]
     if hasattr(settings_type, "STORED") and "resume" in named:
         folder = Path(named["resume"])
         if not (folder / settings_type.STORED).is_file():
             raise RunError(
                 f"{folder} is no run: it has no {settings_type.STORED}", remedy="give the folder of `--out`"
             )
-        stored = _read_file(folder / settings_type.STORED, settings_type, problems)
+        again = {"out", "resume", *(entry.key for entry in given)}
+        stored = _stored(folder / settings_type.STORED, settings_type, again, problems)
         given = [*stored, *given, _Given("--resume", "out", str(folder))]
     return given
 
@@ -413,7 +493,7 @@ def _url_in(entry: _Given, kind: Any) -> str:
     """The URL that stands where a path or a name of the hub is wanted; empty where there is none."""
     words = entry.value if isinstance(entry.value, list) else [entry.value]
     urls = [word for word in words if isinstance(word, str) and _URL.match(word)]
-    return urls[0] if urls and (entry.key in _PLACES or takes_paths(kind)) else ""
+    return urls[0] if urls and (entry.key in PLACES or takes_paths(kind)) else ""
 
 
 def _instead_of(url: str, key: str) -> str:

@@ -40,6 +40,7 @@ from hostile_clients import attack_clients
 from hostile_feedback import attack_feedback
 from hostile_inputs import attack_an_input
 from hostile_server import attack_a_device
+from hostile_settings import attack_with_settings
 from kills import attack_a_run, attack_a_run_with_torch, attack_a_workstation
 from outcome import Case, Found, Report, Verdict
 from transport import attack_a_transfer, why_not
@@ -75,6 +76,7 @@ PARTS = {
     "network_clients": Part(attack_clients, 0.05),
     "network_devices": Part(attack_a_fleets_server, 0.09),
     "network_server": Part(attack_a_device, 0.05),
+    "settings": Part(attack_with_settings, 0.03),
     "feedback": Part(attack_feedback, 0.15),
     "torch_kills": Part(attack_a_run_with_torch, 0.07, needs_torch=True),
     "workstation_kills": Part(attack_a_workstation, 0.03, needs_torch=True),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prge.errors import BundleError
 from prge.files.peft import HASH_MARK, named_base
-from server_export.model.files import CONFIG, find_files, is_local
+from server_export.model.files import CONFIG, is_local
 from server_export.model.gguf_header import SUFFIX
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class BaseModel:
     """A hub id with its commit, `revision`, or a folder or file with the hash of its content, `sha256`.
 
-    One that has neither was recorded by something else, and is looked for on this machine only.
+    One that has neither was recorded by something else: a hub id that this machine has had is loaded, but no
+    folder, which whoever wrote the record may not have meant to give away.
     """
 
     name: str
@@ -65,9 +66,10 @@ class BaseModel:
         if tells_place and self.sha256 and is_local(self.name):
             path = str(Path(self.name).resolve())
             return {"base_model_name_or_path": path, "revision": f"{HASH_MARK[1:]}{self.sha256}"}
-        return {
-            "base_model_name_or_path": f"{self.label}{HASH_MARK}{self.sha256}" if self.sha256 else self.name
-        }
+        if self.sha256:
+            return {"base_model_name_or_path": f"{self.label}{HASH_MARK}{self.sha256}"}
+        is_place = not tells_place and is_local(self.name)
+        return {"base_model_name_or_path": self.label if is_place else self.name}
 
     def load(self, *, pooled: bool | None, own_head: bool = True) -> LoadedModel:
         """Load it; arguments as of `load_model`.
@@ -80,6 +82,8 @@ class BaseModel:
         if self.revision is None and not is_local(self.name):
             content = f" with the content {self.sha256}" if self.sha256 else ""
             raise BundleError(f"there is no folder or file {self.name}{content}")
+        if self.sha256 is None and is_local(self.name):
+            raise BundleError(f"{self.name} is named without its SHA-256, and lies on this machine")
         loaded = load_model(self.name, pooled=pooled, revision=self.revision, own_head=own_head)
         if self.sha256 is not None and loaded.sha256 != self.sha256:
             raise BundleError(f"the content of {self.name} is another than it was: its SHA-256 differs")
@@ -98,13 +102,9 @@ def base_in_manifest(block: Mapping[str, Any]) -> BaseModel | None:
 
 
 def base_in_peft(config: Mapping[str, Any]) -> BaseModel | None:
-    """What an `adapter_config.json` records; of a folder without a hash, what lies there now."""
+    """What an `adapter_config.json` records."""
     named = named_base(config)
-    if named is None:
-        return None
-    if named.sha256 is None and named.commit is None and is_local(named.name):
-        return BaseModel(named.name, None, find_files(named.name).sha256())
-    return BaseModel(named.name, named.commit, named.sha256)
+    return None if named is None else BaseModel(named.name, named.commit, named.sha256)
 
 
 def model_problems(loaded: LoadedModel, block: Mapping[str, Any]) -> list[str]:

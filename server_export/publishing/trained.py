@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from prge.engine import Array
 from prge.errors import AdapterError, BundleError, ConfigError, RunError
 from prge.files.bundle import MANIFEST, Bundle, open_bundle
 from prge.files.chain import OWN_HEAD
-from prge.files.documents import mapping, read_yaml
+from prge.files.documents import DocumentError, mapping
 from prge.files.peft import (
     CONFIG,
     HEAD,
@@ -29,7 +30,8 @@ from prge.files.peft import (
     read_lora,
     run_of,
 )
-from prge.files.tuned import bundle_at, tuning_at
+from prge.files.run_folder import CONFIG as RUN_CONFIG
+from prge.files.tuned import bundle_at, bundle_in, tuning_at
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE
 from server_export.model.base import (
     BaseModel,
@@ -244,8 +246,10 @@ def _find_bundle(given: Path | None, run: Path | None) -> Bundle | None:
     if run is None:
         return None
     try:
-        settings = read_yaml(run / "config.yaml")
-        path = bundle_at(Path(settings["bundle"]))
-    except (OSError, ValueError, TypeError, KeyError, RunError):
+        path = bundle_in(run / RUN_CONFIG)
+    except (OSError, DocumentError):
         return None
-    return open_bundle(path) if (path / MANIFEST).is_file() else None
+    with suppress(RunError):  # a tuning that has no bundle yet
+        if path is not None and (bundle_at(path) / MANIFEST).is_file():
+            return open_bundle(path)
+    return None

@@ -51,9 +51,10 @@ class Here:
     def run(self, folder: Path, settings: Mapping[str, Any], is_short: bool) -> None:
         """See Place."""
         wait_until_free(folder)
-        words: list[object] = ["run", "--resume", folder]
-        if not (folder / JOURNAL).is_file() or not (folder / JOURNAL).stat().st_size:
-            words = [*configured("run", {**settings, "out": folder}, self._settings / f"{folder.name}.yaml")]
+        words = configured("run", {**settings, "out": folder}, self._settings / f"{folder.name}.yaml")
+        if (folder / JOURNAL).is_file() and (folder / JOURNAL).stat().st_size:
+            # With all places named again: the tuning may have been moved.
+            words += ["--resume", str(folder)]
         run_verb(*words, quiet=is_short)
 
 

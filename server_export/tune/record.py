@@ -10,10 +10,12 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
-from prge.errors import ConfigError, RunError
+from prge.errors import ConfigError, RunError, shown
+from prge.files.documents import mapping
+from prge.files.own_settings import leads_out, write_settings
 from prge.files.run_folder import CONFIG, DECISIONS, JOURNAL, LOCK, SUMMARY
 from prge.host.atomic import write_file
-from prge.verbs.settings import settings_to_yaml
+from prge.verbs.settings import PLACES, settings_to_yaml
 from server_export.tune.decisions import Decision
 from server_export.tune.settings import TuneSettings
 
@@ -50,6 +52,7 @@ class Record:
         if not self._path.is_file():
             return
         content = _read(self._path)
+        self._check_places(content)
         # What an earlier version didn't know was as it is where nobody says otherwise.
         usual = {item.name: item.default for item in fields(TuneSettings) if item.default is not MISSING}
         before = json.loads(json.dumps(usual, default=str)) | content["settings"]
@@ -83,6 +86,22 @@ class Record:
             self._correct(now, done)
         self._write()
 
+    def _check_places(self, content: dict[str, Any]) -> None:
+        """Raise RunError where a record that may be somebody else's names places outside of the folder."""
+        own = {
+            str(getattr(each, name, None))
+            for each in (self._settings, self._settings.resolved())
+            for name in PLACES
+        }
+        named = {each["name"]: each["value"] for each in content["decisions"] if each["name"] in PLACES}
+        named["heads"] = str(self._settings.out / str(mapping(content["found"]).get("heads") or ""))
+        for name, value in named.items():
+            if isinstance(value, str) and value not in own and leads_out(self._settings.out, value):
+                raise RunError(
+                    f"{self._path} names {shown(value)} as {name}, outside of its folder",
+                    remedy="remove that entry, or give another folder with --out",
+                )
+
     def _correct(self, now: dict[str, Any], done: Collection[str]) -> None:
         """Take settings that no stage that is done depends on, and forget what was decided by others."""
         kept = [each for each in self.decisions if _STAGE_OF.get(each.name, "bundle") in done]
@@ -105,7 +124,7 @@ class Record:
         run = self._settings.out / "run"
         if self._path.is_file() and status_of(run) == "diverged":
             shutil.rmtree(run)
-        write_file(self._settings.out / CONFIG, settings_to_yaml(self._settings.resolved()).encode())
+        write_settings(self._settings.out / CONFIG, settings_to_yaml(self._settings.resolved()))
         self.is_kept = True
         self._write()
 

@@ -176,8 +176,10 @@ def test_it_ends_with_scores_before_and_after_and_what_to_type_next(
 def test_a_run_of_an_earlier_version_goes_on_or_is_refused(
     settings: RunSettings, retired: str, told: str
 ) -> None:
-    """Its config.yaml and its journal have settings that this version lacks."""
+    """Its config.yaml, which isn't signed, and its journal have settings that this version lacks."""
     run(settings)
+    words = ["--resume", str(settings.out), "--bundle", str(settings.bundle), "--train", str(settings.train)]
+    words += ["--dev", str(settings.dev), *(["--task", settings.task] if settings.task else [])]
     config, journal = settings.out / "config.yaml", settings.out / "journal.jsonl"
     config.write_text(f"directions: {retired}\nbaseline: clean\n{config.read_text()}")
     first, *rest = journal.read_bytes().splitlines(keepends=True)
@@ -185,10 +187,50 @@ def test_a_run_of_an_earlier_version_goes_on_or_is_refused(
     record["settings"]["directions"] = retired
     journal.write_bytes(b"".join([_signed(record).encode(), *rest]))
     if not told:
-        assert run_verb.main(["--resume", str(settings.out)]) == 0
+        assert run_verb.main(words) == 0
     else:
         with pytest.raises(ConfigError, match=f"(?s){told}.*start a new run"):
-            run_verb.main(["--resume", str(settings.out)])
+            run_verb.main(words)
+
+
+def test_a_strangers_run_reads_no_file_of_mine(settings: RunSettings, tmp_path: Path) -> None:
+    """Its settings name rows of this machine; after they are named by its user once, it goes on as others."""
+    private = tmp_path / "home/private.jsonl"
+    private.parent.mkdir()
+    shutil.copy(settings.train[0] if isinstance(settings.train, tuple) else settings.train, private)
+    run(replace(settings, train=private))
+    there = ("bundle", "train.jsonl", "dev.jsonl", "task.yaml")
+    stranger = tmp_path / "stranger"
+    shutil.copytree(settings.out, stranger)
+    for name in there:
+        if (tmp_path / name).exists():
+            (tmp_path / name).rename(stranger / name)
+    config = stranger / "config.yaml"
+    # All else comes with it.
+    changed = (
+        config.read_text()
+        .replace(f"{tmp_path}/", f"{stranger}/")
+        .replace(f"{stranger}/home", f"{tmp_path}/home")
+    )
+    config.write_text(changed)
+    before = {path: path.read_bytes() for path in stranger.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError) as caught:
+        run_verb.main(["--resume", str(stranger)])
+    assert caught.value.problems == [f"train: '{private}'"]
+    assert f"give them again: --train {private}" in caught.value.remedy
+    assert {path: path.read_bytes() for path in stranger.rglob("*") if path.is_file()} == before
+    assert run_verb.main(["--resume", str(stranger), "--train", str(private)]) == 0
+    # It is the user's now, wherever it lies.
+    shutil.copytree(stranger, tmp_path / "moved")
+    assert run_verb.main(["--resume", str(tmp_path / "moved")]) == 0
+
+
+def test_a_link_out_of_a_run_that_is_resumed_is_refused(settings: RunSettings, tmp_path: Path) -> None:
+    run(settings)
+    (tmp_path / "elsewhere").mkdir()
+    (settings.out / "checkpoints/step-999999").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match=r"step-999999 is a link to .*elsewhere, outside of"):
+        run_verb.main(["--resume", str(settings.out)])
 
 
 def test_the_score_before_costs_one_evaluation_and_a_resumed_run_keeps_it(

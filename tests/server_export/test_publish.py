@@ -16,6 +16,7 @@ import torch
 
 from prge.errors import BundleError, ConfigError, PrgeError, RunError
 from prge.files.bundle import Bundle, file_sha256, open_bundle
+from prge.files.own_settings import write_settings
 from prge.files.peft import find_adapter, read_lora, read_peft, run_of, write_peft
 from server_export.publish import publish
 from server_export.publishing.settings import PublishConfig
@@ -266,7 +267,7 @@ def make_run(folder: Path, bundle: Bundle, trained: Path, finished: bool = True)
     """A run folder as `prge run` leaves it, as far as publishing reads it."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "journal.jsonl").write_text("")
-    (folder / "config.yaml").write_text(json.dumps({"bundle": str(bundle.folder)}))
+    write_settings(folder / "config.yaml", json.dumps({"bundle": str(bundle.folder)}) + "\n")
     facts = {
         "run": {"status": "completed", "out": str(folder)},
         "train": {"steps": 7, "dev": {"accuracy": 0.75}},
@@ -295,6 +296,17 @@ def test_a_run_is_published_with_its_own_bundle_and_facts(
     assert Path(config["base_model_name_or_path"]).is_dir()
     assert config["revision"] == f"sha256:{bundle.manifest['model']['sha256']}"
     assert config["task_type"] == "CAUSAL_LM"
+
+
+def test_a_bundle_that_somebody_elses_run_names_is_not_taken(
+    bundle: Bundle, trained: Path, tmp_path: Path
+) -> None:
+    run_folder = make_run(tmp_path / "run", bundle, trained)
+    (run_folder / "config.yaml").write_text(json.dumps({"bundle": str(bundle.folder)}))
+    with pytest.raises(RunError, match=r"names the bundle .* outside of its folder") as caught:
+        publish(PublishConfig(run_folder, tmp_path / "out"))
+    assert f"--bundle {bundle.folder}" in caught.value.remedy and not (tmp_path / "out").exists()
+    assert publish(PublishConfig(run_folder, tmp_path / "out", bundle=bundle.folder)).is_dir()
 
 
 @pytest.mark.parametrize("words", [[], ["--model", "me/llama"]])

@@ -70,6 +70,8 @@ def about_run(run: Path) -> Json:
 
 
 def _document(path: Path) -> Any:
+    if path.name != PEFT and path.is_symlink():  # to a file of this machine, perhaps; PEFT's may be a cache's
+        return None
     try:
         return read_yaml(path) if path.suffix == ".yaml" else read_json(path)
     except (OSError, DocumentError):

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from prge.files.documents import parse_yaml
+from prge.files.own_settings import holds_own, key_path
+from prge.files.tuned import bundle_at
 from tests.bundles import make_bundle
 from tests.device_runner.android.daemons import Daemon, end_jobs
 from tests.device_runner.android.fake_adb import FakePhone
@@ -267,7 +269,7 @@ def test_adapters_and_files_are_brought(stopped: FakePhone, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("learns", [False, True])
 def test_of_a_tuning_its_rows_go_only_to_what_learns(
-    stopped: FakePhone, tmp_path: Path, learns: bool
+    stopped: FakePhone, tmp_path: Path, learns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuning = tuning_of(tmp_path / "tuned")
     (tuning / "rows").mkdir()
@@ -281,6 +283,13 @@ def test_of_a_tuning_its_rows_go_only_to_what_learns(
     rows = {"rows/train.jsonl", "run/config.yaml", "run/journal.jsonl"} if learns else set()
     assert names == {"config.yaml", "tune.json", "run/final/adapter_config.json", *rows}
     assert Path(parse_yaml((there / "config.yaml").read_text())["bundle"]).is_dir()
+    # The phone's prge follows it: signed with the key there, which stays the same.
+    monkeypatch.setenv("XDG_CONFIG_HOME", f"{stopped.folder}/config")
+    assert holds_own(there / "config.yaml") and bundle_at(there).is_dir()
+    assert key_path().stat().st_mode & 0o777 == 0o600
+    before = key_path().read_bytes()
+    stopped.prge("serve", tuning, *(["--learn"] if learns else []))
+    assert key_path().read_bytes() == before
     assert given["model_name"] == "tuned"
     assert given.get("learn") == (f"{stopped.folder}/runs/server" if learns else None)
 

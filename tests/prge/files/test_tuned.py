@@ -8,6 +8,7 @@ import pytest
 
 from prge.errors import AdapterError, BundleError, RunError
 from prge.files.bundle import open_bundle
+from prge.files.own_settings import write_settings
 from prge.files.peft import find_adapter
 from prge.files.tuned import bundle_at, run_at, tuning_at
 
@@ -63,3 +64,20 @@ def test_other_folders_are_what_they_are(tmp_path: Path) -> None:
     assert run_at(run) == run
     with pytest.raises(AdapterError):
         find_adapter(tmp_path)
+
+
+def test_a_strangers_bundle_elsewhere_and_links_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    text = f"bundle: {other}\n"
+    folder = tuning(tmp_path / "mine", config=text)
+    with pytest.raises(RunError, match=r"names the bundle .*other', outside of its folder") as caught:
+        bundle_at(folder)
+    assert f"--bundle {other}" in caught.value.remedy
+    write_settings(folder / "config.yaml", text)
+    assert bundle_at(folder) == other
+    for name, ask in (("run", run_at), ("bundle", bundle_at)):
+        (folder / "config.yaml").write_text("bundle: null\n")
+        (folder / name).symlink_to(other)
+        with pytest.raises(RunError, match=f"{name} is a link to a place outside"):
+            ask(folder)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -14,11 +15,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from prge.errors import ConfigError, RunError
+from prge.files.own_settings import write_settings
 from prge.verbs.helping import field_help
 from prge.verbs.kinds import Bytes, Paths
+from prge.verbs.outputs import OutputFile, OutputFolder
 from prge.verbs.settings import (
     parse_settings,
     read_settings,
+    read_stored,
     settings_of,
     settings_to_yaml,
     with_whole_paths,
@@ -268,6 +272,69 @@ def test_checks_across_fields_are_the_dataclass_own() -> None:
         parse("--bundle", "b", "--queries", "13")
 
 
+@dataclass(frozen=True)
+class Everywhere:
+    """Settings of all kinds that name places."""
+
+    STORED: ClassVar = "config.yaml"
+
+    out: OutputFolder
+    rows: Paths | None = None
+    bundle: Path | None = None
+    json: OutputFile | None = None
+    task: str | None = None
+    words: list[str] = field(default_factory=list)
+    resume: Path | None = None
+
+
+def test_places_that_a_strangers_folder_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are told at once, with what to type; those that the user gives, and those inside, are followed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret").write_text("")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = folder / "config.yaml"
+    words = ["--resume", str(folder)]
+    inside = (
+        f"rows: [{folder}/a, run/b]\nbundle: {folder}\njson: {folder}/out.json\ntask: sst2\nwords: [/a]\n"
+    )
+    config.write_text(inside)
+    found = parse_settings(Everywhere, words, "prge")
+    assert found.rows == (folder / "a", Path("run/b")) and found.json == folder / "out.json"
+    outside = (
+        f"rows: [{folder}/a, ../x]\nbundle: ~/b\njson: new.json\ntask: secret\nout: /etc\nresume: /etc\n"
+    )
+    config.write_text(outside)
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(Everywhere, words, "prge")
+    assert caught.value.problems == [
+        f"rows: '{folder}/a', '../x'",
+        "bundle: '~/b'",
+        "json: 'new.json'",
+        "task: 'secret'",
+    ]
+    again = ["--rows", f"{folder}/a", "../x", "--bundle", "~/b", "--json", "new.json", "--task", "secret"]
+    assert caught.value.remedy.endswith(f"give them again: {shlex.join(again)}")
+    given = parse_settings(Everywhere, [*words, *again], "prge")
+    assert given.out == folder and given.resume == folder
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(Everywhere, [*words, *again[:3], *again[5:]], "prge")
+    assert caught.value.problems == ["bundle: '~/b'"]
+    with pytest.raises(ConfigError):
+        settings_of(Everywhere, {"resume": folder}, "tune()")
+    with pytest.raises(ConfigError) as caught:
+        read_stored(Everywhere, config, "prge", {"out", "rows", "bundle", "json", "resume"}, "do so")
+    assert caught.value.problems == ["task: 'secret'"] and caught.value.remedy == "do so"
+    write_settings(config, outside)
+    assert parse_settings(Everywhere, words, "prge") == given
+    config.write_text("rows: &a /etc/passwd\nbundle: *a\n")
+    with pytest.raises(ConfigError, match="it has an alias"):
+        parse_settings(Everywhere, words, "prge")
+    config.write_text("rows: {a: /etc/passwd}\nbundle: 3\njson: [[/etc/passwd]]\n")
+    with pytest.raises(ConfigError, match="must be a path"):
+        parse_settings(Everywhere, words, "prge")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shared:
     """What others have too."""
@@ -291,7 +358,7 @@ class Stored(Shared):
 
 def test_resume_brings_the_settings_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("out: elsewhere\nsteps: 3\nthreads: 2\n", encoding="utf-8")
-    expected = Stored(tmp_path, resume=tmp_path, steps=4, threads=2)
+    expected = Stored(tmp_path, resume=tmp_path, steps=4, threads=2)  # `out` of the file is none that is used
     assert parse_settings(Stored, ["--resume", str(tmp_path), "--steps", "4"], "prge") == expected
     assert settings_of(Stored, {"resume": tmp_path, "steps": 4}, "run") == expected
     with pytest.raises(RunError, match=r"nowhere is no run: it has no config\.yaml"):
@@ -313,7 +380,7 @@ class Kept(Shared):
 def test_a_folder_that_was_used_has_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--rows is missing"):
         parse_settings(Kept, ["--folder", str(tmp_path)], "prge")
-    (tmp_path / "own.yaml").write_text("rows: there\nthreads: 2\n")
+    write_settings(tmp_path / "own.yaml", "rows: there\nthreads: 2\n")
     found = parse_settings(Kept, ["--folder", str(tmp_path), "--threads", "3"], "prge")
     assert found == Kept(tmp_path, Path("there"), threads=3)
 

@@ -70,9 +70,25 @@ def test_another_folder_of_the_name_is_refused(
     assert recorded.load(pooled=False).sha256 == base.sha256
 
 
-def test_a_folder_that_something_else_recorded_gets_the_hash_of_what_is_there(folder: Path) -> None:
-    base = base_in_peft({"base_model_name_or_path": str(folder)})
-    assert base == base_of(load_model(str(folder)))
+def test_a_folder_that_is_named_without_its_hash_is_not_loaded(folder: Path) -> None:
+    """Who wrote the record knows that it is there, not what it holds, and would have it published."""
+    name = str(folder)
+    revised = {"base_model_name_or_path": name, "revision": "main"}
+    for base in (
+        base_in_peft({"base_model_name_or_path": name}),
+        base_in_peft(revised),
+        base_in_manifest({"name_or_path": name}),
+        base_in_manifest({"name_or_path": name, "revision": "main", "sha256": None}),
+    ):
+        assert base is not None
+        with pytest.raises(BundleError, match="named without its SHA-256"):
+            base.load(pooled=False)
+        assert base.in_peft(tells_place=True)["base_model_name_or_path"] == name
+    plain = base_in_peft({"base_model_name_or_path": name})
+    assert plain is not None and plain.in_peft() == {"base_model_name_or_path": folder.name}
+
+
+def test_what_names_no_base_model() -> None:
     assert base_in_peft({}) is base_in_peft({"base_model_name_or_path": 3}) is base_in_manifest({}) is None
 
 

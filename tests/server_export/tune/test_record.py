@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prge.errors import ConfigError
+from prge.errors import ConfigError, RunError
 from server_export.tune.decisions import Decision
 from server_export.tune.record import Record
 from server_export.tune.settings import TuneSettings
@@ -118,3 +118,28 @@ def test_what_went_before_a_kill_counts_and_the_pause_does_not(settings: TuneSet
     os.utime(settings.out / "search" / "0.01-8" / "journal.jsonl", (begun + 50, begun + 50))
     (settings.out / "run.lock").touch()  # by who goes on
     assert Record(settings).seconds == pytest.approx(150, abs=5)
+
+
+def test_places_outside_that_a_strangers_record_names_are_refused(
+    settings: TuneSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.jinja").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    settings = replace(settings, chat_template="mine.jinja")
+    kept(settings)
+    path = settings.out / "tune.json"
+    content = json.loads(path.read_text())
+
+    def record(template: str, heads: object = "search/0.01-8/journal.jsonl") -> Record:
+        decisions = [{"name": "chat_template", "value": template, "why": "so"}]
+        path.write_text(json.dumps({**content, "decisions": decisions, "found": {"heads": heads}}))
+        return Record(settings)
+
+    for template in ("plain", "mine.jinja", str(settings.resolved().chat_template)):
+        assert record(template).value("chat_template") == template
+    for template in ("/etc/passwd", "../mine.jinja", str(tmp_path / "out.jinja")):
+        with pytest.raises(RunError, match=r"tune\.json names .* as chat_template, outside"):
+            record(template)
+    for heads in ("/etc/passwd", "../journal.jsonl", "search/../../journal.jsonl"):
+        with pytest.raises(RunError, match=r"tune\.json names .* as heads, outside"):
+            record("plain", heads)

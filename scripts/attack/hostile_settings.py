@@ -1,0 +1,61 @@
+"""Run folders of strangers whose settings name files of this user: none of them is read or written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import yaml
+from child import Child
+from damaged_files import LIMITS
+from outcome import Case, Found, Verdict, judged
+from tables import drawn
+from workshop import Bench
+
+
+def attack_with_settings(bench: Bench, random: Random, folder: Path) -> Found:
+    """A stranger's run whose settings name a file or folder of this user."""
+    private, run = folder / "private", folder / "run"
+    private.mkdir()
+    shutil.copytree(bench.original("decoder", random.choice(["finished", "unfinished"])), run)
+    settings = yaml.safe_load((run / "config.yaml").read_bytes())
+    name = random.choice(["train", "dev", "task", "bundle", "adapter", "sample_prompts", "heads_of", "out"])
+    target = {
+        "task": bench.workshop.folder / "task.yaml",
+        "bundle": bench.workshop.bundle("decoder") / "manifest.json",
+        "adapter": bench.workshop.bundle("decoder") / "adapter" / "adapter_config.json",
+    }.get(name, bench.workshop.folder / "train.jsonl")
+    secret = Path(shutil.copy(target, private))
+    place = private if name in ("bundle", "adapter", "out") else secret
+    (run / "link").symlink_to(place)
+    way, path = drawn(
+        random,
+        {
+            "absolute": place,
+            "relative": Path("..", place.relative_to(folder)),
+            "through the folder": run / ".." / place.relative_to(folder),
+            "a link": run / "link",
+            "of the process": Path("/proc/self/cwd", "..", place.relative_to(folder)),
+        },
+    )
+    settings[name] = [str(path)] if name in ("train", "dev") else str(path)
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    verb = random.choice(["resume", "resume", "replay", "report", "eval"])
+    if verb == "resume":
+        words: list[object] = ["run", "--resume", run]
+    elif verb == "eval":
+        data = ["--data", bench.workshop.folder / "dev.jsonl", "--task", bench.workshop.folder / "task.yaml"]
+        words = ["eval", "--bundle", bench.workshop.bundle("decoder"), *data, "--adapter", run]
+    else:
+        words = [verb, run, "--out", folder / "new"]
+    # So old that a file system which notes reads seldom notes the next one.
+    os.utime(secret, (1, 1))
+    before = sorted(private.iterdir())
+    ended = Child(words, LIMITS, run).wait()
+    verdict = judged(ended) or Verdict.ACCEPTED
+    if secret.stat().st_atime != 1 or sorted(private.iterdir()) != before:
+        verdict = Verdict.FOLLOWED
+    return [Case.of(f"{verb}: {name} is {way}", verdict, ended)], Counter()
