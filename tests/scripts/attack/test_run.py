@@ -38,6 +38,7 @@ def attack(*words: object) -> subprocess.CompletedProcess[str]:
         ("network_clients", 4),
         ("network_devices", 1),
         ("feedback", 3),
+        ("settings", 20),
     ],
 )
 def test_nothing_fails(work: Path, part: str, cases: int) -> None:
