@@ -16,7 +16,7 @@ from prge.rows.readers import Row
 from prge.rows.report import PROMPT_CUT
 from prge.rows.task import RowError
 from prge.rows.task_examples import completed
-from prge.rows.windows import Made, Masked, Reading, learnt
+from prge.rows.windows import Made, Masked, Reading, check_learnt, learnt
 
 if TYPE_CHECKING:
     from prge.rows.chat import ChatTemplate
@@ -47,6 +47,8 @@ def _compared(
         masked = _spoken(form, chat, reading, row, prompt, answers)
     else:
         masked = [completed(reading, prompt, answer) for answer in answers]
+    for each in masked:
+        check_learnt(each)
     events: tuple[str, ...] = ()
     if reading.overflow != "error" and (cut := _beyond(reading, masked)):
         events = (PROMPT_CUT,)
@@ -88,7 +90,7 @@ def _spoken(
             raise RowError("one of its answers has no message of the assistant's that is learnt")
         conversation = conversation_of(reading, row.number, messages, turns, variables)
         texts = rendered(chat, conversation)
-        if len(texts) > 1 or len(texts[0].turns) < len(turns):
+        if len(texts) != 1 or len(texts[0].turns) < len(turns):
             raise RowError(
                 "one of its answers has several turns, which the chat template renders otherwise once others "
                 "follow: end it after the first one"

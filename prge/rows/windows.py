@@ -162,13 +162,18 @@ def windows(masked: Masked, contract: Contract, overflow: Overflow) -> Windows:
     return Windows(cuts, tuple(events), count - done)
 
 
+def check_learnt(masked: Masked) -> None:
+    """Raise RowError where no token of a sequence is learnt, as where a chat template renders nothing."""
+    # Nothing precedes the first token, so nothing predicts it.
+    if not masked.mask[1:].any():
+        raise RowError(f"has {len(masked.tokens)} tokens and none to learn from")
+
+
 def learnt(reading: Reading, row: int, masked: Masked) -> Made:
     """Examples of a sequence whose masked tokens are learnt, cut or split to fit the bundle."""
     tokens, begin = masked.tokens, masked.begin
     check_vocabulary(reading, tokens)
-    # Nothing precedes the first token, so nothing predicts it.
-    if not masked.mask[1:].any():
-        raise RowError(f"has {len(tokens)} tokens and none to learn from")
+    check_learnt(masked)
     found = windows(masked, reading.contract, reading.overflow)
     examples, unknown = [], 0
     for start, chosen in found.cuts:

@@ -111,6 +111,22 @@ def test_of_a_conversation_what_is_learnt_must_be_rendered(
         assert shared_examples().of(row)
 
 
+@pytest.mark.parametrize("rating", ["good", "bad"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "",
+        "{{ '' }}",
+        "a",
+        "{% generation %}{% endgeneration %}",
+        "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}",
+    ],
+)
+def test_a_template_that_renders_nothing_of_an_answer(template: str, rating: str) -> None:
+    with pytest.raises(UnlearnableError, match="and none to learn from"):
+        make_examples(template).of({"messages": HELLO, "answer": "b", "rating": rating})
+
+
 def test_messages_without_a_template_and_a_bundle_without_room() -> None:
     row = Answered("1", "m", "", {"messages": HELLO}, "b", {}).judged("good")
     with pytest.raises(UnlearnableError, match="no chat template"):
