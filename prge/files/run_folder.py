@@ -10,7 +10,7 @@ import platform
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
@@ -205,26 +205,60 @@ def environment() -> Record:
 def run_lock(folder: Path) -> Iterator[None]:
     """Hold a run folder for this process; the operating system lets go of it when the process ends, however.
 
+    The lock stays behind; but where it is all that the folder holds, and wasn't there before, a block that
+    raises leaves nothing.
+
     Raises:
         RunError: another process holds it, the folder can't be written, or the file of the lock is none.
     """
     with reported(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # The file stays behind: removing it would let two processes lock two files of one name.
-        stream = open_regular(folder / LOCK, "a+b", buffering=0)
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        stream, is_new = _opened_lock(folder)
     with stream:
-        stream.seek(0)
-        if not _MADE_LOCK.fullmatch(stream.read(_LONGEST_HOLDER)):  # whose content would be lost
-            raise RunError(f"{folder / LOCK} is no lock of prge", remedy="give another folder")
-        if not _lock(stream) and not _lock_after_end(stream):
-            raise RunError(
-                f"{folder} is in use by process {_holder(stream) or 'unknown'}",
-                remedy="wait for it or stop it, or give another folder with --out",
-            )
-        with reported(folder):
-            stream.truncate(0)
-            stream.write(f"{os.getpid()}\n".encode())
-        yield
+        try:
+            with reported(folder):
+                stream.truncate(0)
+                stream.write(f"{os.getpid()}\n".encode())
+            yield
+        except BaseException:
+            if is_new:
+                _remove_lock(folder, made)
+            raise
+
+
+def _opened_lock(folder: Path) -> tuple[BinaryIO, bool]:
+    """The file of a folder's lock, open and locked, and whether it wasn't there before; raises as `run_lock`."""
+    while True:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_new = not os.path.lexists(folder / LOCK)
+        try:
+            stream = open_regular(folder / LOCK, "a+b", buffering=0)
+        except FileNotFoundError:  # another process has just removed the folder
+            continue
+        with ExitStack() as held:
+            held.push(stream)
+            stream.seek(0)
+            if not _MADE_LOCK.fullmatch(stream.read(_LONGEST_HOLDER)):  # whose content would be lost
+                raise RunError(f"{folder / LOCK} is no lock of prge", remedy="give another folder")
+            if not _lock(stream) and not _lock_after_end(stream):
+                raise RunError(
+                    f"{folder} is in use by process {_holder(stream) or 'unknown'}",
+                    remedy="wait for it or stop it, or give another folder with --out",
+                )
+            # Whoever held it may have removed it: then two processes would lock two files of one name.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(stream.fileno()), os.lstat(folder / LOCK)):
+                    held.pop_all()
+                    return stream, is_new
+
+
+def _remove_lock(folder: Path, made: Iterable[Path]) -> None:
+    """Remove a lock that is held and is all that a folder holds, and then the empty folders that were made."""
+    with suppress(OSError):
+        if os.listdir(folder) == [LOCK]:
+            (folder / LOCK).unlink()
+            for path in made:
+                path.rmdir()
 
 
 def check_new_run(folder: Path, names: Iterable[str] = ()) -> None:

@@ -185,7 +185,8 @@ def test_an_answer_ends_with_the_context(child: Child) -> None:
     status, answer = child.ask({"model": "base", "prompt": prompt, "max_tokens": 50, "temperature": 0})
     assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"] == {
-        "prompt_tokens": CONTEXT - 3, "completion_tokens": 3, "total_tokens": CONTEXT
+        "prompt_tokens": CONTEXT - 3, "completion_tokens": 3, "total_tokens": CONTEXT,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }  # fmt: skip
 
 
@@ -410,6 +411,63 @@ def test_what_is_far_too_long_is_refused_before_it_is_read(child: Child, many: b
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
     assert ("10000 messages" if many else "400000 characters") in answer["error"]["message"]
     assert time.monotonic() - begun < 2
+
+
+SYSTEM = [{"role": "system", "content": "a long secret of a client " * 8}]
+
+
+def _cached(server: Child, messages: list[Any], key: str = "none", **fields: Any) -> tuple[int, int, str]:
+    """Tokens of a prompt that weren't computed again, all of them, and the answer."""
+    chat = server.client(key).chat.completions.create(
+        model="base", messages=messages, max_tokens=12, temperature=0, extra_body=fields
+    )
+    usage = chat.usage
+    return usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens, chat.choices[0].message.content
+
+
+def _next_turn(messages: list[Any], answer: str) -> list[Any]:
+    return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": "go on"}]
+
+
+def test_nobody_is_faster_for_what_another_key_has_asked() -> None:
+    messages = [*SYSTEM, *HELLO]
+    with served(key="first,second") as server:
+        cached, tokens, answer = _cached(server, messages, "first")
+        assert cached == 0 and tokens > 100
+        assert _cached(server, messages, "second")[0] == 0
+        # One's own are all there but for the last token, whose logits are the answer's first.
+        assert _cached(server, messages, "first")[0] == tokens - 1
+        assert _cached(server, _next_turn(messages, answer), "second")[0] >= tokens
+        # A service with one key for many users names them.
+        for name in ("user", "prompt_cache_key", "cache_salt"):
+            assert _cached(server, messages, "first", **{name: "ada"})[0] == 0
+            assert _cached(server, messages, "first", **{name: "eve"})[0] == 0
+            assert _cached(server, messages, "first", **{name: "eve"})[0] == tokens - 1
+
+
+def test_without_keys_a_conversation_goes_on_from_its_own_tokens_and_nobody_else_does(
+    child: Child,
+) -> None:
+    messages = [{"role": "system", "content": "another secret " * 12}, *HELLO]
+    _, tokens, answer = _cached(child, messages)
+    for guess in (messages, [*messages[:1], {"role": "user", "content": "?"}], _next_turn(messages, "no")):
+        assert _cached(child, guess)[0] == 0
+    _, tokens, answer = _cached(child, messages)
+    # Who has seen the answer repeats it.
+    cached, _, second = _cached(child, _next_turn(messages, answer))
+    assert cached >= tokens
+    assert _cached(child, _next_turn(_next_turn(messages, answer), second))[0] > cached
+    assert _cached(child, messages, cache_salt="mine")[0] == 0
+    assert _cached(child, messages, cache_salt="mine")[0] == tokens - 1
+    assert _cached(child, messages, cache_salt="yours")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["user", "prompt_cache_key", "cache_salt"])
+def test_a_cache_key_is_a_text(child: Child, name: str) -> None:
+    for value in (3, ["a"], {}):
+        status, answer = child.ask({"model": "base", "prompt": "a", name: value})
+        assert status == 400 and answer["error"]["param"] == name
+    assert child.ask({"model": "base", "prompt": "a", name: "x" * 50_000})[0] == 200
 
 
 def test_a_page_of_the_web_that_calls_itself_this_server(child: Child) -> None:
