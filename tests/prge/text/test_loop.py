@@ -296,9 +296,8 @@ def test_an_answer_that_is_repeated_as_text_is_known_by_it(said: str, is_known: 
 def test_an_answer_is_known_by_its_end() -> None:
     thoughts = "<think> what may they want </think> It is a house at the sea."
     assert _repeats("It is a house at the sea.", thoughts) and _repeats(thoughts, thoughts)
-    assert not any(
-        _repeats(said, thoughts) for said in ("the sea.", "It is a house", "", " ", thoughts[1:-1])
-    )
+    for said in ("the sea.", "It is a house", "", " ", thoughts[1:-1]):
+        assert not _repeats(said, thoughts)
 
 
 def test_nothing_is_shared_between_adapters() -> None:
