@@ -14,7 +14,7 @@ from device_runner.engines.blocks import Blocks
 from device_runner.serving.flags import LearnFlags, ServingFlags
 from device_runner.serving.history import FEEDBACK
 from device_runner.serving.learning import Learning, open_learning
-from device_runner.serving.listen_flags import ListenFlags, read_key, refuse_key
+from device_runner.serving.listen_flags import ListenFlags, read_keys, refuse_key
 from device_runner.serving.models import Models
 from device_runner.serving.page.about import about_adapter, about_bundle
 from device_runner.session.gates import Gates
@@ -83,7 +83,7 @@ def serve(settings: ServeSettings) -> None:
     Raises:
         PrgeError: bad input, or an address that can't be listened at.
     """
-    from device_runner.serving.access import Access, is_local
+    from device_runner.serving.access import is_local
     from device_runner.serving.app import make_app
     from device_runner.serving.feedback import Feedback, FeedbackFile
     from device_runner.serving.listening import Server, address_of, listening
@@ -91,7 +91,7 @@ def serve(settings: ServeSettings) -> None:
     from device_runner.serving.worker import Worker
     from prge.text.loop import Generator
 
-    key, gates = read_key(settings.api_key_file), Gates(settings.conditions())
+    keys, gates = read_keys(settings.api_key_file), Gates(settings.conditions())
     with ExitStack() as held:
         runs = None if settings.runs is None else Runs(settings.runs)
         if settings.learn is not None:
@@ -105,7 +105,7 @@ def serve(settings: ServeSettings) -> None:
         models = Models(adapters, _tokenizer(settings, bundle), variables)
         listener = held.enter_context(listening(settings.host, settings.port))
         is_reached_by_others = not is_local(listener.getsockname()[0])
-        settings.check_key(key, is_reached_by_others)
+        access = settings.access(keys, is_reached_by_others)
         examples = None
         if file is not None and settings.learn is None:
             examples = FeedbackExamples(_tokenizer(settings, bundle), bundle.chain.scoring)
@@ -120,18 +120,17 @@ def serve(settings: ServeSettings) -> None:
         def kept(row: Fields) -> None:
             worker.wake()  # for a round, perhaps
 
-        host = None if is_reached_by_others else settings.host
         taken = None
         if file is not None and (examples := examples if learning is None else learning.examples):
             taken = FeedbackFile(file, examples, worker.storage, settings.feedback_limit)
         feedback, about = Feedback(taken, note, kept), _about(settings, bundle, models.names)
-        app = make_app(models, worker, Access(key, host), feedback, learning, runs, about, gates)
+        app = make_app(models, worker, access, feedback, learning, runs, about, gates)
         address = f"http://{address_of(listener)}"
         lines = [f"models: {', '.join(models.names)}"]
         lines.append(f"listening at {address}/v1; Ctrl-C ends it")
         lines.append(f"talk to them at {address}/")
         if is_reached_by_others:
-            whom = "anyone" if key is None else "who has the key"
+            whom = "who has a key" if keys else "anyone"
             lines.append(f"{whom} may ask, without encryption, from any machine")
 
         def ending() -> None:

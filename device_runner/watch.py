@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from device_runner.serving.listen_flags import ListenFlags, read_key, refuse_key
+from device_runner.serving.listen_flags import ListenFlags, read_keys, refuse_key
 from prge.errors import ConfigError
 from prge.host.terminal import best_effort
 from prge.verbs.bounds import bound_problems
@@ -48,15 +48,15 @@ def watch(settings: WatchSettings) -> None:
     Raises:
         PrgeError: there is no such folder, no key, or the address can't be listened at.
     """
-    from device_runner.serving.access import Access, is_local
+    from device_runner.serving.access import is_local
     from device_runner.serving.app import make_watching_app
     from device_runner.serving.listening import Server, address_of, listening
     from device_runner.serving.page.runs import Runs
 
-    key, runs = read_key(settings.api_key_file), Runs(settings.runs)
+    keys, runs = read_keys(settings.api_key_file), Runs(settings.runs)
     with listening(settings.host, settings.port) as listener:
         is_reached_by_others = not is_local(listener.getsockname()[0])
-        settings.check_key(key, is_reached_by_others)
+        access = settings.access(keys, is_reached_by_others)
         url = f"http://{address_of(listener)}/training"
 
         def begun() -> None:
@@ -65,7 +65,6 @@ def watch(settings: WatchSettings) -> None:
             if settings.open and _has_screen():
                 webbrowser.open(url)
 
-        access = Access(key, None if is_reached_by_others else settings.host)
         Server(make_watching_app(runs, access), None, begun, runs.close).run([listener])
 
 

@@ -1,14 +1,17 @@
-"""Who may ask: requests by a name of this machine, not from pages of the web, with the key, in JSON.
+"""Who may ask: requests by a name of this machine, not from pages of the web, with a key, in JSON.
 
 A page that a browser shows may send requests to any address, this machine's too, but not choose their `Host`
-and `Origin`, nor call a text JSON without being asked about it first. The server's own page is told to load
-and ask nothing from elsewhere, and to be shown in no other.
+and `Origin`, nor call a text JSON without being asked about it first. Whoever owns a name of the web can let
+it lead to this machine (DNS rebinding), so that the name's pages and this server are one origin to a browser:
+`Host` must be a name that the server knows, or an address, which nobody can let lead elsewhere. The server's
+own page is told to load and ask nothing from elsewhere, and to be shown in no other.
 """
 
 from __future__ import annotations
 
 import hmac
 import re
+import socket
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -34,6 +37,25 @@ _HEADERS = {
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]*)?", re.IGNORECASE)
 
 
+ANY_NAME = "*"
+
+
+def names_of_machine() -> frozenset[str]:
+    """What a machine is called in its own network: its host name, whole and without a domain, and by mDNS."""
+    name = socket.gethostname().lower()
+    short = name.partition(".")[0]
+    return frozenset({name, short, f"{short}.local"} - {"", ".local"})
+
+
+def is_address(name: str) -> bool:
+    """Whether a host is an address of one machine, as numbers."""
+    try:
+        address = ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return not (address.is_unspecified or address.is_multicast)
+
+
 def is_local(name: str) -> bool:
     """Whether a host is this machine by a name or an address that no page of the web can have."""
     try:
@@ -46,19 +68,24 @@ def is_local(name: str) -> bool:
 class Access:
     """What a request must have to be answered."""
 
-    key: str | None = None
-    """Sent as `Authorization: Bearer KEY`; None: no key is needed."""
-    host: str | None = None
-    """Where only this machine may ask, the name that it listens by: requests must call it so, or by a
-    loopback name or address. None: any name."""
+    keys: tuple[str, ...] = ()
+    """One of them is sent as `Authorization: Bearer KEY`; without any, no key is needed."""
+    names: frozenset[str] = frozenset()
+    """Names in lower case that requests may call the server by, beside loopback names and addresses; `*`: any
+    name."""
+    by_address: bool = False
+    """Whether they may call it by any other address too: where other machines may ask."""
 
     def check(self, scope: Scope) -> None:
         """Let a request pass, before its body is read; raises RequestError."""
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        name = _name(host)
-        if self.host is not None and not is_local(name) and name != self.host.lower():
-            raise RequestError(403, f"this server isn't called {shown(host)}", code="wrong_host")
+        if len(headers.getlist("host")) > 1 or not self.is_called(_name(host)):
+            raise RequestError(
+                403,
+                f"this server isn't called {shown(host)}: if it is, give it the name with --allowed-hosts",
+                code="wrong_host",
+            )
         for origin in headers.getlist("origin"):
             of_page = origin.partition("://")[2]
             if not is_local(_name(of_page)) and (not of_page or of_page.lower() != host.lower()):
@@ -68,16 +95,32 @@ class Access:
         is_foreign = headers.get("sec-fetch-site") == "cross-site" and "origin" not in headers
         if is_foreign and path not in PAGES:
             raise RequestError(403, "pages of other sites may not ask", code="foreign_origin")
-        if self.key is not None and path not in (HEALTH, *PAGES) and not path.startswith(FILES):
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            right = hmac.compare_digest(given.strip(" ").encode(), self.key.encode())
-            if not right or scheme.lower() != "bearer":
-                raise RequestError(401, "wrong or no API key", code="invalid_api_key")
+        is_open = path in (HEALTH, *PAGES) or path.startswith(FILES)
+        if self.keys and not is_open and self.key_of(headers) is None:
+            raise RequestError(401, "wrong or no API key", code="invalid_api_key")
         if scope["method"] == "POST":
             kinds = [kind.partition(";")[0].strip().lower() for kind in headers.getlist("content-type")]
             if kinds != ["application/json"]:
                 given = shown(kinds[0]) if kinds else "missing"
                 raise RequestError(415, f"Content-Type is {given}, must be application/json")
+
+    def is_called(self, name: str) -> bool:
+        """Whether requests may call the server by a name or an address, in lower case."""
+        return (
+            is_local(name)
+            or name in self.names
+            or (self.by_address and is_address(name))
+            or ANY_NAME in self.names
+        )
+
+    def key_of(self, headers: Headers) -> str | None:
+        """Which of the keys a request has; None: none of them."""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        found = None
+        for key in self.keys:  # all of them, so that the time tells nothing
+            if hmac.compare_digest(given.strip(" ").encode(), key.encode()):
+                found = key
+        return found if scheme.lower() == "bearer" else None
 
 
 def _name(authority: str) -> str:

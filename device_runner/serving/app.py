@@ -8,10 +8,12 @@ A client that goes away takes its sequences along, wherever it goes away.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from starlette.applications import Starlette
@@ -44,7 +46,7 @@ from device_runner.serving.worker import BusyError, Tell, Told, Worker
 from device_runner.session.gates import Gates
 from device_runner.session.speaking import note
 from prge.errors import DataError, PrgeError
-from prge.text.loop import Answer, Reason
+from prge.text.loop import Answer, Reason, Sharing
 
 # Of a body: for what isn't the prompts, for each token of the context, and in all.
 BYTES_BESIDE = 64 << 10
@@ -78,7 +80,7 @@ def make_app(
         about: what the page tells of the models.
         gates: while they are closed no answer is begun.
     """
-    server = _Server(models, worker, feedback or Feedback(), learning, gates or Gates(()))
+    server = _Server(models, worker, access, feedback or Feedback(), learning, gates or Gates(()))
     told = {**(about or {}), **server.told, "runs": runs is not None}
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
@@ -153,10 +155,17 @@ _FINISH: dict[Reason, Finish] = {"stop": "stop", "length": "length", "context": 
 
 class _Server:
     def __init__(
-        self, models: Models, worker: Worker, feedback: Feedback, learning: Learning | None, gates: Gates
+        self,
+        models: Models,
+        worker: Worker,
+        access: Access,
+        feedback: Feedback,
+        learning: Learning | None,
+        gates: Gates,
     ) -> None:
         self.models = models
         self.worker = worker
+        self.access = access
         self.feedback = feedback
         self._learning = learning
         self.gates = gates
@@ -262,6 +271,18 @@ class _Server:
         finally:
             self.held -= len(body)
 
+    def _sharing(self, request: Request, asked: Asked) -> Sharing:
+        """With whom a request shares what is computed: with those of the same API key, without keys of the
+        same address, that name the same cache key; without keys and names only with its own conversation."""
+        key = self.access.key_of(request.headers)
+        client = request.client.host if request.client is not None else ""
+        named = ("address", client) if key is None else ("key", key)
+        group = hashlib.sha256(json.dumps([*named, *asked.cache_key]).encode()).hexdigest()
+        if key is not None or asked.cache_key:
+            return Sharing(group)
+        said = tuple(str(each["content"]) for each in asked.messages if each["role"] == "assistant")
+        return Sharing(group, needs_answer=True, answers=said)
+
     async def _answer(self, request: Request, read: Callable[[bytes], Asked]) -> Response:
         # Sensors may take a moment to read.
         if why := await asyncio.to_thread(self.gates.closed, note):
@@ -269,6 +290,8 @@ class _Server:
         async with self._body(request) as body:
             preparing = self.models.requests(body, read, self.worker.context)
             asked, requests = await _unless_gone(request, preparing)
+        sharing = self._sharing(request, asked)
+        requests = [replace(each, sharing=sharing) for each in requests]
         loop = asyncio.get_running_loop()
         events: Events = asyncio.Queue()
 
@@ -298,16 +321,25 @@ class _Server:
                 said = self.models.answered(reply.id, asked, requests[index], index, answer.text)
                 self.feedback.remember(asked, index, said)
 
-        prompts = sum(len(each.prompt.tokens) for each in requests[:: asked.count])
         if asked.stream:
-            return _Stream(_streamed(reply, events, len(jobs), prompts, ended), cancel)
+            return _Stream(_streamed(reply, events, len(jobs), asked.count, ended), cancel)
         try:
-            return await _unless_gone(request, _whole(reply, events, len(jobs), prompts, ended))
+            return await _unless_gone(request, _whole(reply, events, len(jobs), asked.count, ended))
         finally:
             cancel()
 
 
-async def _whole(reply: Reply, events: Events, count: int, prompts: int, ended: Ended) -> Response:
+def _usage(answers: Mapping[int, Answer], each: int) -> Json:
+    """Numbers of tokens of a request with so many answers to each of its prompts."""
+    made = [answers[index] for index in sorted(answers)]
+    prompts = [made[first : first + each] for first in range(0, len(made), each)]
+    # Of the answers to one prompt the others may go on from what was computed for the first.
+    cached = sum(min(answer.prompt_tokens - answer.fed_tokens for answer in prompt) for prompt in prompts)
+    tokens = sum(prompt[0].prompt_tokens for prompt in prompts)
+    return usage_of(tokens, sum(len(answer.tokens) for answer in made), cached)
+
+
+async def _whole(reply: Reply, events: Events, count: int, each: int, ended: Ended) -> Response:
     answers: dict[int, Answer] = {}
     while len(answers) < count:
         index, told = await events.get()
@@ -315,19 +347,17 @@ async def _whole(reply: Reply, events: Events, count: int, prompts: int, ended: 
             answers[index] = told.wait()
     for index, answer in answers.items():
         ended(index, answer)
-    usage = usage_of(prompts, sum(len(answer.tokens) for answer in answers.values()))
+    usage = _usage(answers, each)
     texts = [(answers[index].text, _FINISH[answers[index].reason]) for index in range(count)]
     return JSONResponse(reply.whole(texts, usage))
 
 
-async def _streamed(
-    reply: Reply, events: Events, count: int, prompts: int, ended: Ended
-) -> AsyncIterator[str]:
+async def _streamed(reply: Reply, events: Events, count: int, each: int, ended: Ended) -> AsyncIterator[str]:
     for index in range(count):
         for chunk in reply.begin(index):
             yield _event(chunk)
-    tokens, open_answers = 0, count
-    while open_answers:
+    answers: dict[int, Answer] = {}
+    while len(answers) < count:
         index, told = await events.get()
         if isinstance(told, str):
             yield _event(reply.piece(index, told))
@@ -338,11 +368,10 @@ async def _streamed(
             # The status was sent long ago.
             yield _event(_failure(error).body)
             return
-        open_answers -= 1
-        tokens += len(answer.tokens)
+        answers[index] = answer
         ended(index, answer)
         yield _event(reply.end(index, _FINISH[answer.reason]))
-    for chunk in reply.usage(usage_of(prompts, tokens)):
+    for chunk in reply.usage(_usage(answers, each)):
         yield _event(chunk)
     yield "data: [DONE]\n\n"
 

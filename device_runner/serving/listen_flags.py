@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from prge.errors import ConfigError
+from prge.errors import ConfigError, shown
 from prge.files.documents import DocumentError, read_document
 from prge.host.regular_files import warn_of_shared_key
 
+if TYPE_CHECKING:
+    from device_runner.serving.access import Access
+
 KEY = "PRGE_API_KEY"
+_HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+", re.IGNORECASE)
 MOST_KEY_BYTES = 4096
 _REMEDY = f"give --api-key-file FILE, or set {KEY}"
 
@@ -25,18 +30,46 @@ class ListenFlags:
     """Address to listen at; others than this machine reach 0.0.0.0 or ::, which needs an API key."""
     port: int = 8000
     """Port to listen at; 0: a free one. It is printed."""
+    allowed_hosts: list[str] = field(default_factory=list)
+    """Further names that clients may call the server by, such as a proxy's; *: any, and so pages of the web
+    whose names lead here. Known are localhost, --host and, where others may ask, the machine's own name and
+    addresses as numbers."""
     api_key_file: Path | None = None
-    """File with what clients must send as their API key. Default: the environment's PRGE_API_KEY; without
-    that, any program of this machine may ask."""
+    """File with the API keys that clients may send, one a line; no client is faster for what those with
+    another key have asked. Default: the environment's PRGE_API_KEY; without that, any program of this machine
+    may ask."""
     insecure: bool = False
     """Instead of an API key: anyone who reaches the address may ask. To try things out."""
 
-    def check_key(self, key: str | None, is_reached_by_others: bool) -> None:
-        """Refuse to be open to others by mistake; raises ConfigError."""
-        problems = []
-        if self.insecure and key is not None:
+    def access(self, keys: tuple[str, ...], is_reached_by_others: bool) -> Access:
+        """Who may ask.
+
+        Args:
+            keys: of which clients must send one; empty: none is needed.
+            is_reached_by_others: whether other machines reach the address.
+
+        Raises:
+            ConfigError: the server would be open to others by mistake.
+        """
+        from device_runner.serving.access import Access, names_of_machine
+
+        self._check_keys(keys, is_reached_by_others)
+        # Addresses are no names: those of this machine alone are known, others where others may ask.
+        given = [*self.allowed_hosts, *([self.host] if re.search("[a-z]", self.host, re.IGNORECASE) else [])]
+        names = {name.lower() for name in given}
+        if is_reached_by_others:
+            names |= names_of_machine()
+        return Access(keys, frozenset(names), by_address=is_reached_by_others)
+
+    def _check_keys(self, keys: tuple[str, ...], is_reached_by_others: bool) -> None:
+        problems = [
+            f"--allowed-hosts has {shown(name)}, must be a name without scheme and port, or *"
+            for name in self.allowed_hosts
+            if not _HOST.fullmatch(name)
+        ]
+        if self.insecure and keys:
             problems.append("give an API key or --insecure, and not both")
-        if is_reached_by_others and key is None and not self.insecure:
+        if is_reached_by_others and not keys and not self.insecure:
             problems.append(f"--host {self.host} lets other machines ask, and there is no API key")
         if problems:
             raise ConfigError(
@@ -54,14 +87,14 @@ def refuse_key(argv: Sequence[str]) -> None:
         )
 
 
-def read_key(path: Path | None) -> str | None:
-    """The key that clients must send: a file's, else the environment's, else none.
+def read_keys(path: Path | None) -> tuple[str, ...]:
+    """The keys of which clients must send one, one a line: a file's, else the environment's, else none.
 
     Raises:
-        ConfigError: the file can't be read, or what is there is no key.
+        ConfigError: the file can't be read, or a line of it is no key.
     """
     if path is None and KEY not in os.environ:
-        return None
+        return ()
     where, key, remedy = KEY, os.environ.get(KEY, ""), f"set it, or unset {KEY} to serve without a key"
     if path is not None:
         made = "python -c 'import secrets; print(secrets.token_urlsafe())'"
@@ -75,8 +108,8 @@ def read_key(path: Path | None) -> str | None:
             raise ConfigError(
                 "there is no API key:", [f"{path} can't be read: {why}"], remedy=remedy
             ) from None
-    key = key.strip()
-    if not re.fullmatch("[!-~]+", key):
-        problem = "has characters that aren't printable ASCII, or spaces" if key else "is empty"
+    keys = tuple(filter(None, map(str.strip, key.splitlines())))
+    if not keys or not all(re.fullmatch("[!-~]+", each) for each in keys):
+        problem = "has characters that aren't printable ASCII, or spaces" if keys else "is empty"
         raise ConfigError("there is no API key:", [f"{where} {problem}"], remedy=remedy)
-    return key
+    return keys

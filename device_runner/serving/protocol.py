@@ -27,9 +27,9 @@ MOST_STOPS = 16
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 # Fields that change no answer, and the values of others that ask for what is done anyway.
-_WITHOUT_EFFECT = frozenset(
-    "metadata prompt_cache_key prompt_cache_retention safety_identifier service_tier store user".split()
-)
+_WITHOUT_EFFECT = frozenset("metadata prompt_cache_retention safety_identifier service_tier store".split())
+# Texts by which clients keep requests from sharing what is computed of prompts: vLLM's name, and OpenAI's.
+_CACHE_KEYS = ("cache_salt", "prompt_cache_key", "user")
 _AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -49,7 +49,7 @@ _AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 _CHOICE = tuple(item.name for item in fields(ChoiceSettings))
-_COMMON = ("model", "max_tokens", "n", "stop", "stream", "stream_options", *_CHOICE)
+_COMMON = ("model", "max_tokens", "n", "stop", "stream", "stream_options", *_CACHE_KEYS, *_CHOICE)
 _TOKENS = ("max_completion_tokens", "max_tokens")
 
 
@@ -91,6 +91,8 @@ class Asked:
     """Whether a stream ends with the numbers of tokens."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """What the chat template is given beside the messages."""
+    cache_key: tuple[str, ...] = ()
+    """The same for requests that may share what is computed of prompts; empty: the client doesn't say."""
 
     @property
     def is_chat(self) -> bool:
@@ -227,8 +229,21 @@ def _asked(
         raise _wrong("stream_options", options, "an object")
     stream = _switch(content, "stream", "stream")
     usage = _switch(options, "include_usage", "stream_options.include_usage")
+    for name in _CACHE_KEYS:
+        if not isinstance(content.get(name, ""), str):
+            raise _wrong(name, content[name], "a text")
+    cache_key = tuple(content.get(name, "") for name in _CACHE_KEYS)
     return Asked(
-        model, messages, prompts, most, tuple(stop), _choice(content), count, stream, stream and usage
+        model,
+        messages,
+        prompts,
+        most,
+        tuple(stop),
+        _choice(content),
+        count,
+        stream,
+        stream and usage,
+        cache_key=cache_key if any(cache_key) else (),
     )
 
 
@@ -338,6 +353,11 @@ class Reply:
         return {**event, "usage": usage} if self._asked.usage else event
 
 
-def usage_of(prompt: int, completion: int) -> Json:
-    """Numbers of tokens, as OpenAI counts them."""
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+def usage_of(prompt: int, completion: int, cached: int) -> Json:
+    """Numbers of tokens, as OpenAI counts them; `cached`: tokens of prompts that weren't computed again."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

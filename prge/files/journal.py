@@ -45,6 +45,7 @@ class Journal:
         self._stream: BinaryIO | None = None
         # Whether the file has a part of a line that couldn't be written, nor taken back.
         self._is_torn = False
+        self._is_new = writable and not os.path.lexists(path)
         try:
             self.records, self._length = _read(path)
             if writable:
@@ -144,9 +145,12 @@ class Journal:
             os.fsync(self._stream.fileno())
 
     def close(self) -> None:
-        """Close the file; the object can still be read."""
-        if self._stream is not None:
-            self._stream.close()
+        """Close the file, and remove one that was made and got no record; the object can still be read."""
+        if self._stream is None:
+            return
+        self._stream.close()
+        if self._is_new and not self._length and not self._is_torn:
+            self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Journal:
         return self

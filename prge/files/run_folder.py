@@ -9,8 +9,9 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
@@ -63,6 +64,8 @@ _MOST = 1e300
 # The process that holds a lock, or nothing.
 _LONGEST_HOLDER = 20
 _MADE_LOCK = re.compile(rb"\d*\n?")
+# Attempts to lock what other processes remove meanwhile.
+_ATTEMPTS = 50
 # Looks at a lock whose holder has ended, and the time before each.
 _LOOKS, _LOOK_SECONDS = 40, 0.05
 
@@ -205,26 +208,74 @@ def environment() -> Record:
 def run_lock(folder: Path) -> Iterator[None]:
     """Hold a run folder for this process; the operating system lets go of it when the process ends, however.
 
+    The lock stays behind, but for where a block raises that has made nothing else in the folder.
+
     Raises:
         RunError: another process holds it, the folder can't be written, or the file of the lock is none.
     """
     with reported(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # The file stays behind: removing it would let two processes lock two files of one name.
-        stream = open_regular(folder / LOCK, "a+b", buffering=0)
-    with stream:
-        stream.seek(0)
-        if not _MADE_LOCK.fullmatch(stream.read(_LONGEST_HOLDER)):  # whose content would be lost
-            raise RunError(f"{folder / LOCK} is no lock of prge", remedy="give another folder")
-        if not _lock(stream) and not _lock_after_end(stream):
-            raise RunError(
-                f"{folder} is in use by process {_holder(stream) or 'unknown'}",
-                remedy="wait for it or stop it, or give another folder with --out",
-            )
-        with reported(folder):
-            stream.truncate(0)
-            stream.write(f"{os.getpid()}\n".encode())
-        yield
+        held = _hold(folder)
+    with held.stream as stream:
+        try:
+            with reported(folder):
+                stream.truncate(0)
+                stream.write(f"{os.getpid()}\n".encode())
+            yield
+        except BaseException:
+            held.remove_new()
+            raise
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A lock of a folder, what the folder held before it, and which folders were made for it."""
+
+    folder: Path
+    stream: BinaryIO
+    before: Collection[str]
+    made: Sequence[Path]
+
+    def remove_new(self) -> None:
+        """Remove the lock if it and nothing else is new in its folder, and then the folders that are new."""
+        with suppress(OSError):
+            if LOCK not in self.before and {*os.listdir(self.folder)} == {LOCK, *self.before}:
+                (self.folder / LOCK).unlink()
+                for path in self.made:
+                    path.rmdir()
+
+
+def _hold(folder: Path) -> _Held:
+    """Lock a folder, which is made if need be; raises as `run_lock`, and OSError."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            made = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            before = os.listdir(folder)
+            stream = open_regular(folder / LOCK, "a+b", buffering=0)
+            with ExitStack() as held:
+                held.push(stream)
+                stream.seek(0)
+                if not _MADE_LOCK.fullmatch(stream.read(_LONGEST_HOLDER)):  # whose content would be lost
+                    raise RunError(f"{folder / LOCK} is no lock of prge", remedy="give another folder")
+                if not _lock(stream) and not _lock_after_end(stream):
+                    break
+                # Whoever held it may have removed it: two processes would lock two files of one name.
+                if os.path.samestat(os.fstat(stream.fileno()), os.lstat(folder / LOCK)):
+                    held.pop_all()
+                    return _Held(folder, stream, before, made)
+        except FileNotFoundError:  # another process has just removed the folder or its lock
+            if attempt == _ATTEMPTS - 1:
+                raise
+    raise RunError(
+        f"{folder} is in use by process {_holder_of(folder) or 'unknown'}",
+        remedy="wait for it or stop it, or give another folder with --out",
+    )
+
+
+def _holder_of(folder: Path) -> str:
+    with suppress(OSError), open_regular(folder / LOCK, "rb") as stream:
+        return _holder(stream)
+    return ""
 
 
 def check_new_run(folder: Path, names: Iterable[str] = ()) -> None:

@@ -3,7 +3,8 @@
     submit -> waiting -> fed piece by piece -> a token a round -> ended; its sequence stays open, idle
 
 An idle sequence whose tokens begin as a new request's do is rewound to where they part, and only what is new
-is computed: the next turn of a conversation, or rows that share their beginning.
+is computed: the next turn of a conversation, or rows that share their beginning. How fast that is tells what
+somebody has asked before, so requests say with whom they share: see `Sharing`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ Reason = Literal["stop", "length", "context", "cancelled"]
 Overflow = Literal["error", "truncate"]
 Draft = Literal["off", "lookup"]
 
+# Tokens of an answer, and characters of its end, that only who has seen it can repeat.
+_REPEATED_TOKENS, _REPEATED_CHARACTERS = 8, 16
 # Prompt tokens of one round, so that answers go on and can be cancelled while a long prompt is read.
 FED_AT_ONCE = 256
 
@@ -68,12 +71,24 @@ class GenerationSettings:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """Which requests go on from what was computed for earlier ones: those of one group."""
+
+    group: str = ""
+    needs_answer: bool = False
+    """Only those that repeat the answer of the earlier one, as the next turn of its conversation does."""
+    answers: tuple[str, ...] = ()
+    """Earlier answers as the request has them: not always of the same tokens, or without their thoughts."""
+
+
+@dataclass(frozen=True)
 class Request:
     """An answer that somebody wants, from an adapter that doesn't change meanwhile."""
 
     prompt: Prompt
     adapter: Adapter
     settings: GenerationSettings = field(default_factory=GenerationSettings)
+    sharing: Sharing = field(default_factory=Sharing)
 
 
 @dataclass(frozen=True)
@@ -151,11 +166,27 @@ class Ticket:
 
 @dataclass
 class _Open:
-    """A sequence of the speaker, and the tokens that it holds."""
+    """A sequence of the speaker, the tokens that it holds, and of the latest request how many of them are its
+    prompt, and the answer's text."""
 
     number: int
     adapter: Adapter
-    held: list[int]
+    group: str
+    held: list[int] = field(default_factory=list)
+    prompt: int = 0
+    text: str = ""
+
+    def common(self, tokens: Sequence[int], sharing: Sharing) -> int:
+        """How many tokens another prompt begins with alike, if it may go on from these; else 0."""
+        if self.group != sharing.group:
+            return 0
+        common = _common(self.held, tokens)
+        if not sharing.needs_answer or any(_repeats(each, self.text) for each in sharing.answers):
+            return common
+        answer = len(self.held) - self.prompt
+        # Of a long answer half will do: what a client sends back need not have the same tokens to the end.
+        needed = max(answer // 2, min(answer, _REPEATED_TOKENS), 1)
+        return common if common - self.prompt >= needed else 0
 
 
 @dataclass
@@ -284,6 +315,7 @@ class Generator:
             except PrgeError as error:
                 self._fail(ticket, error)
                 continue
+            opened.prompt = len(ticket.tokens)
             request, prompt = ticket.request, ticket.request.prompt
             names = {word: self.tokenizer.control_id(word) for word in request.settings.stop}
             ends = {token for token in names.values() if token is not None}
@@ -305,9 +337,9 @@ class Generator:
 
     def _opened(self, ticket: Ticket) -> _Open:
         """A sequence for a ticket, which holds as much of its prompt as an idle one does."""
-        adapter, tokens = ticket.request.adapter, ticket.tokens
+        adapter, tokens, sharing = ticket.request.adapter, ticket.tokens, ticket.request.sharing
         # One token at least is fed: its logits are the answer's first.
-        shared = [(_common(each.held, tokens[:-1]), each) for each in self._idle if each.adapter is adapter]
+        shared = [(each.common(tokens[:-1], sharing), each) for each in self._idle if each.adapter is adapter]
         common, best = max(shared, key=lambda pair: pair[0], default=(0, None))
         # What has little in common is another conversation, which would be lost.
         if best is not None and common and 2 * common >= min(len(best.held), len(tokens)):
@@ -318,7 +350,7 @@ class Generator:
             return best
         if len(self._idle) + len(self._answering) >= self.speaker.slots:
             self.speaker.close(self._idle.pop(0).number)
-        return _Open(self.speaker.open(adapter), adapter, [])
+        return _Open(self.speaker.open(adapter), adapter, sharing.group)
 
     def _feed(self) -> None:
         """Feed prompts, the oldest first, and choose the first token of those that are whole."""
@@ -416,6 +448,7 @@ class Generator:
     def _finish(self, each: _Answering, reason: Reason) -> None:
         self._tell(each, each.stream.finish())
         self._answering.remove(each)
+        each.open.text = each.stream.text
         self._idle.append(each.open)
         answer = Answer(
             each.stream.text,
@@ -447,6 +480,13 @@ class Generator:
     def _fail(self, ticket: Ticket, error: PrgeError) -> None:
         ticket.error = error
         self._told.append(ticket.end)
+
+
+def _repeats(said: str, answer: str) -> bool:
+    """Whether a text is an answer, or its end, which comes after its thoughts."""
+    said, answer = said.strip(), answer.strip()
+    is_end = len(said) >= _REPEATED_CHARACTERS and answer.endswith(said)
+    return said != "" and (said == answer or is_end)
 
 
 def _common(held: Sequence[int], tokens: Sequence[int]) -> int:

@@ -22,7 +22,7 @@ from device_runner.replay import main as replay
 from device_runner.report import main as report
 from device_runner.run import run
 from device_runner.session.settings import RunSettings
-from prge.errors import BundleError, ConfigError, DataError, DivergenceError, EngineError, RunError
+from prge.errors import BundleError, ConfigError, DataError, DivergenceError, EngineError, PrgeError, RunError
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal, encode_array
 from prge.files.peft import read_peft
@@ -690,8 +690,28 @@ def test_a_run_that_no_engine_can_be_had_for_has_not_begun(
     with monkeypatch.context() as patch, pytest.raises(EngineError):
         patch.setattr(run_verb, "open_engines", refuse)
         run(settings)
-    assert not (settings.out / "config.yaml").exists()
+    assert not settings.out.exists()
     run(settings)
+
+
+def test_a_run_that_is_refused_leaves_nothing(settings: RunSettings, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text("no rows\n")
+    out = tmp_path / "new/run"
+    refused: list[dict[str, Any]] = [
+        {"train": tmp_path / "bad.jsonl"},
+        {"dev": tmp_path / "nowhere.jsonl"},
+        {"task": "nowhere.yaml"},
+        {"adapter": tmp_path},
+        {"bundle": tmp_path},
+        {"sample_prompts": tmp_path / "nowhere.txt"},
+        {"memory": 1},
+        {"columns": ["text=nothing"]},
+        {"estimator": "exact", "engine": "torch", "trunk_cache_bytes": 1},
+    ]
+    for change in refused:
+        with pytest.raises(PrgeError):
+            run(replace(settings, out=out, **change))
+        assert not out.parent.exists(), change
 
 
 @pytest.mark.parametrize("estimator", ["tangent", "antithetic"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from device_runner import serve
-from device_runner.serving.listen_flags import read_key
+from device_runner.serving.listen_flags import read_keys
 from device_runner.session.speaking import by_name
 from prge.errors import BundleError, ConfigError
 from tests.speakers import make_adapter
@@ -30,7 +30,7 @@ def test_a_key_that_is_empty_is_no_key(key: str, tmp_path: Path, monkeypatch: py
     assert "PRGE_API_KEY is empty" in found and "unset PRGE_API_KEY to serve without a key" in found
 
 
-@pytest.mark.parametrize("key", ["two words", "schlüssel", "a\nb", "\0"])
+@pytest.mark.parametrize("key", ["two words", "schlüssel", "a\nb c", "\0"])
 def test_a_key_that_no_header_can_carry(key: str, tmp_path: Path) -> None:
     (tmp_path / "key").write_text(key)
     assert "aren't printable ASCII" in refused("--api-key-file", tmp_path / "key")
@@ -44,10 +44,12 @@ def test_a_key_comes_from_a_file_before_the_environment(
     assert "at most 4096" in refused("--api-key-file", tmp_path / "key")
     (tmp_path / "key").write_text("of-the-file\n")
     monkeypatch.setenv("PRGE_API_KEY", " of-the-environment\n")
-    assert read_key(tmp_path / "key") == "of-the-file"
-    assert read_key(None) == "of-the-environment"
+    assert read_keys(tmp_path / "key") == ("of-the-file",)
+    assert read_keys(None) == ("of-the-environment",)
     monkeypatch.delenv("PRGE_API_KEY")
-    assert read_key(None) is None
+    assert read_keys(None) == ()
+    (tmp_path / "key").write_text("one\r\n\n  two \n")
+    assert read_keys(tmp_path / "key") == ("one", "two")
 
 
 @pytest.mark.parametrize("words", [["--api-key", ""], ["--api-key="], ["--api_key=secret"]])
@@ -60,11 +62,11 @@ def test_a_key_in_the_words_of_a_command_is_refused(words: list[str]) -> None:
 def test_others_may_ask_with_a_key_or_where_that_was_asked_for(host: str) -> None:
     settings = serve.ServeSettings(Path("nothing"), host=host)
     with pytest.raises(ConfigError, match=f"--host {host} lets other machines ask, and there is no API key"):
-        settings.check_key(None, True)
-    settings.check_key("secret", True)
-    serve.ServeSettings(Path("nothing"), host=host, insecure=True).check_key(None, True)
+        settings.access((), True)
+    settings.access(("secret",), True)
+    serve.ServeSettings(Path("nothing"), host=host, insecure=True).access((), True)
     with pytest.raises(ConfigError, match="and not both"):
-        serve.ServeSettings(Path("nothing"), insecure=True).check_key("secret", True)
+        serve.ServeSettings(Path("nothing"), insecure=True).access(("secret",), True)
 
 
 def test_flags_of_learning_belong_to_a_folder_to_learn_into(tmp_path: Path) -> None:
@@ -75,7 +77,7 @@ def test_flags_of_learning_belong_to_a_folder_to_learn_into(tmp_path: Path) -> N
 
 
 def test_this_machine_needs_no_key() -> None:
-    serve.ServeSettings(Path("nothing")).check_key(None, False)
+    serve.ServeSettings(Path("nothing")).access((), False)
     with pytest.raises(BundleError):
         serve.main(["--bundle", "nothing"])
 
@@ -90,9 +92,9 @@ def test_a_key_that_others_may_read_is_warned_of(tmp_path: Path, capsys: pytest.
     path.write_text("secret\n")
     for mode in (0o600, 0o400):
         path.chmod(mode)
-        assert read_key(path) == "secret" and capsys.readouterr().err == ""
+        assert read_keys(path) == ("secret",) and capsys.readouterr().err == ""
     for mode in (0o644, 0o640):
         path.chmod(mode)
-        assert read_key(path) == "secret"
+        assert read_keys(path) == ("secret",)
         told = capsys.readouterr().err
         assert f"whose mode is {mode:04o}: chmod 600 {path}" in told and "secret" not in told

@@ -84,5 +84,5 @@ if __name__ == "__main__":
         print(address_of(listener), flush=True)
         hot = [Cool("--pause-above-celsius", 45)] if sys.argv[5] else []
         gates = Gates(hot, Sensors(Path(sys.argv[5])), seconds=0)
-        app = make_app(models, worker, Access(key or None, "127.0.0.1"), feedback, gates=gates)
+        app = make_app(models, worker, Access(tuple(filter(None, key.split(",")))), feedback, gates=gates)
         Server(app, worker, ending=feedback.close).run([listener])

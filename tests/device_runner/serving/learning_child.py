@@ -51,7 +51,7 @@ if __name__ == "__main__":
         learning.give_way(worker, blocks)
         file = FeedbackFile(learn / FEEDBACK, learning.examples, worker.storage, 1 << 30)
         feedback = Feedback(file, tell, lambda row: worker.wake())
-        app = make_app(models, worker, Access(None, "127.0.0.1"), feedback, learning)
+        app = make_app(models, worker, Access(), feedback, learning)
 
         def watch(event: str, arguments: tuple[object, ...]) -> None:
             is_file = event == "open" and str(arguments[0]).startswith(str(learn))

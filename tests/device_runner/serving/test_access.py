@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from device_runner.serving import access as access_module
 from device_runner.serving.access import Access
+from device_runner.serving.listen_flags import ListenFlags
 from device_runner.serving.protocol import RequestError
+from prge.errors import ConfigError
 
-HERE = Access(host="127.0.0.1")
+HERE = ListenFlags().access((), False)
+OTHERS = ListenFlags(host="0.0.0.0", insecure=True).access((), True)
 
 
 def status(access: Access = HERE, method: str = "POST", path: str = "/v1/completions", **headers: str) -> int:
@@ -28,7 +32,8 @@ def status(access: Access = HERE, method: str = "POST", path: str = "/v1/complet
 )
 def test_every_name_of_this_machine_is_its_name(host: str) -> None:
     for listens in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
-        assert status(Access(host=listens), host=host) == 0
+        assert status(ListenFlags(host=listens).access((), False), host=host) == 0
+    assert status(OTHERS, host=host) == 0
 
 
 @pytest.mark.parametrize(
@@ -40,14 +45,57 @@ def test_every_name_of_this_machine_is_its_name(host: str) -> None:
         "2130706433", "0x7f.1", "localhost:8000:8000", "[localhost]evil", "0.0.0.0", "[::ffff:8.8.8.8]",
     ],
 )  # fmt: skip
-def test_other_names_are_refused_where_this_machine_alone_may_ask(host: str) -> None:
+def test_other_names_are_refused(host: str) -> None:
+    """Where others may ask, too: whoever owns such a name can let it lead here."""
     assert status(host=host) == 403
-    assert status(Access(), host=host) == 0
+    # No name that can be bound anew leads to an address as numbers.
+    is_address = host in ("[::2]:8000", "10.0.0.1", "[::ffff:8.8.8.8]")
+    for path in ("/", "/health", "/page/app.js", "/v1/runs/events", "/v1/completions"):
+        assert status(OTHERS, path=path, host=host) == (0 if is_address else 403)
+        assert status(OTHERS, "GET", path, host=host) == (0 if is_address else 403)
+    key = ListenFlags(host="0.0.0.0").access(("secret",), True)
+    assert status(key, host=host, authorization="Bearer secret") == (0 if is_address else 403)
 
 
-def test_the_name_that_a_server_listens_by_is_its_name() -> None:
-    assert status(Access(host="My-Phone"), host="my-phone:8000") == 0
-    assert status(Access(host="My-Phone"), host="other") == 403
+def test_names_that_a_server_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of --host, the machine's own where others may ask, and those that its user gives."""
+    monkeypatch.setattr(access_module.socket, "gethostname", lambda: "Desk.Example.org")
+    named = ListenFlags(host="My-Phone").access((), False)
+    assert status(named, host="my-phone:8000") == 0 and status(named, host="other") == 403
+    own = ["desk", "DESK:8000", "desk.local", "desk.example.org"]
+    assert [status(others_of_desk(), host=host) for host in own] == [0] * 4
+    assert [status(HERE, host=host) for host in own] == [403] * 4
+    given = ListenFlags(host="0.0.0.0", insecure=True, allowed_hosts=["AI.example.com", "[fe80::1]"])
+    assert status(given.access((), True), host="ai.example.com") == 0
+    for host in ("x.ai.example.com", "example.com", "ai.example.com.evil.example"):
+        assert status(given.access((), True), host=host) == 403
+    assert status(ListenFlags(allowed_hosts=["ai"]).access((), False), host="ai:8000") == 0
+    everything = ListenFlags(allowed_hosts=["*"]).access((), False)
+    assert status(everything, host="evil.example") == 0 and status(everything, host="") == 0
+    for wrong in ("http://a", "a:8000", "", "*.example.com", "a b"):
+        with pytest.raises(ConfigError, match="must be a name without scheme and port"):
+            ListenFlags(allowed_hosts=[wrong]).access((), False)
+
+
+def others_of_desk() -> Access:
+    return ListenFlags(host="0.0.0.0", insecure=True).access((), True)
+
+
+def test_two_names_at_once_are_refused() -> None:
+    pairs = [(b"host", b"localhost"), (b"host", b"evil.example"), (b"content-type", b"application/json")]
+    with pytest.raises(RequestError):
+        OTHERS.check({"type": "http", "method": "POST", "path": "/v1/completions", "headers": pairs})
+
+
+def test_a_rebound_page_is_refused_though_it_is_of_one_origin_with_the_server() -> None:
+    evil = {
+        "host": "evil.example:8000",
+        "origin": "http://evil.example:8000",
+        "sec_fetch_site": "same-origin",
+    }
+    for access in (HERE, OTHERS):
+        assert status(access, **evil) == 403
+        assert status(access, "GET", "/v1/models", **evil) == 403
 
 
 @pytest.mark.parametrize(
@@ -70,9 +118,9 @@ def test_the_name_that_a_server_listens_by_is_its_name() -> None:
     ],
 )
 def test_pages_of_other_origins_may_not_ask(origin: str, found: int) -> None:
-    for access in (Access(), Access(host="my-phone")):
-        assert status(access, host="my-phone:8000", origin=origin) == found
-    assert status(Access(), "GET", "/health", host="my-phone:8000", origin=origin) == found
+    access = ListenFlags(host="my-phone").access((), False)
+    assert status(access, host="my-phone:8000", origin=origin) == found
+    assert status(access, "GET", "/health", host="my-phone:8000", origin=origin) == found
 
 
 def test_what_a_page_of_another_site_has_from_here_is_refused_and_a_link_is_not() -> None:
@@ -86,7 +134,7 @@ def test_what_a_page_of_another_site_has_from_here_is_refused_and_a_link_is_not(
 
 
 def test_the_page_and_its_files_need_no_key() -> None:
-    access = Access(key="secret", host="localhost")
+    access = Access(("secret",))
     for path in ("/", "/training", "/page/app.js"):
         assert status(access, "GET", path) == 0
     for path in ("/page", "/training/", "//", "/v1/about"):
@@ -129,7 +177,7 @@ def test_what_a_page_can_send_unasked_is_no_json(kind: str, found: int) -> None:
     ],
 )
 def test_a_key(given: str, found: int) -> None:
-    access = Access(key="secret", host="localhost")
+    access = Access(("secret",))
     assert status(access, authorization=given) == found
     assert status(access) == 401 and status(access, path="/nothing") == 401
     assert status(access, "GET", "/health") == 0

@@ -158,17 +158,22 @@ def test_bodies_of_answers() -> None:
         json.dumps({**CHAT, "stream": True, "stream_options": {"include_usage": True}}).encode()
     )
     reply = Reply(asked)
-    whole = reply.whole([("a", "stop"), ("b", "length")], usage_of(3, 2))
+    whole = reply.whole([("a", "stop"), ("b", "length")], usage_of(3, 2, 1))
     assert whole["object"] == "chat.completion" and whole["id"].startswith("chatcmpl-")
     assert [choice["message"]["content"] for choice in whole["choices"]] == ["a", "b"]
     assert [choice["finish_reason"] for choice in whole["choices"]] == ["stop", "length"]
-    assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-    events = [*reply.begin(0), reply.piece(0, "a"), reply.end(0, "stop"), *reply.usage(usage_of(3, 2))]
+    assert whole["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+    events = [*reply.begin(0), reply.piece(0, "a"), reply.end(0, "stop"), *reply.usage(usage_of(3, 2, 1))]
     assert all(event["object"] == "chat.completion.chunk" and event["id"] == whole["id"] for event in events)
     deltas = [choice["delta"] for event in events for choice in event["choices"]]
     assert deltas == [{"role": "assistant", "content": ""}, {"content": "a"}, {}]
     assert [event["usage"] for event in events[:3]] == [None] * 3 and events[3]["choices"] == []
     plain = Reply(read_completion(json.dumps(COMPLETION).encode()))
-    assert plain.whole([("a", "stop")], usage_of(3, 2))["choices"][0]["text"] == "a"
+    assert plain.whole([("a", "stop")], usage_of(3, 2, 1))["choices"][0]["text"] == "a"
     assert plain.piece(0, "a")["choices"][0]["text"] == "a" and "usage" not in plain.piece(0, "a")
-    assert plain.begin(0) == plain.usage(usage_of(3, 2)) == []
+    assert plain.begin(0) == plain.usage(usage_of(3, 2, 1)) == []

@@ -219,3 +219,17 @@ def test_where_it_cant_forget_it_stays_whole(tmp_path: Path, monkeypatch: pytest
         patch.setattr(os, "replace", full)
         journal.forget_gradients(1)
     assert path.read_bytes() == before
+
+
+def test_a_journal_that_got_no_record_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path):
+        assert path.exists()
+    assert not path.exists()
+    path.write_bytes(b"")
+    with Journal(path):
+        pass
+    assert path.read_bytes() == b""  # somebody else's
+    with Journal(tmp_path / "other.jsonl") as journal:
+        journal.append({"kind": "start"})
+    assert (tmp_path / "other.jsonl").stat().st_size > 0

@@ -294,3 +294,53 @@ def test_a_run_begins_where_nothing_has_a_name_of_its_files(tmp_path: Path) -> N
     (tmp_path / FINAL).symlink_to("nowhere")
     with pytest.raises(RunError, match="holds final, which a run would replace"):
         check_new_run(tmp_path)
+
+
+def test_a_block_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "a/b/run"
+    for error in (RunError("no"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), run_lock(folder):
+            assert (folder / LOCK).is_file()
+            raise error
+        assert [*tmp_path.iterdir()] == []
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(RunError), run_lock(folder):
+        raise RunError("no")
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_a_lock_stays_where_it_was_or_something_was_made(tmp_path: Path) -> None:
+    with pytest.raises(RunError), run_lock(tmp_path / "run"):
+        (tmp_path / "run/journal.jsonl").write_text("")
+        raise RunError("no")
+    assert (tmp_path / "run" / LOCK).is_file()
+    (tmp_path / "run/journal.jsonl").unlink()
+    with pytest.raises(RunError), run_lock(tmp_path / "run"):
+        raise RunError("no")
+    assert (tmp_path / "run" / LOCK).is_file()
+    with run_lock(tmp_path / "other"):
+        pass
+    assert (tmp_path / "other" / LOCK).is_file()
+
+
+def test_while_locks_are_removed_one_process_at_most_holds_a_folder(tmp_path: Path) -> None:
+    """Each marks that it is inside; the mark is another process's where two are."""
+    script = (
+        "import os, sys; from pathlib import Path\n"
+        "from prge.errors import RunError; from prge.files.run_folder import run_lock\n"
+        "run, mark, held = Path(sys.argv[1]), Path(sys.argv[2]), 0\n"
+        "while held < 150:\n"
+        "    try:\n"
+        "        with run_lock(run):\n"
+        "            os.close(os.open(mark, os.O_CREAT | os.O_EXCL)); held += 1; mark.unlink()\n"
+        "            raise RunError('refused')\n"
+        "    except RunError as error:\n"
+        "        assert str(error) == 'refused' or 'is in use' in str(error), error\n"
+    )
+    words = [sys.executable, "-c", script, str(tmp_path / "a/run"), str(tmp_path / "mark")]
+    processes = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in processes:
+        _, told = process.communicate(timeout=120)
+        assert process.returncode == 0, told
+    assert not (tmp_path / "mark").exists()

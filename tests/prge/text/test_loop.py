@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from prge.files.adapter import Adapter
 from prge.rows.tokenizer import Tokenizer
 from prge.text.choice import Choice, ChoiceSettings
 from prge.text.decoding import TextStream
-from prge.text.loop import FED_AT_ONCE, Answer, GenerationSettings, Generator, Request
+from prge.text.loop import FED_AT_ONCE, Answer, GenerationSettings, Generator, Request, Sharing, _repeats
 from prge.text.prompts import Prompt
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 from tests.speakers import NumpySpeaker, make_adapter
@@ -234,6 +235,69 @@ def test_the_same_prompt_again_feeds_its_last_token_alone() -> None:
     again = generator.generate([make_request()])[0]
     assert speaker.calls[0] == [6]
     assert again.tokens == first.tokens
+
+
+def test_nothing_is_shared_between_groups() -> None:
+    generator = Generator(NumpySpeaker(slots=2), TOKENIZER)
+    for group, fed in (("a", 3), ("b", 3), ("a", 1), ("b", 1), ("c", 3), ("", 3)):
+        request = replace(make_request(), sharing=Sharing(group))
+        (answer,) = generator.generate([request])
+        assert (answer.fed_tokens, [*answer.tokens]) == (fed, alone(request))
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 8, 9, 20])
+def test_where_the_answer_is_needed_only_who_repeats_it_goes_on(most: int) -> None:
+    prompt = [1, *range(5, 25)]
+    sharing = Sharing(needs_answer=True)
+
+    def fed(tokens: Sequence[int], generator: Generator) -> int:
+        request = replace(make_request(tokens, max_tokens=most), sharing=sharing)
+        (answer,) = generator.generate([request])
+        assert [*answer.tokens] == alone(request)
+        return answer.fed_tokens
+
+    first = Generator(NumpySpeaker(slots=1), TOKENIZER)
+    (answer,) = first.generate([replace(make_request(prompt, max_tokens=most), sharing=sharing)])
+    # The last token that was chosen isn't held.
+    held = len(answer.tokens) - 1
+    needed = max(held // 2, min(held, 8))
+    for repeated in range(len(answer.tokens)):
+        generator = Generator(NumpySpeaker(slots=1), TOKENIZER)
+        fed(prompt, generator)
+        asked = [*prompt, *answer.tokens[:repeated], 400, 401]
+        is_known = repeated >= needed > 0
+        assert fed(asked, generator) == (2 if is_known else len(asked)), (repeated, needed)
+    assert fed(prompt, first) == len(prompt) and fed(prompt[:-1], first) == len(prompt) - 1
+
+
+@pytest.mark.parametrize(
+    ("said", "is_known"),
+    [
+        ("{}", True),
+        (" {}\n", True),
+        ("", False),
+        ("{}.", False),
+        ("guess", False),
+        ("end:{:.3}", False),
+    ],
+)
+def test_an_answer_that_is_repeated_as_text_is_known_by_it(said: str, is_known: bool) -> None:
+    """What a client sends back need not become the same tokens."""
+    prompt = [1, *range(5, 25)]
+    generator = Generator(NumpySpeaker(slots=1), TOKENIZER)
+    sharing = Sharing(needs_answer=True)
+    (answer,) = generator.generate([replace(make_request(prompt, max_tokens=20), sharing=sharing)])
+    assert len(answer.text.strip()) > 4
+    sharing = replace(sharing, answers=("no", said.format(answer.text)))
+    request = replace(make_request([*prompt, 400, 401]), sharing=sharing)
+    assert generator.generate([request])[0].fed_tokens == (2 if is_known else len(prompt) + 2)
+
+
+def test_an_answer_is_known_by_its_end() -> None:
+    thoughts = "<think> what may they want </think> It is a house at the sea."
+    assert _repeats("It is a house at the sea.", thoughts) and _repeats(thoughts, thoughts)
+    for said in ("the sea.", "It is a house", "", " ", thoughts[1:-1]):
+        assert not _repeats(said, thoughts)
 
 
 def test_nothing_is_shared_between_adapters() -> None:

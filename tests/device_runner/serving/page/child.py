@@ -140,7 +140,7 @@ if __name__ == "__main__":
     feedback = Feedback(file)
     models = Models(adapters(), tokenizer)
     with listening("127.0.0.1", given["port"]) as listener:
-        access = Access(given["key"], "127.0.0.1")
+        access = Access((given["key"],) if given["key"] else ())
         app = make_app(models, worker, access, feedback, learning, runs, ABOUT)
         print(address_of(listener), flush=True)
         Server(app, worker, ending=runs.close if runs else lambda: None).run([listener])

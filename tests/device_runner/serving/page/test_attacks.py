@@ -137,3 +137,19 @@ def test_a_page_of_others_stops_no_run_and_reads_nothing(
         own.get_by_role("button", name="Stop after this step").click()
         own.get_by_text("The run ends after its step.").wait_for()
         assert process.wait(10) == 0
+
+
+def test_a_link_to_the_page_asks_nothing(tmp_path: Path, visit: Callable[..., Any]) -> None:
+    """What a link brings along would be asked by whoever follows it, with what they have said before."""
+    with served(feedback=tmp_path / "feedback.jsonl") as server:
+        for words in ("?q=Hello", "?prompt=Hello&model=base&submit=1", "?message=Hello#q=Hello", "#Hello"):
+            page = visit(server.url)
+            sent: list[str] = []
+            page.on("request", lambda request, sent=sent: sent.append(request.method))
+            page.goto(f"{server.url}/{words}")
+            page.reload()
+            page.get_by_role("textbox").first.wait_for()
+            page.wait_for_timeout(300)
+            assert page.locator(".turns > li").count() == 0
+            assert page.get_by_role("textbox").first.input_value() == ""
+            assert {*sent} == {"GET"}

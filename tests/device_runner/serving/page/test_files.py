@@ -22,7 +22,7 @@ VENDORED = "72284e8e9079c87817145df1110f74e8a2aa040b2fc384922e18dfcb46fc1fd7"
 
 @pytest.fixture
 def client(tmp_path) -> TestClient:
-    return TestClient(make_watching_app(Runs(tmp_path), Access("secret", "localhost")), "http://localhost")
+    return TestClient(make_watching_app(Runs(tmp_path), Access(("secret",))), "http://localhost")
 
 
 def test_what_is_vendored_is_as_it_was_and_has_its_licences() -> None:
