@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,14 @@ _BUNDLES = {"workshop", "upper_bundle", "lora_bundle", "encoder", "llama_bundle"
 # Seconds after which no test of the second tier begins, so that a slow machine ends in time.
 _SECONDS = float(os.environ.get("PRGE_TEST_SECONDS", "inf"))
 _BEGIN = time.monotonic()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Settings are signed with a key of the tests, which lasts as long as what they keep of earlier ones."""
+    cache = getattr(config, "cache", None)
+    os.environ["XDG_CONFIG_HOME"] = str(
+        cache.mkdir("config") if cache else tempfile.mkdtemp(prefix="prge-tests-")
+    )
 
 
 @pytest.hookimpl(trylast=True)

@@ -103,6 +103,8 @@ def main(argv: Sequence[str]) -> int:
     # Memory where there is some: a case waits for storage dozens of times.
     shared = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
     work = (given.work or Path(tempfile.mkdtemp(prefix="prge-attack-", dir=shared))).resolve()
+    # Settings are signed with a key of the attack, not with this user's.
+    os.environ["XDG_CONFIG_HOME"] = str(work / "config")
     print(f"models and bundles in {work}", flush=True)
     workshop = _made_in_a_process(work, given.kinds)
     import_verbs()
