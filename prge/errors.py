@@ -32,7 +32,7 @@ def shortened(text: str, longest: int) -> str:
     return f"{text[: kept - kept // 3]}...{text[len(text) - kept // 3 :]}"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What an exception of a library says first."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

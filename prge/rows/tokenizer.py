@@ -36,15 +36,17 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import Unigram
 
-from prge.errors import BundleError, ConfigError, DataError, shown
+from prge.errors import BundleError, ConfigError, DataError, PrgeError, shown
 from prge.files.bundle import Bundle
 from prge.files.documents import read_document
 from prge.rows.inputs import check_text
+from prge.rows.tokenizer_check import read_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 REMEDY = "copy or export the bundle again"
 MOST_TEMPLATE_BYTES = 4_000_000
+MOST_TOKENIZER_BYTES = 256 << 20
 
 WINDOW = 1 << 14
 OVERLAP = 1 << 11
@@ -320,7 +322,8 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
         """Text of token ids; with `special` false, special tokens are left out."""
-        return self._backend.decode(list(tokens), skip_special_tokens=not special)
+        with _library_errors(_undecodable):
+            return self._backend.decode(list(tokens), skip_special_tokens=not special)
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """What each token adds to the decoded text; its name where that is nothing readable."""
@@ -390,7 +393,8 @@ class _StandIns:
 
 def _encoded(backend: Backend, text: str) -> Tokens:
     """The tokens of a text alone."""
-    encoding = backend.encode(text, add_special_tokens=False)
+    with _library_errors(_unencodable):
+        encoding = backend.encode(text, add_special_tokens=False)
     tokens = np.empty((len(encoding), 3), np.int32)
     try:
         tokens[:, 0] = encoding.ids
@@ -447,14 +451,28 @@ def _undivided(text: str, characters: int) -> DataError:
 
 
 @contextlib.contextmanager
-def _damage(path: Path) -> Iterator[None]:
-    """A BundleError for what the library raises of a tokenizer, which where Rust panics is no Exception."""
+def _library_errors(as_ours: Callable[[str], PrgeError]) -> Iterator[None]:
+    """Turn what the library raises into an error of prge's; where Rust panics that is no Exception."""
     try:
         yield
-    except (BundleError, MemoryError, KeyboardInterrupt, SystemExit):
+    except (PrgeError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise BundleError(f"{path} is damaged: {error}", remedy=REMEDY) from None
+        raise as_ours(str(error)) from None
+
+
+def _undecodable(problem: str) -> BundleError:
+    return BundleError(f"the tokenizer can't decode its tokens: {problem}", remedy=REMEDY)
+
+
+def _unencodable(problem: str) -> DataError:
+    return DataError("the text can't be tokenized", [problem], remedy="leave out what is unusual in it")
+
+
+def read_backend(path: Path) -> Backend:
+    """The library's tokenizer of a `tokenizer.json`; raises BundleError where it is damaged, or hostile."""
+    with _library_errors(lambda problem: BundleError(f"{path} is damaged: {problem}", remedy=REMEDY)):
+        return read_tokenizer(read_document(path, MOST_TOKENIZER_BYTES), path)
 
 
 def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
@@ -470,8 +488,7 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
     path = Path(folder) / TOKENIZER_FILE
     if not path.is_file():
         raise BundleError(f"the bundle has no {path}", remedy=REMEDY)
-    with _damage(path):
-        backend = Backend.from_str(path.read_text(encoding="utf-8"))
+    backend = read_backend(path)
     ids: dict[str, int | None] = {}
     for name in ("bos", "eos", "pad"):
         identifier = block.get(f"{name}_token_id")
@@ -492,7 +509,7 @@ def load_tokenizer(folder: Path | str, block: Mapping[str, Any]) -> Tokenizer:
         raise BundleError(
             f"the manifest's stop_token_ids are {shown(stop_ids)}, not tokens of {path}", remedy=REMEDY
         )
-    with _damage(path):
+    with _library_errors(lambda problem: BundleError(f"{path} is damaged: {problem}", remedy=REMEDY)):
         return Tokenizer(
             backend,
             bos_id=ids["bos"],

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import BundleError, ConfigError, PrgeError, first_line
-from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer
+from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer, read_backend
 from prge.rows.tokenizer import load_tokenizer as read_tokenizer
 from prge.text.prompts import Prompts
 from server_export.model.files import end_tokens, find_files, hub_answers, local_folder
@@ -33,6 +33,8 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     folder = local_folder(name_or_path, revision)
+    if folder is not None and (path := Path(folder) / TOKENIZER_FILE).is_file():
+        read_backend(path)  # which may end the process if nobody tried it
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder or name_or_path,
