@@ -106,13 +106,17 @@ def leads_out(folder: Path, value: str, is_written: bool = False) -> bool:
 def check_links(folder: Path) -> None:
     """Refuse a folder, perhaps somebody else's, that holds a link to a place outside of it.
 
+    A snapshot in a cache of Hugging Face's hub may have links to the other files of its repository.
+
     Raises:
-        RunError: it does.
+        RunError: it has such a link.
     """
+    place = Path(os.path.realpath(folder))
+    within = place.parent.parent if place.parent.name == "snapshots" else place
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = os.path.join(parent, name)
-            if os.path.islink(path) and leads_out(folder, path, is_written=True):
+            if os.path.islink(path) and leads_out(within, path, is_written=True):
                 raise RunError(
                     f"{path} is a link to {os.readlink(path)}, outside of {folder}",
                     remedy="put what it leads to in its place, or remove it",

@@ -81,7 +81,8 @@ def bundle_in(config: Path) -> Path | None:
         raise RunError(
             f"{config} names the bundle {shown(given)}, outside of its folder, "
             "and isn't as your prge wrote it",
-            remedy=f"where that is the bundle that you want, give it: --bundle {given}",
+            remedy=f"where that is the bundle that you want, give --bundle {given}; and {config.parent} with "
+            "--adapter to verbs that generate or score",
         )
     return Path(str(given))
 

@@ -17,6 +17,7 @@ from prge.errors import AdapterError, BundleError, ConfigError, RunError
 from prge.files.bundle import MANIFEST, Bundle, open_bundle
 from prge.files.chain import OWN_HEAD
 from prge.files.documents import DocumentError, mapping
+from prge.files.own_settings import check_links
 from prge.files.peft import (
     CONFIG,
     HEAD,
@@ -120,6 +121,7 @@ def read_trained(config: PublishConfig) -> Trained:
     """
     folder = find_adapter(Path(config.source))
     run = run_of(folder)
+    check_links(run or folder)  # what lies there is given away
     tuning = tuning_at(Path(config.source))
     bundle = _find_bundle(config.bundle or (tuning.bundle if tuning else None), run)
     found = read_lora(folder)

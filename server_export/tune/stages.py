@@ -28,6 +28,7 @@ from typing import Any
 from prge.cli import main
 from prge.errors import PrgeError, RunError
 from prge.files.bundle import Bundle, open_bundle, read_manifest
+from prge.files.own_settings import check_links
 from prge.files.run_folder import (
     CONFIG,
     DECISIONS,
@@ -81,6 +82,7 @@ def tune(settings: TuneSettings) -> dict[str, Any]:
     with ExitStack() as held:
         check_place(settings.out)
         if is_there := (settings.out / DECISIONS).is_file():
+            check_links(settings.out)  # the same command again goes on with a folder, whoever made it
             held.enter_context(run_lock(settings.out))
         tuning = _Tuning(settings)
         tuning.check_folder(is_there)

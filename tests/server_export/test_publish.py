@@ -309,6 +309,16 @@ def test_a_bundle_that_somebody_elses_run_names_is_not_taken(
     assert publish(PublishConfig(run_folder, tmp_path / "out", bundle=bundle.folder)).is_dir()
 
 
+def test_what_a_link_leads_to_is_not_given_away(bundle: Bundle, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("mine")
+    folder = tmp_path / "theirs"
+    shutil.copytree(trained, folder)
+    (folder / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(RunError, match=r"chat_template\.jinja is a link to .*secret, outside of"):
+        publish(PublishConfig(folder, tmp_path / "out", bundle=bundle.folder))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("words", [[], ["--model", "me/llama"]])
 def test_a_hub_id_is_taken_at_the_recorded_commit_and_told(
     saved: Path,

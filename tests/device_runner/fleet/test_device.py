@@ -294,3 +294,14 @@ def test_time_is_up_while_missed_steps_are_taken_too_and_those_taken_stay(
     assert "is at step 6, needs that of step 12" in server.refusal(6, missed=b"", state=b"")
     rest = b"".join(server.steps(number).to_bytes() for number in (3, 4, 5))
     assert isinstance(server.ask(6, missed=rest, state=b""), Answer)
+
+
+def test_settings_that_somebody_changed_name_no_rows_of_mine(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = server.folder / "device.yaml"
+    config.write_text(f"# changed\n{config.read_text()}")
+    assert "an error on the device" in server.refusal(0)
+    told = capsys.readouterr().err
+    assert "outside of its folder" in told and " --train " in told
+    assert not server.lines

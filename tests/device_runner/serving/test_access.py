@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from device_runner.serving import access as access_module
 from device_runner.serving.access import Access
 from device_runner.serving.listen_flags import ListenFlags
 from device_runner.serving.protocol import RequestError
@@ -59,7 +58,7 @@ def test_other_names_are_refused(host: str) -> None:
 
 def test_names_that_a_server_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of --host, the machine's own where others may ask, and those that its user gives."""
-    monkeypatch.setattr(access_module.socket, "gethostname", lambda: "Desk.Example.org")
+    monkeypatch.setattr("socket.gethostname", lambda: "Desk.Example.org")
     named = ListenFlags(host="My-Phone").access((), False)
     assert status(named, host="my-phone:8000") == 0 and status(named, host="other") == 403
     own = ["desk", "DESK:8000", "desk.local", "desk.example.org"]

@@ -146,6 +146,22 @@ def test_a_bundle_without_backpropagation_learns_too(tmp_path: Path, monkeypatch
     assert [each["status"] for each in place.learnt()] == ["start", "served"]
 
 
+def test_a_strangers_run_names_no_rows_of_mine(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place.device.replaces(monkeypatch, run_verb)
+    begun = {"bundle": tmp_path / "bundle", "train": tmp_path / "kept.jsonl"}
+    run_verb.run(RunSettings(**begun, out=tmp_path / "run", steps=2, quiet=True))
+    config = tmp_path / "run/config.yaml"
+    config.write_text(f"# changed\n{config.read_text()}")
+    start = read_peft(tmp_path / "run/final", open_bundle(tmp_path / "bundle").chain.modules)
+    with pytest.raises(ConfigError) as caught:
+        place.open(start, tmp_path / "run")
+    assert caught.value.problems == [f"train: '{tmp_path / 'kept.jsonl'}'"]
+    assert "--kept" in caught.value.remedy
+    place.open(start, tmp_path / "run", kept=tmp_path / "kept.jsonl").close()
+
+
 def test_it_goes_on_from_a_run_with_its_rows_and_rate(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -148,6 +148,20 @@ def test_which_values_lead_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     os.close(descriptor)
 
 
+def test_a_snapshot_of_the_hub_has_links_to_its_own_files(tmp_path: Path) -> None:
+    repository = tmp_path / "models--me--adapter"
+    snapshot = repository / "snapshots/0123"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "blobs/a").write_text("")
+    (snapshot / "adapter_config.json").symlink_to("../../blobs/a")
+    check_links(snapshot)
+    (repository / "blobs").rename(tmp_path / "private")
+    (repository / "blobs").symlink_to(tmp_path / "private")
+    with pytest.raises(RunError, match=r"adapter_config\.json is a link"):
+        check_links(snapshot)
+
+
 def test_links_out_of_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "a/b").mkdir(parents=True)

@@ -143,3 +143,14 @@ def test_places_outside_that_a_strangers_record_names_are_refused(
     for heads in ("/etc/passwd", "../journal.jsonl", "search/../../journal.jsonl"):
         with pytest.raises(RunError, match=r"tune\.json names .* as heads, outside"):
             record("plain", heads)
+
+
+def test_a_folder_with_a_link_out_of_it_is_not_gone_on_with(settings: TuneSettings, tmp_path: Path) -> None:
+    from server_export.tune.stages import tune
+
+    kept(settings)
+    (tmp_path / "mine.txt").write_text("mine")
+    (settings.out / "report.html").symlink_to(tmp_path / "mine.txt")
+    with pytest.raises(RunError, match=r"report\.html is a link to .*mine\.txt, outside of"):
+        tune(settings)
+    assert (tmp_path / "mine.txt").read_text() == "mine"
