@@ -32,8 +32,17 @@ from prge.running.trials import Trial
 _ROUNDS = 3
 _KILLED = 137
 _RESERVE = 256 << 20
-# Python and libraries of a phone may hold so much more before a run begins than those of this computer.
-_INTERPRETER = 16 << 20
+# What a run holds on the phone before it loads the engine, and by how much that grows while it reads rows.
+_HELD = """
+from pathlib import Path
+import device_runner.run
+from prge.files.bundle import open_bundle
+from prge.host.memory import resident_bytes
+from prge.rows.tokenizer import bundle_tokenizer
+tokenizer = bundle_tokenizer(open_bundle(Path({bundle!r})))
+print(resident_bytes() or "")
+"""
+_GROWTH = 8 << 20
 _LETTERS_OF_A_TOKEN = 8
 _MEASURING, _MEASURED = "device_runner.session.measuring", "measured.json"
 
@@ -103,12 +112,17 @@ class Taking:
             texts = (_letters(length, seed) for seed in range(count))
             rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
             train = self.phone.send_file(rows)
-        least = least_memory(self.bundle, BACK, self.trial.batch, self.trial.tokens) + _INTERPRETER
         return {
             **{"train": train, "estimator": "exact", "batch_size": self.trial.batch, "quiet": True},
             **{"overflow": "truncate", "max_dropped": 1.0},
-            **({"memory": least} if self.trial.is_least else {}),
+            **({"memory": self._least_memory()} if self.trial.is_least else {}),
         }
+
+    def _least_memory(self) -> int:
+        """The least bound that a run on the phone keeps."""
+        held = self.phone.python(_HELD.format(bundle=self.remote)).split()
+        known = int(held[-1]) + _GROWTH if held else None
+        return least_memory(self.bundle, BACK, self.trial.batch, self.trial.tokens, held=known)
 
     def _text(self) -> dict[str, Any]:
         """What `prge generate` is asked."""

@@ -554,15 +554,20 @@ def costs_of(bundle: Bundle) -> tuple[Outline, Weights]:
     )
 
 
-def least_memory(bundle: Bundle, role: str, rows: int, length: int) -> int:
-    """The least `--memory` of a run on the native engine with so many rows of so many tokens in a call.
+def least_memory(bundle: Bundle, role: str, rows: int, length: int, held: int | None = None) -> int:
+    """The least `--memory` of a run on the native engine, with some room besides.
 
-    With some room besides: what the process holds before it loads an engine is measured by the run alone.
+    Args:
+        bundle: an opened one.
+        role: of the run's steps.
+        rows: sequences of a call.
+        length: tokens of each.
+        held: bytes that the process holds before it loads the engine; None: as on the machine of the figures.
     """
     outline, weights = costs_of(bundle)
     contract = bundle.chain.contract(role, rows, length=length)
     taken = run_memory(outline, contract, weights, bundle.chain.roles, "native", weights.largest)
-    return round(_ROOM * taken.total)
+    return round(_ROOM * (taken.total if held is None else taken.beside(held, "native")))
 
 
 def memory_table(
