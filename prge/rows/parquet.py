@@ -63,7 +63,6 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is empty"
         raise DataError(what, [f"not parquet: {reason}"], remedy=_REMEDY) from None
-    most = LEAST_BYTES + BYTES_PER_BYTE * len(content)
     memory = CHILD_BYTES + CHILD_BYTES_PER_BYTE * len(content)
     memory += _RESERVED_BYTES * (pyarrow.default_memory_pool().backend_name != "system")
     child = BoundedChild(_Decoder(content), SECONDS, memory)
@@ -77,30 +76,40 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
             raise DataError(what, [f"not parquet: {answer[1:].decode()}"], remedy=_REMEDY)
         return answer[1:]
 
-    def check(size: int) -> None:
-        if size > most:
-            raise DataError(
-                what,
-                [
-                    f"its {len(content):,} bytes stand for rows of more than {size >> 20:,} MiB, at most "
-                    f"{most >> 20:,} MiB are read of a file of this size"
-                ],
-                remedy="write the rows as jsonl, or several files, if they are meant to be so many",
-            )
-
     facts = json.loads(asked(b"open"))
     twice = sorted(name for name, count in Counter(facts["names"]).items() if count > 1)
     if twice:
         raise DataError(what, [f"it has columns twice: {', '.join(map(repr, twice))}"])
-    check(facts["rows"] * (ROW_BYTES + VALUE_BYTES * len(facts["names"])) + facts["bytes"])
+    claimed = facts["rows"] * (ROW_BYTES + VALUE_BYTES * len(facts["names"])) + facts["bytes"]
+    check_expansion(path, len(content), claimed)
     size = 0
     while answer := asked(b"next"):
         with pyarrow.ipc.open_stream(answer) as reader:
             batch = reader.read_next_batch()
         size += ROW_BYTES * len(batch) + batch.nbytes
         size += VALUE_BYTES * sum(map(_count_values, batch.columns))
-        check(size)
+        check_expansion(path, len(content), size)
         yield from batch.to_pylist()
+
+
+def check_expansion(path: Path, file_bytes: int, row_bytes: int) -> None:
+    """Raise DataError where rows take far more memory than the size of their file explains.
+
+    Args:
+        path: of the file.
+        file_bytes: its size.
+        row_bytes: what its rows take in memory, or those that were read so far.
+    """
+    most = LEAST_BYTES + BYTES_PER_BYTE * file_bytes
+    if row_bytes > most:
+        raise DataError(
+            f"{path} can't be read as data",
+            [
+                f"its {file_bytes:,} bytes stand for rows of more than {row_bytes >> 20:,} MiB, at most "
+                f"{most >> 20:,} MiB are read of a file of this size"
+            ],
+            remedy="write the rows as jsonl, or several files, if they are meant to be so many",
+        )
 
 
 def _count_values(array: Any) -> int:

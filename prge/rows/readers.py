@@ -24,7 +24,7 @@ import numpy as np
 from prge.errors import LONGEST_VALUE, ConfigError, DataError, shortened
 from prge.rows.feedback import whole_lines
 from prge.rows.json_rows import numbered_items
-from prge.rows.parquet import parquet_rows
+from prge.rows.parquet import ROW_BYTES, check_expansion, parquet_rows
 
 JSON, PARQUET = ".json", ".parquet"
 LINES = (".jsonl", ".ndjson")
@@ -144,7 +144,10 @@ def read_rows(path: Path | str, broken: list[str] | None = None, part: Part = "t
         numbered = _table_rows(_plain_records(text), problems)
     else:
         numbered = _table_rows(_quoted_records(text, "\t" if suffix == ".tsv" else ","), problems)
-    rows = [Row(number, without_nulls(fields)) for number, fields in numbered]
+    size, rows = path.stat().st_size, []
+    for number, fields in numbered:
+        rows.append(Row(number, without_nulls(fields)))
+        check_expansion(path, size, ROW_BYTES * len(rows))
     if problems and (broken is None or not rows):
         raise DataError(
             f"{path} has rows that can't be read", problems, remedy="correct or remove these rows"

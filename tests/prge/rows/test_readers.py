@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prge.errors import ConfigError, DataError
+from prge.rows import parquet
 from prge.rows.forms import text_of
 from prge.rows.readers import Row, Selection, json_fields, read_rows, select_rows
 from prge.rows.task import RowError, Template
@@ -35,6 +36,14 @@ def test_json_is_a_list_of_rows_or_of_texts(write: Write) -> None:
 
 def test_jsonl_by_the_name_of_json(write: Write) -> None:
     assert read_rows(write("a.json", '{"text": "one"}\n{"text": "two"}\n'))[1] == Row(2, {"text": "two"})
+
+
+def test_more_rows_than_a_file_explains_are_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of two bytes take hundreds in memory."""
+    monkeypatch.setattr(parquet, "LEAST_BYTES", 0)
+    with pytest.raises(DataError, match="its 202 bytes stand for rows of more than"):
+        read_rows(write("a.csv", "a\n" + "b\n" * 100))
+    assert len(read_rows(write("b.csv", "text\n" + "four\n" * 100))) == 100
 
 
 def test_parquet(tmp_path: Path) -> None:
