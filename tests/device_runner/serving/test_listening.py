@@ -177,3 +177,10 @@ def test_addresses_of_both_kinds() -> None:
         pytest.skip("this machine has no address ::1")
     with listening.listening("::1", 0) as listener:
         assert listening.address_of(listener).startswith("[::1]:")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_where_it_listens_everywhere_the_address_that_is_told_is_one_that_it_answers_to(host: str) -> None:
+    with suppress(RunError), listening.listening(host, 0) as listener:
+        port = listener.getsockname()[1]
+        assert listening.address_of(listener) == f"localhost:{port}"
