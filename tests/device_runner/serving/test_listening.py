@@ -152,7 +152,7 @@ def test_a_body_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "SECONDS", 0.1)
     scope = {
         "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
     }  # fmt: skip
     sent: list[dict[str, Any]] = []
 
