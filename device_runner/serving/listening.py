@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
 
 import h11
 import uvicorn
@@ -49,8 +50,10 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def address_of(listener: socket.socket) -> str:
-    """Host and port as a URL has them."""
+    """Host and port as a URL of this machine has them."""
     host, port = listener.getsockname()[:2]
+    if ip_address(host).is_unspecified:  # all addresses of this machine, and none that a client should name
+        host = "localhost"
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

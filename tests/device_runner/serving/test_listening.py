@@ -152,7 +152,7 @@ def test_a_body_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "SECONDS", 0.1)
     scope = {
         "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
     }  # fmt: skip
     sent: list[dict[str, Any]] = []
 
@@ -177,3 +177,10 @@ def test_addresses_of_both_kinds() -> None:
         pytest.skip("this machine has no address ::1")
     with listening.listening("::1", 0) as listener:
         assert listening.address_of(listener).startswith("[::1]:")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_where_it_listens_everywhere_the_address_that_is_told_is_one_that_it_answers_to(host: str) -> None:
+    with suppress(RunError), listening.listening(host, 0) as listener:
+        port = listener.getsockname()[1]
+        assert listening.address_of(listener) == f"localhost:{port}"
