@@ -185,7 +185,7 @@ def test_memory_that_no_block_fits_into_begins_no_run(
 ) -> None:
     message = fails("--memory", 1000)
     assert "--memory 1000 bytes is too little:" in message
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.lock"}
+    assert not (tmp_path / "run").exists()
     needed = message.split("needs at least ")[1].split("\n")[0].replace(" ", "").replace(",", "")
     assert main(["run", *map(str, run_words), "--steps", "1", "--memory", needed, "--quiet"]) == 0
 
