@@ -100,7 +100,8 @@ def attack_feedback(bench: Bench, random: Random, folder: Path) -> Found:
     (scene,) = random.choices(scenes, weights)
     started: list[Service] = []
     try:
-        return scene(_Stage(bench, random, folder, started))
+        found: Found = scene(_Stage(bench, random, folder, started))
+        return found
     except (RuntimeError, OSError, http.client.HTTPException, subprocess.TimeoutExpired) as error:
         has_ended = started and not started[-1].is_alive
         verdict = Verdict.CRASHED if has_ended else Verdict.HUNG
