@@ -228,7 +228,9 @@ def test_interrupting_ends_the_answer_and_not_the_conversation(
 def test_in_a_terminal_ctrl_c_at_the_prompt_changes_nothing_and_ctrl_d_ends(
     speaking: Speaking, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said: list[type[BaseException] | str] = [KeyboardInterrupt, "a dog", EOFError]
+    undecodable = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    said: list[BaseException | type[BaseException] | str] = [KeyboardInterrupt, undecodable, "\udcff"]
+    said += ["a dog", EOFError]
     shown: list[str] = []
 
     def read(prompt: str) -> str:
@@ -243,5 +245,6 @@ def test_in_a_terminal_ctrl_c_at_the_prompt_changes_nothing_and_ctrl_d_ends(
     assert main(["chat", "--bundle", str(speaking.folder), "--temperature", "0", "--max-tokens", "16"]) == 0
     out, err = capsys.readouterr()
     assert out == written(conversation(speaking, "a dog")) + "\n"
-    assert shown == ["bundle> "] * 3
+    assert shown == ["bundle> "] * 5
     assert "/quit or Ctrl-D ends" in err
+    assert "the line is not UTF-8" in err and "half of a surrogate pair" in err
