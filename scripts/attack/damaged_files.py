@@ -29,6 +29,7 @@ LIMITS = Limits(seconds=300, processor_seconds=30, memory=1 << 30)
 WORKSTATION_LIMITS = Limits(seconds=600, processor_seconds=200, memory=4 << 30)
 _KINDS = ["decoder", "decoder", "encoder", "upper", "quantized"]
 _RUN_KINDS = ["decoder", "decoder", "encoder", "upper"]
+_OF_DECODERS = ("model", "gguf", "feedback.jsonl")
 _RUNS = ("finished", "unfinished", "adapter")
 _FOREIGN = ["step-000004 (copy)", "step-000010-mine", "step-10", "notes"]
 
@@ -207,7 +208,7 @@ def _attacked(bench: Bench, random: Random, folder: Path, table: str, limits: Li
     use = USES[random.choice(target.uses)]
     kinds = _KINDS if target.top == "bundle" and use is not USES["resume"] else _RUN_KINDS
     kind = random.choice([kind for kind in kinds if kind in bench.workshop.kinds])
-    scene = Scene(bench, "decoder" if target.top in ("model", "gguf") else kind, folder)
+    scene = Scene(bench, "decoder" if target.top in _OF_DECODERS else kind, folder)
     files = target.paths(scene.prepare(target.top, use))
     if not files:
         return [], Counter()
