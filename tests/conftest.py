@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from smollm2 import model_file
 
@@ -22,6 +23,9 @@ from tests.workshop import Made, export, fill_workshop
 
 # A process whose threads have computed can't be forked, and engines are tried in forked ones.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# How long an example takes says nothing on a machine that does much else.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 # Under nohup verbs wouldn't heed a terminal that is closed, nor would those that tests start.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
