@@ -42,7 +42,7 @@ TOKENS, QUERIES, COPIES, POSITIONS = 64, 3, 3, 4
 # Of rows that the examples of a test choose from; some are equally long.
 LENGTHS = (64, 33, 5, 20, 21, 41, 2, 50, 20, 64, 12)
 ROWS = st.lists(st.integers(0, len(LENGTHS) - 1), min_size=2, max_size=9)
-FEW = settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 CALLS: list[tuple[str, dict[str, int]]] = [
     (STACK, {}),
     (STACK, {"copies": COPIES}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from device_runner.engines.planning import (
@@ -38,7 +38,6 @@ def test_a_program_for_few_tokens_gets_no_more() -> None:
     assert [padded_length(tokens, Bounds(tokens=5)) for tokens in (1, 5)] == [5, 5]
 
 
-@settings(deadline=None)
 @given(COUNTS)
 def test_every_row_passes_once_and_only_with_rows_of_its_length(counts: list[int]) -> None:
     lengths = lengths_of(counts)
@@ -50,7 +49,6 @@ def test_every_row_passes_once_and_only_with_rows_of_its_length(counts: list[int
         assert rows.tolist() == sorted(rows.tolist())
 
 
-@settings(deadline=None)
 @given(COUNTS)
 def test_rows_of_one_adapter_take_the_place_of_copies_too(counts: list[int]) -> None:
     lengths = lengths_of(counts)
@@ -63,7 +61,6 @@ def test_rows_of_one_adapter_take_the_place_of_copies_too(counts: list[int]) -> 
         assert rows.shape[1] <= (BOUNDS.batch if length <= BOUNDS.piece else 1)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 9))
 def test_slices_are_few_and_of_about_one_size(count: int, most: int, start: int) -> None:
     found = [*slices(start + count, most, start)]

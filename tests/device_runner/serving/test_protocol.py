@@ -144,7 +144,7 @@ NAMES = st.sampled_from(
 
 
 @given(st.dictionaries(NAMES, JSON), st.sampled_from([CHAT, COMPLETION]))
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_any_json_is_understood_or_refused(changes: dict[str, Any], whole: dict[str, Any]) -> None:
     for read in (read_chat, read_completion):
         try:

@@ -54,7 +54,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Example], int]:
     return examples, calls
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(steps())
 def test_the_gradient_is_that_of_the_mean_over_tokens(given_step: tuple[list[Example], int]) -> None:
     examples, calls = given_step
@@ -67,7 +67,7 @@ def test_the_gradient_is_that_of_the_mean_over_tokens(given_step: tuple[list[Exa
     np.testing.assert_allclose(found.gradient, expected, atol=1e-4)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(steps())
 def test_scalars_are_derivatives_of_the_mean_over_tokens(given_step: tuple[list[Example], int]) -> None:
     """Of differences along a direction, and of tangents, whose mean over examples it is."""

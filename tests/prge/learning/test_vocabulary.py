@@ -74,7 +74,7 @@ class Pieces:
     middle=st.sampled_from([0.0, -40.0, 60.0, -300.0, 1000.0]),
     spread=st.sampled_from([0.1, 3.0, 30.0]),
 )
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_logprobs_and_their_tangents_are_those_of_the_whole(
     seed: int, pieces: int, middle: float, spread: float
 ) -> None:

@@ -196,7 +196,7 @@ def without_begin(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", BACKENDS)
 @given(said=st.lists(st.lists(st.sampled_from(WRITTEN), max_size=8).map("".join), min_size=1, max_size=3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_control_tokens_of_messages_are_text_and_those_of_the_template_are_not(
     kind: str, said: list[str]
 ) -> None:

@@ -108,7 +108,7 @@ def test_completion_that_a_token_would_join_to_its_prompt() -> None:
 
 
 @given(known=st.integers(0, 5), unknown=st.integers(0, 5), asked=st.integers(0, 3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_target_tokens_that_the_tokenizer_cant_spell_are_counted(
     known: int, unknown: int, asked: int
 ) -> None:
@@ -189,7 +189,7 @@ def test_an_answer_of_weight_0_is_read_and_not_learnt() -> None:
     assert "every answer has the weight 0, or train false: there is nothing to learn from" in problem
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     words=st.lists(st.integers(1, 12).map(lambda size: "ab " * size), min_size=2, max_size=9),
     room=st.integers(24, 90),
@@ -523,7 +523,6 @@ def check_slots(example: Example, contract: Contract) -> None:
     make_batch([example], contract)
 
 
-@settings(deadline=None)
 @given(TEXTS | WORDY, st.integers(3, 40), st.integers(1, 20), st.sampled_from(["truncate", "split"]))
 def test_texts_teach_each_token_by_the_one_before_it(
     text: str, length: int, positions: int, overflow: Any
@@ -543,7 +542,6 @@ def test_texts_teach_each_token_by_the_one_before_it(
     assert targets == (tokens if overflow == "split" else tokens[: len(targets)])
 
 
-@settings(deadline=None)
 @given(WORDY, WORDY, st.integers(4, 40), st.integers(1, 20), st.sampled_from(["truncate", "split"]))
 def test_completions_keep_their_boundary(
     prompt: str, completion: str, length: int, positions: int, overflow: Any
@@ -560,7 +558,6 @@ def test_completions_keep_their_boundary(
     assert targets == (wanted if overflow == "split" else wanted[: len(targets)])
 
 
-@settings(deadline=None)
 @given(
     TEXTS | WORDY,
     st.lists(WORDY.filter(bool), min_size=2, max_size=4, unique=True),

@@ -147,7 +147,7 @@ MESSAGES = st.lists(
                           | {"content": TEXTS | VALUES}), max_size=4)  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     row=st.fixed_dictionaries(
         {"answer": TEXTS | VALUES},

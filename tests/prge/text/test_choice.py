@@ -78,7 +78,7 @@ def test_rare_tokens_are_drawn_only_where_that_was_asked_for() -> None:
 
 
 @given(logits=LOGITS, history=st.lists(st.integers(0, VOCABULARY - 1), max_size=5), filters=FILTERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_only_tokens_that_the_filters_leave_are_drawn(
     logits: FloatArray, history: list[int], filters: dict[str, Any]
 ) -> None:

@@ -38,7 +38,7 @@ def byte_tokens(content: bytes) -> list[int]:
 
 @pytest.mark.parametrize("kind", tokenizers())
 @given(text=TEXTS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_joined_pieces_are_the_text_of_all_tokens(kind: str, text: str) -> None:
     tokenizer = tokenizers()[kind]
     tokens = tokenizer.encode(text)
@@ -50,7 +50,7 @@ def test_joined_pieces_are_the_text_of_all_tokens(kind: str, text: str) -> None:
 
 @pytest.mark.parametrize("kind", tokenizers())
 @given(before=TEXTS, text=TEXTS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_text_goes_on_from_its_prompt_with_the_prompts_spaces(kind: str, before: str, text: str) -> None:
     tokenizer = tokenizers()[kind]
     prompt, tokens = tokenizer.encode(before), tokenizer.encode(text)
@@ -143,7 +143,7 @@ def test_what_could_be_the_beginning_of_a_stop_word_is_held_back_no_longer_than_
     text=st.text(st.sampled_from("ab你"), max_size=12),
     words=st.lists(st.text(st.sampled_from("ab你"), min_size=1, max_size=4), max_size=3),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_where_a_text_stops_does_not_depend_on_its_tokens(text: str, words: list[str]) -> None:
     ends = [(end, start) for end in range(len(text) + 1) for start in range(end) if text[start:end] in words]
     expected = text[: min(ends)[1]] if ends else text

@@ -81,7 +81,7 @@ def test_an_answer_is_the_speakers_tokens_one_after_the_other_and_their_text() -
     ),
     slots=st.integers(1, 4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_answers_in_a_batch_are_those_of_each_request_alone(requests: list[Request], slots: int) -> None:
     speaker = NumpySpeaker(slots=slots)
     answers = Generator(speaker, TOKENIZER).generate(requests)
@@ -434,7 +434,7 @@ def test_nobody_waits_for_ever() -> None:
     st.sampled_from([0.0, 0.7]),
     st.integers(30, 60),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_drafts_change_no_token(prompt: list[int], most: int, temperature: float, context: int) -> None:
     choice = ChoiceSettings(temperature, seed=3)
     small: dict[str, Any] = {"vocabulary_size": 10, "context": context}

@@ -447,7 +447,7 @@ def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert read_settings(Sample, path, "prge sample") == parse(*words)
 
 
-@hypothesis_settings(max_examples=40, deadline=None)
+@hypothesis_settings(max_examples=40)
 @given(
     st.builds(
         Sample,

@@ -38,7 +38,7 @@ def call(target: Any, *arguments: Any) -> Any:
     ids=["sigmoid", "relu", "gelu"],
 )
 @given(NUMBERS)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_a_slope_is_that_of_autograd(
     function: Callable[[torch.Tensor], torch.Tensor],
     slope: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],

@@ -14,7 +14,7 @@ from tests.server_export.derive.tangent.graphs import Function, random
 
 SIZE = st.integers(1, 5)
 SIZES = st.tuples(SIZE, SIZE, SIZE, SIZE, SIZE)
-SOME = settings(deadline=None, derandomize=True)
+SOME = settings(derandomize=True)
 Drawn = list[torch.Tensor]
 
 

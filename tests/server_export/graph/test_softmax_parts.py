@@ -26,7 +26,7 @@ def by_pytorch(logits: torch.Tensor, shift: torch.Tensor, index: torch.Tensor) -
 
 
 @given(SHAPES)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_all_forms_are_the_logit_at_the_index_and_the_sum(shape: tuple[int, ...]) -> None:
     inputs = drawn(shape)
     for form in (SOFTMAX_PARTS, SoftmaxParts.apply):
@@ -34,7 +34,7 @@ def test_all_forms_are_the_logit_at_the_index_and_the_sum(shape: tuple[int, ...]
 
 
 @given(SHAPES)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_its_backward_pass_is_that_of_autograd(shape: tuple[int, ...]) -> None:
     logits, shift, index = drawn(shape)
     logits.requires_grad_()

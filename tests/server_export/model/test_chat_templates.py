@@ -87,7 +87,7 @@ def learnt(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> tuple[list[i
 @pytest.mark.parametrize("ends", [True, False], ids=["end token", "no end token"])
 @pytest.mark.parametrize("kind", KINDS)
 @given(question=TEXTS, answer=TEXTS, more=TEXTS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_targets_are_the_answers_with_their_ends_and_nothing_else(
     kind: str, ends: bool, question: str, answer: str, more: str
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft.utils.incremental_pca import IncrementalPCA
 
@@ -97,7 +97,6 @@ LAYERS = st.dictionaries(
 )
 
 
-@settings(deadline=None)
 @given(layers=LAYERS, rank=st.integers(1, 4))
 def test_ranks_stay_within_their_bounds_and_the_budget(
     layers: dict[str, tuple[list[float], int]], rank: int

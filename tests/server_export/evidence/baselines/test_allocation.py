@@ -89,7 +89,7 @@ def test_evolution_finds_what_greed_misses() -> None:
 
 
 @given(questions(parts=12, options=4), st.integers(0, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_choice_is_within_the_limit_and_evolution_is_never_worse(asked: Question, seed: int) -> None:
     by_greed, by_evolution = choose(asked), choose(asked, "evolutionary", seed)
     assert (by_greed is None) == (by_evolution is None)
@@ -103,7 +103,7 @@ def test_any_choice_is_within_the_limit_and_evolution_is_never_worse(asked: Ques
 
 
 @given(questions(parts=4, options=2))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_few_choices_are_searched_to_the_best(asked: Question) -> None:
     best = max(map(asked.gain, every(asked)), default=0.0)
     choice = choose(asked, "evolutionary")
