@@ -199,7 +199,7 @@ def test_prompts_that_no_model_takes_are_refused(tokens: tuple[int, ...], told: 
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="--max-tokens is 0, must be at least 1"):
         GenerationSettings(0)
-    with pytest.raises(ConfigError, match=r"--stop is .'',., must be words that aren't empty"):
+    with pytest.raises(ConfigError, match=r"--stop is .'',., must be words in UTF-8 that aren't empty"):
         GenerationSettings(stop=("",))
 
 
