@@ -45,7 +45,8 @@ class Journal:
         self._stream: BinaryIO | None = None
         # Whether the file has a part of a line that couldn't be written, nor taken back.
         self._is_torn = False
-        self._is_new = writable and not os.path.lexists(path)
+        # What lay beside a journal that is new.
+        self._beside = None if not writable or os.path.lexists(path) else _names(path)
         try:
             self.records, self._length = _read(path)
             if writable:
@@ -145,11 +146,15 @@ class Journal:
             os.fsync(self._stream.fileno())
 
     def close(self) -> None:
-        """Close the file, and remove one that was made and got no record; the object can still be read."""
+        """Close the file; the object can still be read.
+
+        A journal that was made here is removed if it got no record and nothing else was made beside it.
+        """
         if self._stream is None:
             return
         self._stream.close()
-        if self._is_new and not self._length and not self._is_torn:
+        is_empty = self._beside is not None and not self._length and not self._is_torn
+        if is_empty and _names(self.path) == self._beside:
             self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Journal:
@@ -173,6 +178,14 @@ def _line(record: Record) -> bytes:
     # Python prints the shortest decimal that reads back as the same double: scalars survive exactly.
     content = json.dumps(record, separators=(",", ":"), allow_nan=False)
     return f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'.encode()
+
+
+def _names(path: Path) -> set[str]:
+    """Names beside a file; none where its folder can't be read."""
+    try:
+        return {*os.listdir(path.parent)} - {path.name}
+    except OSError:
+        return set()
 
 
 def _read(path: Path) -> tuple[list[Record], int]:
