@@ -98,7 +98,7 @@ def _pieces(asked: str, who: str) -> Iterator[str]:
     else:
         text = f"This is {who}. You said: {asked}" if asked != "slow" else "word " * 500
         for word in re.findall(r"\S+\s*", text):
-            time.sleep(0.02)
+            time.sleep(0.05)
             yield word
 
 
