@@ -27,7 +27,7 @@ from tests.device_runner.serving.processes import server_process
 from tests.verbs import REPOSITORY
 
 ROWS = 150_000
-# Seconds that an answer and an end may take: the median of many, the slowest on a machine that does much else, and
+# Seconds that an answer and an end may take: the median of many, the slowest on a busy machine, and
 # an end. A server that waits for the lock takes 5.
 HEALTH, SLOWEST, END = 0.1, 2.0, 4.0
 
