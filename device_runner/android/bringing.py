@@ -79,8 +79,8 @@ def send_tuning(phone: Phone, tuning: Tuning, rows: bool) -> str:
 def _key_of(phone: Phone) -> bytes:
     """The key that prge on the phone knows its own settings by, made where there is none; see run.sh."""
     path = phone.path("config", *KEY.parts)
-    told = phone.adb.shell(f"cat {quote([path])}")
-    key = parse_key(told.output.encode()) if told.code == 0 else None
+    answer = phone.adb.shell(f"cat {quote([path])}")
+    key = parse_key(answer.output.encode()) if answer.code == 0 else None
     if key is None:
         key = new_key()
         phone.make(path.rpartition("/")[0])

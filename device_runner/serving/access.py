@@ -1,4 +1,5 @@
-"""Who may ask: requests by a name of this machine, not from pages of the web, with a key, in JSON.
+"""Which requests are accepted: those to one of the server's host names, not sent by a foreign web page,
+with an API key, in JSON.
 
 A page that a browser shows may send requests to any address, this machine's too, but not choose their `Host`
 and `Origin`, nor call a text JSON without being asked about it first. Whoever owns a name of the web can let
@@ -116,11 +117,11 @@ class Access:
     def key_of(self, headers: Headers) -> str | None:
         """Which of the keys a request has; None: none of them."""
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        found = None
+        known = None
         for key in self.keys:  # all of them, so that the time tells nothing
             if hmac.compare_digest(given.strip(" ").encode(), key.encode()):
-                found = key
-        return found if scheme.lower() == "bearer" else None
+                known = key
+        return known if scheme.lower() == "bearer" else None
 
 
 def _name(authority: str) -> str:

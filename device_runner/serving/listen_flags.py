@@ -35,9 +35,9 @@ class ListenFlags:
     whose names lead here. Known are localhost, --host and, where others may ask, the machine's own name and
     addresses as numbers."""
     api_key_file: Path | None = None
-    """File with the API keys that clients may send, one a line; no client is faster for what those with
-    another key have asked. Default: the environment's PRGE_API_KEY; without that, any program of this machine
-    may ask."""
+    """File with the API keys that clients may send, one a line. Requests share cached prompts only with those
+    of the same key. Default: the environment's PRGE_API_KEY; without that, any program of this machine may
+    ask."""
     insecure: bool = False
     """Instead of an API key: anyone who reaches the address may ask. To try things out."""
 

@@ -92,7 +92,8 @@ class Asked:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """What the chat template is given beside the messages."""
     cache_key: tuple[str, ...] = ()
-    """The same for requests that may share what is computed of prompts; empty: the client doesn't say."""
+    """cache_salt, prompt_cache_key and user: only requests with equal ones share cached prompts. Empty if a
+    request has none of them."""
 
     @property
     def is_chat(self) -> bool:

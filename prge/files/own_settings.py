@@ -66,7 +66,7 @@ def sign(text: str, name: str, key: bytes | None = None) -> bytes:
 
 
 def holds_own(path: Path) -> bool:
-    """Whether a file holds settings as this user's prge wrote them."""
+    """Whether this user's prge wrote a settings file, and nobody has changed it since."""
     try:
         return is_own(read_regular(path), path.name)
     except OSError:
@@ -74,7 +74,7 @@ def holds_own(path: Path) -> bool:
 
 
 def is_own(content: bytes, name: str) -> bool:
-    """Whether settings are as this user's prge wrote them.
+    """Whether this user's prge wrote the bytes of a settings file, and nobody has changed them since.
 
     Args:
         content: of their file.

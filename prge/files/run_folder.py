@@ -208,7 +208,7 @@ def environment() -> Record:
 def run_lock(folder: Path) -> Iterator[None]:
     """Hold a run folder for this process; the operating system lets go of it when the process ends, however.
 
-    The lock stays behind, but for where a block raises that has made nothing else in the folder.
+    The lock file stays, unless the block raises before it has made anything else in the folder.
 
     Raises:
         RunError: another process holds it, the folder can't be written, or the file of the lock is none.
@@ -245,7 +245,7 @@ class _Held:
 
 
 def _hold(folder: Path) -> _Held:
-    """Lock a folder, which is made if need be; raises as `run_lock`, and OSError."""
+    """Create a folder if it doesn't exist, and lock it; raises as `run_lock`, and OSError."""
     for attempt in range(_ATTEMPTS):
         try:
             made = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -1,4 +1,4 @@
-"""Texts, values and token ids from outside: each becomes what the model's tools can take, or a DataError.
+"""Checks of texts, JSON values and token ids from outside; what the model can't take is a DataError.
 
 texts    standard input by `read_text_of` or `decoded_text`; every text by `check_text` before it is
          tokenized (tokenizer.py)

@@ -1,4 +1,4 @@
-"""A `tokenizer.json` from elsewhere, which is tried in a child process before this one works with it.
+"""A `tokenizer.json` from elsewhere is tried in a child process before this process uses it.
 
 The library is strict about JSON, but a file may still make it panic, abort the process, or take memory and
 time without end: a damaged table of normalization, rules that double a text again and again.

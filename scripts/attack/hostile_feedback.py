@@ -27,7 +27,7 @@ import damage
 from outcome import Case, Found, Verdict
 from service import Service, serving
 from tables import TABLES
-from workshop import Bench, enlarge, mounted, unmounted
+from workshop import Bench, enlarge_disk, mount_disk, unmount_disk
 
 from prge.rows.feedback import Answered
 from tests.hostile_feedback import HOSTILE, HOSTILE_TEMPLATE
@@ -36,7 +36,7 @@ _EVERY, _ROUNDS = 4, 2
 _WORDS = ("aa", "bb", "cc", "dd")
 _LEARN_SECONDS, _END_SECONDS, _HEALTH_SECONDS = 240.0, 5.0, 2.0
 _LEARN = f"--learn-every {_EVERY} --learning-rate 0.01 --learn-epochs 2 --threads 1 --port 0"
-# Fields of a row whose values must be texts, and roads to a row that says nothing.
+# Fields of a row whose values must be texts.
 _TEXTS = ("prompt", "answer", "rating")
 _ASK = {"model": "base", "prompt": "aa", "max_tokens": 2}
 _Json = dict[str, Any]
@@ -80,14 +80,14 @@ class Learner:
         return sum(each["status"] in ("served", "refused") for each in rounds)
 
     def result(self) -> _Json:
-        """What was learnt: the bits of all adapters, and the history without times."""
+        """The bytes of all adapters that were learnt, and the history without times."""
         finals = sorted(self.folder.glob("rounds/*/final/adapter_model.safetensors"))
         history = self.ask("/v1/adapters")[1]["data"]
-        told = [{name: value for name, value in each.items() if name != "seconds"} for each in history]
-        return {"history": told, **{path.parts[-3]: path.read_bytes() for path in finals}}
+        untimed = [{name: value for name, value in each.items() if name != "seconds"} for each in history]
+        return {"history": untimed, **{path.parts[-3]: path.read_bytes() for path in finals}}
 
     def end(self) -> float:
-        """Seconds of its end, which was asked for; raises TimeoutExpired."""
+        """Send SIGTERM, and return the seconds until the process ended; raises TimeoutExpired."""
         begin = time.monotonic()
         self.service.process.send_signal(signal.SIGTERM)
         self.service.process.wait(60)
@@ -159,21 +159,21 @@ class _Stage:
 
 
 def honest_rows() -> list[_Json]:
-    """Corrections of texts and of conversations, enough for all rounds."""
+    """Rows that can be learnt: corrections of texts and of conversations, as many as all rounds take."""
     rows = []
     for number in range(_EVERY * _ROUNDS):
         word = _WORDS[number % len(_WORDS)]
-        asked = {"prompt": f"{word} {number}"}
+        prompt = {"prompt": f"{word} {number}"}
         if number % 2:
-            asked = {"messages": [{"role": "user", "content": f"{word} {number}"}]}  # type: ignore[dict-item]
-        answered = Answered(f"cmpl-{number}", "bundle", "", asked, " dd", {"seed": 1})
+            prompt = {"messages": [{"role": "user", "content": f"{word} {number}"}]}  # type: ignore[dict-item]
+        answered = Answered(f"cmpl-{number}", "bundle", "", prompt, " dd", {"seed": 1})
         rows.append(dict(answered.judged(correction=" aa bb")))
         rows[-1]["time"] = "2026-01-01T00:00:00+00:00"
     return rows
 
 
 def write(learn: Path, rows: Sequence[object]) -> None:
-    """A folder with feedback."""
+    """Write rows as feedback.jsonl of a learning folder."""
     learn.mkdir(exist_ok=True)
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (learn / "feedback.jsonl").write_text(lines, encoding="utf-8")
@@ -203,8 +203,8 @@ def case(name: str, learner: Learner, verdict: Verdict, why: str = "") -> Found:
 
 def _compared(name: str, stage: _Stage, learner: Learner) -> Found:
     """The case of a server whose rounds are done: what it learnt must be what honest rows teach."""
-    found, expected = learner.result(), stage.honest()
-    apart = [each for each in found.keys() | expected.keys() if found.get(each) != expected.get(each)]
+    learnt, expected = learner.result(), stage.honest()
+    apart = [each for each in learnt.keys() | expected.keys() if learnt.get(each) != expected.get(each)]
     verdict = Verdict.DIFFERENT if apart else Verdict.ACCEPTED
     return case(name, learner, verdict, f"otherwise: {sorted(apart)}" if apart else "")
 
@@ -280,10 +280,10 @@ def _lock(stage: _Stage) -> Found:
                     waiting.result()
                 verdict = Verdict.HUNG if seconds > _END_SECONDS else Verdict.ACCEPTED
                 return case("an end while a lock is held", learner, verdict, f"{seconds:.1f} s")
-        status, told = waiting.result()
+        status, answer = waiting.result()
         fcntl.flock(stream, fcntl.LOCK_UN)
     again = learner.ask("/v1/feedback", body)
-    why = f"{status} {told}, then {again}; /health took {slowest:.2f} s at most"
+    why = f"{status} {answer}, then {again}; /health took {slowest:.2f} s at most"
     if slowest > _HEALTH_SECONDS:
         return case("a lock that is held", learner, Verdict.HUNG, why)
     is_right = status == 503 and again[0] == 200 and learner.ask("/health")[1]["status"] == "ok"
@@ -296,13 +296,13 @@ def _flood(stage: _Stage) -> Found:
     limit, size = stage.random.choice([20_000, 65_536]), stage.random.choice([1000, 2000])
     learner = stage.serve(learn, "--feedback-limit", limit)
     for _ in range(limit // size + 1):
-        status, told = learner.correct("a" * size)
+        status, answer = learner.correct("a" * size)
         if status != 200:
             break
     kept = (learn / "feedback.jsonl").stat().st_size
     answers, _ = learner.ask("/v1/completions", _ASK)
     is_bounded = status == 507 and answers == 200 and kept <= limit
-    why = f"{status} {told}; {kept} bytes are kept"
+    why = f"{status} {answer}; {kept} bytes are kept"
     return case("a flood of feedback", learner, Verdict.REFUSED if is_bounded else Verdict.GREEDY, why)
 
 
@@ -311,14 +311,14 @@ def _full_disk(stage: _Stage) -> Found:
     stage.honest()
     learn = stage.folder / "disk"
     learn.mkdir()
-    is_mounted = mounted(learn, stage.random.choice([4, 6, 8, 12, 20, 40, 80]) * 4096)
+    is_mounted = mount_disk(learn, stage.random.choice([4, 6, 8, 12, 20, 40, 80]) * 4096)
     try:
         write(learn, honest_rows())
         learner = _served_with_room(stage, learn)
         done(learner, lambda: learner.ask("/health")[1]["status"] != "ok")
         was = learner.ask("/health")[1]["status"]
         if is_mounted:
-            enlarge(learn)
+            enlarge_disk(learn)
         done(learner)
         cases, counts = _compared(f"a disk that was full: {was}" if is_mounted else "a disk", stage, learner)
         if learner.ask("/health")[1]["status"] != "ok":
@@ -328,7 +328,7 @@ def _full_disk(stage: _Stage) -> Found:
         if is_mounted:
             for service in stage.started:
                 service.end()
-            unmounted(learn)
+            unmount_disk(learn)
 
 
 def _served_with_room(stage: _Stage, learn: Path) -> Learner:
@@ -338,7 +338,7 @@ def _served_with_room(stage: _Stage, learn: Path) -> Learner:
     except RuntimeError as refused:
         if "Traceback" in str(refused) or not os.path.ismount(learn):
             raise
-        enlarge(learn)
+        enlarge_disk(learn)
         return stage.serve(learn)
 
 

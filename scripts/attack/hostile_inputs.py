@@ -25,7 +25,7 @@ from child import Child, Ended, Limits, prge_ends
 from hostile_tokenizers import change_tokenizer
 from outcome import Case, Found, Verdict, judged, worked
 from tables import TABLES, drawn
-from workshop import REPOSITORY, Bench, Workshop, enlarge, mounted, unmounted
+from workshop import REPOSITORY, Bench, Workshop, enlarge_disk, mount_disk, unmount_disk
 
 from device_runner.evaluate import EvaluateSettings
 from device_runner.inspect_bundle import InspectSettings
@@ -294,7 +294,7 @@ def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     small = random.choice([0, random.randrange(20_000), random.randrange(4000)])
     out = folder / "disk" / "out"
     out.parent.mkdir()
-    is_mounted = random.random() < 0.5 and mounted(out.parent, 12288 + 4 * small)
+    is_mounted = random.random() < 0.5 and mount_disk(out.parent, 12288 + 4 * small)
     limits = dataclasses.replace(_LIMITS, file_bytes=None if is_mounted else small)
     try:
         ended = Child([*words, "--out", out], limits).wait()
@@ -302,7 +302,7 @@ def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
         if verdict is Verdict.UNEXPLAINED and ended.code == 2 and not is_mounted:
             verdict = Verdict.REFUSED  # the file of its output is limited too
         if is_mounted:
-            enlarge(out.parent)
+            enlarge_disk(out.parent)
         again = ["run", "--resume", out] if (out / "config.yaml").is_file() else [*words, "--out", out]
         resumed = prge_ends(again)
         if verdict in (None, Verdict.REFUSED):
@@ -311,7 +311,7 @@ def _full_disk(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
             verdict = Verdict.DIFFERENT
     finally:
         if is_mounted:
-            unmounted(out.parent)
+            unmount_disk(out.parent)
     if whole.code:
         verdict, ended = Verdict.UNEXPLAINED, whole
     name = "full disk" if is_mounted else "a limit on the size of files"

@@ -17,7 +17,7 @@ from workshop import Bench
 
 
 def attack_with_settings(bench: Bench, random: Random, folder: Path) -> Found:
-    """A stranger's run whose settings name a file or folder of this user."""
+    """Let a verb read the run folder of somebody else, whose settings name a file of this user."""
     private, run = folder / "private", folder / "run"
     private.mkdir()
     shutil.copytree(bench.original("decoder", random.choice(["finished", "unfinished"])), run)

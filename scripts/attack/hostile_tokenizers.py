@@ -18,11 +18,11 @@ _COUNTS = [0, 1, -1, 2**20, 2**32, 2**40, 2**63 - 1]
 def _deep(kind: str, part: str, within: str) -> Callable[[_Json, Random], None]:
     """Parts within parts, far too many."""
 
-    def change(told: _Json, random: Random) -> None:
-        inner: Any = told[part]
+    def change(tokenizer: _Json, random: Random) -> None:
+        inner: Any = tokenizer[part]
         for _ in range(random.choice([10, 100, 300])):
             inner = {"type": kind, within: [inner] if inner else []}
-        told[part] = inner
+        tokenizer[part] = inner
 
     return change
 
@@ -30,44 +30,44 @@ def _deep(kind: str, part: str, within: str) -> Callable[[_Json, Random], None]:
 def _of(part: str, *values: Any) -> Callable[[_Json, Random], None]:
     """A part of the file is replaced."""
 
-    def change(told: _Json, random: Random) -> None:
-        told[part] = copy.deepcopy(random.choice(values))
+    def change(tokenizer: _Json, random: Random) -> None:
+        tokenizer[part] = copy.deepcopy(random.choice(values))
 
     return change
 
 
-def _id(told: _Json, random: Random) -> None:
-    vocabulary = told["model"]["vocab"]
+def _id(tokenizer: _Json, random: Random) -> None:
+    vocabulary = tokenizer["model"]["vocab"]
     vocabulary[random.choice([*vocabulary])] = random.choice(_IDS)
 
 
-def _added(told: _Json, random: Random) -> None:
-    token = copy.deepcopy(random.choice(told["added_tokens"]))
+def _added(tokenizer: _Json, random: Random) -> None:
+    token = copy.deepcopy(random.choice(tokenizer["added_tokens"]))
     token["id"] = random.choice(_IDS)
     token["content"] = random.choice([token["content"], "", "x", "a" * 100_000, "\0", "\ufffd", None])
-    told["added_tokens"].insert(random.randint(0, 4), token)
+    tokenizer["added_tokens"].insert(random.randint(0, 4), token)
 
 
-def _many_added(told: _Json, random: Random) -> None:
-    token = told["added_tokens"][0]
-    told["added_tokens"] += [
+def _many_added(tokenizer: _Json, random: Random) -> None:
+    token = tokenizer["added_tokens"][0]
+    tokenizer["added_tokens"] += [
         {**token, "id": 1000 + number, "content": f"t{number}"} for number in range(20_000)
     ]
 
 
-def _merges(told: _Json, random: Random) -> None:
+def _merges(tokenizer: _Json, random: Random) -> None:
     odd = [["a", "nothing"], ["a"], ["", ""], "a a a", "a", None, ["a", "a", "a"], ["\0", "b"]]
-    told["model"]["merges"].insert(0, random.choice(odd))
+    tokenizer["model"]["merges"].insert(0, random.choice(odd))
 
 
-def _long_token(told: _Json, random: Random) -> None:
-    told["model"]["vocab"]["a" * random.choice([10**5, 10**7])] = len(told["model"]["vocab"])
+def _long_token(tokenizer: _Json, random: Random) -> None:
+    tokenizer["model"]["vocab"]["a" * random.choice([10**5, 10**7])] = len(tokenizer["model"]["vocab"])
 
 
-def _model(told: _Json, random: Random) -> None:
-    words = told["model"]["vocab"]
+def _model(tokenizer: _Json, random: Random) -> None:
+    words = tokenizer["model"]["vocab"]
     pairs = [[word, -1.0] for word in words]
-    told["model"] = random.choice(
+    tokenizer["model"] = random.choice(
         [
             {"type": "Unigram", "unk_id": random.choice([*_IDS, 0, len(words)]), "vocab": pairs},
             {"type": "Unigram", "unk_id": 0, "vocab": [["", 0.0], ["a", 1e308], ["a", -1e308]]},
@@ -75,16 +75,16 @@ def _model(told: _Json, random: Random) -> None:
             {"type": "WordLevel", "vocab": words, "unk_token": "nothing"},
             {"type": "WordPiece", "vocab": words, "unk_token": "nothing", "continuing_subword_prefix": "##",
              "max_input_chars_per_word": random.choice(_COUNTS)},
-            {**told["model"], "dropout": random.choice([-1, 0.5, 1.0, 2, 1e308])},
-            {**told["model"], "unk_token": "nothing", "fuse_unk": True},
-            {**told["model"], "vocab": {}, "merges": []},
+            {**tokenizer["model"], "dropout": random.choice([-1, 0.5, 1.0, 2, 1e308])},
+            {**tokenizer["model"], "unk_token": "nothing", "fuse_unk": True},
+            {**tokenizer["model"], "vocab": {}, "merges": []},
             {"type": "Nothing"},
         ]
     )  # fmt: skip
 
 
-def _padding(told: _Json, random: Random) -> None:
-    told["padding"] = {
+def _padding(tokenizer: _Json, random: Random) -> None:
+    tokenizer["padding"] = {
         "strategy": random.choice(["BatchLongest", {"Fixed": random.choice(_COUNTS)}]),
         "direction": random.choice(["Right", "Left"]),
         "pad_to_multiple_of": random.choice([None, *_COUNTS]),
@@ -94,8 +94,8 @@ def _padding(told: _Json, random: Random) -> None:
     }
 
 
-def _truncation(told: _Json, random: Random) -> None:
-    told["truncation"] = {
+def _truncation(tokenizer: _Json, random: Random) -> None:
+    tokenizer["truncation"] = {
         "direction": "Right",
         "max_length": random.choice(_COUNTS),
         "strategy": random.choice(["LongestFirst", "OnlySecond"]),
@@ -103,7 +103,7 @@ def _truncation(told: _Json, random: Random) -> None:
     }
 
 
-def _pieces(told: _Json, random: Random) -> None:
+def _pieces(tokenizer: _Json, random: Random) -> None:
     special = {"id": "x", "ids": [random.choice(_IDS)], "tokens": ["x"]}
     single = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "x", "type_id": 0}}]
     known = random.choice(
@@ -114,22 +114,27 @@ def _pieces(told: _Json, random: Random) -> None:
         "single": single * random.choice([1, 1000]),
         "special_tokens": known,
     }
-    told["post_processor"] = {**processor, "pair": told["post_processor"]["pair"]}
+    tokenizer["post_processor"] = {**processor, "pair": tokenizer["post_processor"]["pair"]}
 
 
-def _regex(told: _Json, random: Random) -> None:
+def _regex(tokenizer: _Json, random: Random) -> None:
     pattern = {"Regex": random.choice(_BACKTRACKING)}
-    told["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    tokenizer["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": pattern,
+        "behavior": "Isolated",
+        "invert": False,
+    }
     if random.random() < 0.5:
-        told["normalizer"] = {
+        tokenizer["normalizer"] = {
             "type": "Replace",
             "pattern": pattern,
             "content": "a" * random.choice([0, 1, 10**6]),
         }
 
 
-def _none(told: _Json, random: Random) -> None:
-    told[random.choice([*told])] = random.choice([None, 5, "", [], {}])
+def _none(tokenizer: _Json, random: Random) -> None:
+    tokenizer[random.choice([*tokenizer])] = random.choice([None, 5, "", [], {}])
 
 
 _NORMALIZERS = (
@@ -168,8 +173,8 @@ WAYS: dict[str, Callable[[_Json, Random], None]] = {
 
 def change_tokenizer(path: Path, random: Random) -> str:
     """Change a tokenizer.json; the name of the way."""
-    told = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
     name = random.choice([*WAYS])
-    WAYS[name](told, random)
-    path.write_text(json.dumps(told), encoding="utf-8")
+    WAYS[name](tokenizer, random)
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
     return name

@@ -129,19 +129,19 @@ class Bench:
         raise RuntimeError("no run could be killed on its way")
 
 
-def mounted(folder: Path, size: int) -> bool:
-    """Make a folder a disk of so many bytes; False where that isn't allowed."""
+def mount_disk(folder: Path, size: int) -> bool:
+    """Mount a tmpfs of so many bytes at a folder; False where that isn't allowed."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     return os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def enlarge(folder: Path) -> None:
-    """Give such a disk room."""
+def enlarge_disk(folder: Path) -> None:
+    """Give a mounted tmpfs 64 MiB."""
     subprocess.run(["mount", "-o", "remount,size=64m", str(folder)], check=True)
 
 
-def unmounted(folder: Path) -> None:
-    """Take such a disk away."""
+def unmount_disk(folder: Path) -> None:
+    """Unmount it, even while a process has files open there."""
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 

@@ -22,6 +22,7 @@ from prge.errors import BundleError, first_line, shown
 from prge.files.bundle import file_sha256
 from prge.files.documents import MOST_JSON_BYTES, DocumentError, read_json
 from prge.files.peft import CONFIG as ADAPTER_CONFIG
+from prge.rows.tokenizer import MOST_TOKENIZER_BYTES
 from server_export.model.config_bounds import config_problems
 from server_export.model.gguf_files import gguf_paths, open_gguf
 from server_export.model.gguf_header import SUFFIX
@@ -36,6 +37,8 @@ _POOLINGS = {"mean_tokens": "mean", "mean": "mean", "cls_token": "first", "cls":
 INDEX = "model.safetensors.index.json"
 # What to do instead of exporting codes: their rounding would be rounded again, and has no one form.
 UNQUANTIZED = "give the checkpoint that was quantized; prge export --quantize 8da4w makes int4 of it"
+# Files that transformers reads as a whole.
+_DOCUMENTS = (".json", ".txt", ".jinja", ".model")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Of the one question that tells whether the hub answers.
 _SECONDS = 5.0
@@ -111,6 +114,16 @@ class ConfigurationAlone(ModelFiles):
         return []
 
 
+def _check_documents(folder: Path) -> None:
+    """Raise BundleError for a configuration or tokenizer file that is too large to be read."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _DOCUMENTS and path.is_file() and path.stat().st_size > MOST_TOKENIZER_BYTES:
+            raise BundleError(
+                f"{path} has {path.stat().st_size:,} bytes, at most {MOST_TOKENIZER_BYTES:,} are read",
+                remedy="download the model again, or save it again with `save_pretrained`",
+            )
+
+
 def find_files(name: str, revision: str | None = None) -> ModelFiles:
     """The files of a model: of a folder, a GGUF file, or a hub id, from which they are brought if need be.
 
@@ -132,6 +145,7 @@ def find_files(name: str, revision: str | None = None) -> ModelFiles:
                 f"{name} is not a transformers model: {reason}",
                 remedy="give the folder that `save_pretrained` wrote",
             )
+        _check_documents(folder)
         return ModelFiles(name, folder, None)
     if folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
         reason = "a folder has no revisions" if folder.is_dir() else f"there is no folder {name}"

@@ -1,4 +1,4 @@
-"""Which paths are followed that the settings of a folder name, and how one's own settings are known."""
+"""Which paths in a folder's settings are followed, and how prge recognizes settings that it wrote itself."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from prge.errors import BundleError
+from prge.rows.tokenizer import MOST_TOKENIZER_BYTES
 from server_export.model.files import (
     end_tokens,
     fetch_weights,
@@ -270,3 +271,15 @@ def test_other_ways_to_pool_are_refused(tmp_path: Path) -> None:
     files = find_files(str(write_sentences(tmp_path / "model", **modes)))
     with pytest.raises(BundleError, match=r"pools by .max_tokens, mean., a bundle can"):
         stored_pooling(files)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "vocab.txt", "chat_template.jinja"])
+def test_files_that_are_too_large_to_be_read_are_refused(tmp_path: Path, name: str) -> None:
+    folder = write_model(tmp_path / "model")
+    with (folder / name).open("wb") as stream:
+        stream.truncate(MOST_TOKENIZER_BYTES)
+    find_files(str(folder))
+    with (folder / name).open("ab") as stream:
+        stream.write(b" ")
+    with pytest.raises(BundleError, match=rf"{name} has 268,435,457 bytes, at most 268,435,456 are read"):
+        find_files(str(folder))
