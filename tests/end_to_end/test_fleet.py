@@ -60,7 +60,7 @@ def test_a_fleet_outlives_kills_and_refuses_a_liar(workshop: Path, tmp_path: Pat
     same = ["--bundle", workshop / "bundle", "--task", workshop / "task.yaml"]
     address, server, out = f"127.0.0.1:{port}", ["serve", *same, "--out", fleet], tmp_path / "server.txt"
     plan = ["--rounds", ROUNDS, "--local-steps", 3, "--queries", 2, "--dev", workshop / "dev.jsonl"]
-    server += [*plan, "--wait-for", 4, "--least-answers", 2, "--seconds", 10]
+    server += [*plan, "--wait-for", 4, "--least-answers", 2, "--seconds", 15]
     server += ["--port", port, "--keys", keys / "server"]
 
     def join(name: str, *own: object) -> list[object]:
