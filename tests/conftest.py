@@ -184,8 +184,10 @@ def chromium() -> Iterator[Any]:
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("there is no chromium to show the page")
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    # As long as pages wait for what is clicked.
+    expect.set_options(timeout=15_000)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser
