@@ -40,11 +40,10 @@ while :; do
     LEFT=$((LEFT - 1)) COUNT=$((COUNT + 1))
     echo "it ended with code $R and is started again"
     echo "$COUNT" >"$J/restarts"
-    # Who ends it now must find something to end.
-    note "$$"
-    trap : TERM
-    sleep 1
-    trap - TERM
+    # Who ends it now must find a process to end.
+    sleep 1 &
+    note "$!"
+    wait "$!"
     if [ -e "$J/stop" ]; then break; fi
 done
 echo "$R" >"$J/rc.new" && mv "$J/rc.new" "$J/rc"

@@ -19,6 +19,7 @@ from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 
 from device_runner.fleet.network.client import check_server
+from device_runner.fleet.network.home import NAME
 from device_runner.fleet.network.keys import DeviceKeys, ServerKeys, make_keys
 from device_runner.fleet.network.superlink import superlink
 from prge.errors import DeviceError, RunError
@@ -113,7 +114,11 @@ def test_killed_devices_and_servers_come_back(tmp_path: Path) -> None:
             names = link.names()
         assert [[names[node] for node in answers] for answers in first.received] == [["one"]]
         with serving(folder, keys / "server", port) as link:
+            # Where a killed device begins anew, the server takes it for absent for a moment.
+            node = tmp_path / "two" / NAME / "node"
+            before = node.stat().st_mtime_ns
             devices.enter_context(joined("two"))
+            _wait(lambda: node.stat().st_mtime_ns > before)
             rounds_of(link, second, 2)
             assert link.names() == names
     assert [sorted(names[node] for node in answers) for answers in second.received] == [["one", "two"]]
