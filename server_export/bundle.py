@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from prge import __version__
 from prge.files.bundle import ADAPTER, FORMAT, MANIFEST, TOKENIZER, file_sha256, manifest_sha256
 from prge.files.chain import Chain
+from prge.files.layers import LAYERS
 from prge.files.peft import HEAD, PeftAdapter, write_lora
 from prge.learning.checkpoint import head_arrays
 from prge.learning.costs import Outline
@@ -79,13 +80,19 @@ def write_bundle(
     tokenizer_block: Mapping[str, Any],
     quantization: QuantizationReport,
     verification: ChainVerification,
+    layers: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Fill `folder`, which holds programs and weights already, with everything else; returns the manifest."""
+    """Fill `folder`, which holds programs and weights already, with everything else; returns the manifest.
+
+    `layers` is the table of calibrated layers; empty where there are none.
+    """
     write_adapter(folder / ADAPTER, start)
     classifier = start.loaded.classifier
     if classifier is not None:
         save_file(head_arrays(_head(classifier)), folder / ADAPTER / HEAD)
     write_tokenizer(tokenizer, folder / TOKENIZER)
+    if layers:
+        (folder / LAYERS).write_text(json.dumps(layers, indent=1) + "\n", encoding="utf-8")
     content = {
         "chain": chain.to_json(),
         "outline": outline.to_json(),

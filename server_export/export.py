@@ -1,7 +1,7 @@
 """`prge export`: a model becomes a bundle that a device can train.
 
-trace without weights -> cut into blocks -> compare with the model -> lower every kind -> write every
-block's weights -> verify in the engine -> write the manifest
+trace without weights -> cut into blocks -> compare with the model -> calibrate int4 layers -> lower every
+kind -> write every block's weights -> verify in the engine -> write the manifest
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from server_export.stage import stage
 
 if TYPE_CHECKING:
     from prge.rows.tokenizer import Tokenizer
+    from server_export.calibrate.calibration import Calibration
     from server_export.model.chain import ModelChain
     from server_export.model.source import Source
 
@@ -30,6 +31,8 @@ __all__ = ["ExportConfig", "export", "main"]
 
 # Of one row for `--init eva`, such as candidates of a task; no call has them all.
 _SEQUENCES = 1024
+# Within the folder of a bundle that is made, until its weights are written.
+_CODES = ".codes"
 # Types of GGUF files that were not rounded to codes.
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
@@ -84,8 +87,9 @@ def _export(config: ExportConfig, out: Path) -> Path:
         if config.init == "eva":
             with stage("directions") as note:
                 source = _from_rows(config, source, tokenizer, context, note)
-        # An adapted layer has another name once the model is traced.
+        # Once the model is traced, its adapted layers have other names and its head is cut.
         _tell_targets(config, source)
+        rows = _calibration_rows(config, source, tokenizer)
         with stage("tracing") as note:
             chain = _traced(config, source, context)
             check_operators(chain, config.roles)
@@ -94,7 +98,8 @@ def _export(config: ExportConfig, out: Path) -> Path:
         _tell_no_end(source, block)
         if source.start.parameters <= MOST_COMPARED:
             _compare(config, chain)
-        manifest = _write(config, folder, source, tokenizer, block, context, chain)
+        calibration = _calibrated(config, chain, rows, folder) if rows else None
+        manifest = _write(config, folder, source, tokenizer, block, context, chain, calibration)
     _summarize(out, manifest)
     return out
 
@@ -132,9 +137,19 @@ def _from_rows(
     config: ExportConfig, source: Source, tokenizer: Any, context: int, note: Callable[[str], None]
 ) -> Source:
     """The same model with an adapter from rows."""
-    from server_export.model.eva import init_examples, principal_start, tokens_of
+    from server_export.model.eva import principal_start
+    from server_export.model.row_tokens import row_tokens
 
-    rows = tokens_of(init_examples(config, *_reader(config, source, tokenizer)), config.init_tokens)
+    assert config.init_rows is not None
+    reader, contract = _reader(config, source, tokenizer)
+    rows = row_tokens(
+        config.init_rows,
+        config.init_task,
+        config.init_tokens,
+        seed=config.seed,
+        tokenizer=reader,
+        contract=contract,
+    )
     thin = source.thin_chain("fp32", context)
     start, explained = principal_start(source.start, thin, rows, config.spread_ranks)
     shares = sorted(explained.values())
@@ -166,6 +181,42 @@ def _reader(config: ExportConfig, source: Source, tokenizer: Any) -> tuple[Token
     return on_device(tokenizer, config.prepend_bos, vocabulary), contract
 
 
+def _calibration_rows(config: ExportConfig, source: Source, tokenizer: Any) -> list[Sequence[int]]:
+    """Tokens of the rows that int4 layers are calibrated on; none where they aren't."""
+    from server_export.calibrate.rows import filled_up
+    from server_export.model.row_tokens import row_tokens
+
+    if config.quantize != "8da4w" or config.rounding == "nearest":
+        return []
+    reader, contract = _reader(config, source, tokenizer)
+    rows: list[Sequence[int]] = []
+    if config.calibration_rows is not None:
+        rows += row_tokens(
+            config.calibration_rows,
+            config.calibration_task,
+            config.calibration_tokens,
+            seed=config.seed,
+            tokenizer=reader,
+            contract=contract,
+        )
+    else:
+        print("hint: int4 is calibrated on a neutral text; better on rows like yours: --calibration-rows")
+    rows = filled_up(rows, reader, config.calibration_tokens, source.longest)
+    if not rows:
+        print("note: the tokenizer makes no tokens of a text: int4 weights are rounded to the nearest")
+    return rows
+
+
+def _calibrated(
+    config: ExportConfig, chain: ModelChain, rows: Sequence[Sequence[int]], folder: Path
+) -> Calibration:
+    from server_export.calibrate.calibration import calibrate
+
+    found = calibrate(chain, rows, config.weight_bits, folder / _CODES)
+    give_back_freed()
+    return found
+
+
 def _compare(config: ExportConfig, chain: ModelChain) -> None:
     from server_export.check.chain import difference_from_model
 
@@ -183,6 +234,7 @@ def _write(
     block: Mapping[str, Any],
     context: int,
     chain: ModelChain,
+    calibration: Calibration | None,
 ) -> dict[str, Any]:
     """Fill a bundle's folder; returns its manifest."""
     from prge.files import chain as manifest
@@ -191,6 +243,8 @@ def _write(
     from server_export.lower.cache import ProgramCache
     from server_export.lower.chain import lower_chain
 
+    if calibration is not None:
+        chain = calibration.chain
     is_encoder = source.readout == "pooled"
     bounds = manifest.Bounds.for_rows(source.longest, context, is_encoder, chain.tables.recurs)
     with stage("lowering") as note:
@@ -201,6 +255,8 @@ def _write(
         verification = verify_chain(chain, lowered, folder, config.quantize)
         differences = ", ".join(f"{role} {part:.2g}" for role, part in verification.differences.items())
         note(f"engine and graphs differ by {differences} (allowed {verification.tolerance:.2g})")
+    if calibration is not None:
+        calibration.remove_codes()
     described = manifest.Chain(
         readout=source.readout,
         pooling=_pooling(config, source),
@@ -222,8 +278,9 @@ def _write(
             source.costs,
             tokenizer,
             block,
-            chain.quantization,
+            chain.quantization if calibration is None else calibration.report,
             verification,
+            {} if calibration is None else calibration.table(lowered.layers),
         )
 
 

@@ -40,6 +40,7 @@ from server_export.publishing.trained import Trained, load_base, load_peft, read
 
 if TYPE_CHECKING:
     from server_export.model.loading import LoadedModel
+    from server_export.model.quantization import BundleLayers
 
 Facts = dict[str, Any]
 CARD, GGUF = "README.md", "adapter.gguf"
@@ -133,7 +134,9 @@ def _write_encoder(folder: Path, config: PublishConfig, trained: Trained, loaded
         length = bundle.chain.bounds.tokens
     pooling = (bundle.pooling if bundle is not None else None) or "mean"
     head = read_arrays(trained.head) if trained.head is not None else None
-    built = build_encoder(folder, _tuned(loaded, trained, scheme), length, pooling, scheme, head)
+    built = build_encoder(
+        folder, _tuned(loaded, trained, scheme), length, pooling, scheme, head, _layers(trained, scheme)
+    )
     if bundle is not None:
         shutil.copytree(bundle.tokenizer, folder / TOKENIZER)
     else:
@@ -161,7 +164,8 @@ def _write_llm(folder: Path, config: PublishConfig, trained: Trained, loaded: Lo
     begins, stops = bool(block.get("prepend_bos")), block.get("stop_token_ids", [])
     loaded = _tuned(loaded, trained, scheme)
     written = write_runner_tokenizer(tokenizer, folder, begins)
-    built = build_llm(folder, loaded, LlmSpec(length, scheme, *ends_of(loaded.model, tokenizer, stops)))
+    spec = LlmSpec(length, scheme, *ends_of(loaded.model, tokenizer, stops))
+    built = build_llm(folder, loaded, spec, _layers(trained, scheme))
     return {**built.to_json(), **_origin(trained, scheme), "tokenizer": written}
 
 
@@ -185,6 +189,14 @@ _FORMATS: dict[str, Callable[[Path, PublishConfig, Trained, Any], Facts]] = {
 def _scheme(config: PublishConfig, trained: Trained) -> str:
     """Quantization of the frozen weights: what was asked for, else the bundle's."""
     return config.quantize or (trained.bundle.quantization if trained.bundle is not None else None) or "fp32"
+
+
+def _layers(trained: Trained, scheme: str) -> BundleLayers:
+    """How the bundle rounded its layers, where they are to have the same scheme."""
+    from server_export.model.bundle_layers import layers_of
+
+    bundle = trained.bundle
+    return layers_of(bundle if bundle is not None and bundle.quantization == scheme else None)
 
 
 def _tuned(loaded: LoadedModel, trained: Trained, scheme: str) -> LoadedModel:
@@ -225,6 +237,7 @@ def _give_trained_weights(loaded: LoadedModel, trained: Trained) -> None:
     Raises:
         BundleError: experts, whose weights are no layers', are quantized.
     """
+    from server_export.model.bundle_layers import layers_of
     from server_export.model.quantization import round_base
 
     bundle = trained.bundle
@@ -238,7 +251,7 @@ def _give_trained_weights(loaded: LoadedModel, trained: Trained) -> None:
     model: Any = loaded.model
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     was_tied = head is not None and head.weight is table.weight
-    round_base(model, bundle.quantization)
+    round_base(model, bundle.quantization, layers_of(bundle))
     if was_tied and head.weight is not table.weight:
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False

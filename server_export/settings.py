@@ -20,6 +20,7 @@ Pooling = Literal["mean", "first"]
 PrependBos = Literal["auto", "always", "never"]
 Init = Literal["random", "eva"]
 AdapterKind = Literal["lora-fa", "lora"]
+Rounding = Literal["gptq", "nearest"]
 
 SCHEMES = ("fp32", "8da8w", "8da4w")
 # XNNPACK takes a weight-only linear for a float one: it multiplies the integer codes and drops their scale.
@@ -121,6 +122,24 @@ class ExportConfig:
     quantize: str = "fp32"
     """Frozen weights: `fp32`, `8da8w` or `8da4w` (int8 or int4 weights, int8 dynamic activations)."""
 
+    rounding: Rounding | None = None
+    """How weights become int4: `gptq`, so that errors on `--calibration-rows` compensate each other, or
+    `nearest`. Without it gptq, and nearest for random weights."""
+
+    weight_bits: float = 4.25
+    """Bits of an int4 model's weights on average, scales not counted: what is above 4 goes to the layers that
+    need it most, which stay int8. For `--rounding gptq`."""
+
+    calibration_rows: Paths | None = None
+    """Rows for `--rounding gptq`, of the kind that a device will train on. Where they have fewer tokens than
+    `--calibration-tokens`, a neutral text of prge's own follows."""
+
+    calibration_task: str | None = None
+    """Task of the `--calibration-rows`, as for `prge run --task`."""
+
+    calibration_tokens: int = 4096
+    """Tokens to calibrate on. Each takes a state of the model's width in memory."""
+
     prepend_bos: PrependBos = "auto"
     """Whether the device puts the begin-of-sequence token first; `auto` leaves it to the tokenizer."""
 
@@ -160,6 +179,7 @@ class ExportConfig:
                 if getattr(self, name)
             ]
         problems += roles_problems(self.roles)
+        problems += self._calibration_problems()
         if self.quantize.lower() in WEIGHT_ONLY:
             problems.append(
                 f"quantize is {self.quantize!r}: XNNPACK computes weight-only quantized layers wrongly "
@@ -170,6 +190,19 @@ class ExportConfig:
             problems.append(f"quantize is {self.quantize!r}, must be one of {', '.join(SCHEMES)}")
         if problems:
             raise ConfigError("the export settings can't be used:", problems)
+
+    def _calibration_problems(self) -> list[str]:
+        problems = []
+        if self.quantize != "8da4w" and self.rounding == "gptq":
+            problems.append(f"rounding is gptq, but quantize is {self.quantize}: it is for 8da4w")
+        if self.quantize != "8da4w" or self.rounding == "nearest":
+            why = f"quantize is {self.quantize}" if self.quantize != "8da4w" else "rounding is nearest"
+            problems += [
+                f"{name} is given, but {why}: it is for gptq, of 8da4w"
+                for name in ("calibration_rows", "calibration_task")
+                if getattr(self, name)
+            ]
+        return problems
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,9 @@ _READ_AROUND = 64 << 10
 
 # Of an export: resident memory besides arrays, and seconds of two idle cores of an x86 server.
 _EXPORT_BYTES, _EXPORT_BYTES_OF_ROLE = 480 * 10**6, 85 * 10**6
+_CALIBRATED_BYTES_OF_ROLE = 18 * 10**6
+# Of an export that calibrates, besides: another kind of block, and passes over 4,096 tokens.
+_CALIBRATED_SECONDS_OF_ROLE, _CALIBRATED_SECONDS = 5.0, 6e-7
 _SECONDS, _SECONDS_OF_ROLE, _SECONDS_OF_BLOCK, _SECONDS_OF_NUMBER = 10.0, 11.0, 0.2, 4.5e-8
 # What the two roles that `back` brings along take, in roles.
 _SAVING_ROLES = 1.5
@@ -597,8 +600,8 @@ def memory_text(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"  {row['estimator']:<12}{loaded:<14}{sizes}"
 
 
-def export_memory(outline: Outline, scheme: str, roles: Collection[str]) -> int:
-    """Peak memory of an export.
+def export_memory(outline: Outline, scheme: str, roles: Collection[str], calibrates: bool = False) -> int:
+    """Peak memory of an export; `calibrates` makes one kind of block more of layers that stay int8.
 
     While blocks are compared, the model lies in memory beside the files that it was read from. While they are
     verified, the engine has room for the largest call of a block, and the table of embeddings, the largest
@@ -609,15 +612,19 @@ def export_memory(outline: Outline, scheme: str, roles: Collection[str]) -> int:
     arena = max(_block_arena(outline, role, *sizes[role], outline.longest) for role in sizes if role in roles)
     verified = arena + (16 if scheme == "fp32" else 5) * outline.table_numbers
     compared = 6 * outline.parameters if outline.parameters <= MOST_COMPARED else 0
-    return _EXPORT_BYTES + max(compared, _EXPORT_BYTES_OF_ROLE * len(roles) + verified)
+    of_roles = (_EXPORT_BYTES_OF_ROLE + calibrates * _CALIBRATED_BYTES_OF_ROLE) * len(roles)
+    return _EXPORT_BYTES + max(compared, of_roles + verified)
 
 
-def export_seconds(outline: Outline, roles: Collection[str]) -> float:
+def export_seconds(outline: Outline, roles: Collection[str], calibrates: bool = False) -> float:
     """Time of an export on two idle cores of an x86 server; a guess elsewhere."""
     of_roles = len(roles) + (_SAVING_ROLES if BACK in roles else 0)
     lowering = _SECONDS_OF_ROLE * (of_roles + (1 if outline.blocks_below else 0))
     blocks = outline.blocks + outline.experts
-    return _SECONDS + lowering + _SECONDS_OF_BLOCK * blocks + _SECONDS_OF_NUMBER * outline.parameters
+    seconds = _SECONDS + lowering + _SECONDS_OF_BLOCK * blocks + _SECONDS_OF_NUMBER * outline.parameters
+    if calibrates:
+        seconds += _CALIBRATED_SECONDS_OF_ROLE * of_roles + _CALIBRATED_SECONDS * outline.parameters
+    return seconds
 
 
 def megabytes(count: float) -> str:

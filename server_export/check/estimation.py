@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 class Estimate:
     """A bundle that isn't there yet, in numbers.
 
-    `positions` are those of the model; None: any number.
+    `positions` are those of the model; None: any number. `calibrates`: int4 layers are calibrated, if any are
+    int4.
     """
 
     outline: Outline
@@ -44,6 +45,7 @@ class Estimate:
     readout: str
     vocabulary_size: int
     positions: int | None
+    calibrates: bool = False
 
     def exported_as(self, scheme: str, roles: Collection[str]) -> Estimate:
         """The same model with frozen weights in another scheme, and programs of other roles."""
@@ -54,12 +56,16 @@ class Estimate:
     @property
     def export_bytes(self) -> int:
         """Peak memory of the export."""
-        return export_memory(self.outline, self.scheme, self.roles)
+        return export_memory(self.outline, self.scheme, self.roles, self._calibrates)
 
     @property
     def export_seconds(self) -> float:
         """Time of the export on two cores of a server."""
-        return export_seconds(self.outline, self.roles)
+        return export_seconds(self.outline, self.roles, self._calibrates)
+
+    @property
+    def _calibrates(self) -> bool:
+        return self.calibrates and self.scheme == "8da4w"
 
     @property
     def programs_bytes(self) -> int:
@@ -121,7 +127,8 @@ def estimate_of(config: ExportConfig, source: Source) -> Estimate:
     roles = _own_roles(readout, config.roles)
     weights = weights_of(outline, config.quantize, _has_int8_table(outline, config.quantize), roles)
     vocabulary, most = vocabulary_size(source.loaded.model), position_count(source.loaded)
-    return Estimate(outline, weights, config.quantize, roles, readout, vocabulary, most)
+    calibrates = config.rounding != "nearest"
+    return Estimate(outline, weights, config.quantize, roles, readout, vocabulary, most, calibrates)
 
 
 def _own_roles(readout: str, roles: Collection[str]) -> tuple[str, ...]:

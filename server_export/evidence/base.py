@@ -7,6 +7,7 @@ from prge.files.bundle import Bundle
 from prge.files.chain import OWN_HEAD
 from server_export.model.adapted import convert_conv1d
 from server_export.model.base import content_problems, model_problems
+from server_export.model.bundle_layers import layers_of
 from server_export.model.loading import LoadedModel, load_model
 from server_export.model.quantization import round_base
 
@@ -38,4 +39,4 @@ def as_exported(bundle: Bundle, loaded: LoadedModel) -> None:
             remedy="give the model that the bundle was exported from with --model",
         )
     convert_conv1d(loaded.model)
-    round_base(loaded.model, bundle.quantization or "fp32")
+    round_base(loaded.model, bundle.quantization or "fp32", layers_of(bundle))

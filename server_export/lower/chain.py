@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,13 +13,16 @@ from prge.contract import STEP_ROLES
 from prge.files import chain as manifest
 from prge.files.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.files.chain import Bounds
+from prge.files.layers import StoredLayer
 from prge.files.signatures import DECODE, IN_PIECES, OF_STEPS, PREFILL, STACK, TANGENT
 from server_export.derive.tangent.transform import check_rules
 from server_export.graph.cutting import STATE, ModelBlock, moves
 from server_export.lower.cache import ProgramCache
+from server_export.lower.kind import WeightsFile
 from server_export.lower.roles import LoweredRoles, lower_roles, sharing_of
 from server_export.memory import give_back_freed
-from server_export.model.chain import ModelChain
+from server_export.model.chain import ModelChain, layer_of
+from server_export.model.frozen import codes_of, scale_of
 from server_export.model.tables import ModelTable
 from server_export.stage import count_parts
 
@@ -30,14 +33,15 @@ _OF_A_KIND = 20
 
 @dataclass(frozen=True)
 class LoweredChain:
-    """What a manifest says of the blocks that were written and of shared values, and each kind's programs by
-    number."""
+    """What a manifest says of the blocks that were written and of shared values, each kind's programs by
+    number, and where calibrated layers lie, by their names in the model."""
 
     kinds: tuple[manifest.Kind, ...]
     blocks: tuple[manifest.Block, ...]
     tables: tuple[manifest.Table, ...]
     lowered: tuple[LoweredRoles, ...]
     shared: tuple[int, ...] = ()
+    layers: Mapping[str, StoredLayer] = field(default_factory=dict)
 
 
 def lower_chain(
@@ -83,6 +87,7 @@ def lower_chain(
     place = {first: number for number, first in enumerate(chain.kinds)}
     number_of = {module.name: number for number, module in enumerate(chain.modules)}
     blocks = []
+    layers = dict[str, StoredLayer]()
     written: dict[tuple[int, tuple[str, ...]], str] = {}
     for number, block in enumerate(chain.blocks):
         kind, path = place[chain.kind_of[number]], f"{WEIGHTS}/{_block_name(chain, number)}.ptd"
@@ -91,6 +96,7 @@ def lower_chain(
             path = written.setdefault((kind, block.weights), path)
         if not (folder / path).exists():
             lowered[kind].write(folder / path, chain.tensors(number))
+            layers |= _stored_layers(chain, number, path, lowered[kind].kind.weights)
         modules = tuple(number_of[layer] for layer in _layers(chain, block))
         past = lowered[kind].sharing.past
         blocks.append(manifest.Block(kind, path, block.tables, modules, block.takes, past))
@@ -99,7 +105,7 @@ def lower_chain(
     tables = tuple(
         manifest.Table(table.kind, table.window, table.first, table.members) for table in chain.tables.all
     )
-    return LoweredChain(tuple(kinds), tuple(blocks), tables, tuple(lowered), tuple(chain.shared))
+    return LoweredChain(tuple(kinds), tuple(blocks), tables, tuple(lowered), tuple(chain.shared), layers)
 
 
 def check_operators(chain: ModelChain, roles: Collection[str]) -> None:
@@ -148,6 +154,19 @@ def _lowered_kind(
         sharing_of(kind.graph_module, takes, len(block.gives), roles),
         saves=not block.is_expert,
     )
+
+
+def _stored_layers(chain: ModelChain, number: int, path: str, weights: WeightsFile) -> dict[str, StoredLayer]:
+    """Where the calibrated layers of a block lie in its weights file; experts have no names of their own."""
+    rounded = {} if chain.blocks[number].is_expert else chain.rounded(number)
+    offsets = {entry.name: entry.offset for entry in weights.entries}
+    found = {}
+    for name, own in chain.own_names(number).items():
+        if own in rounded:
+            outputs, inputs = rounded[own].codes.shape
+            places = offsets[codes_of(name)], offsets[scale_of(name)]
+            found[layer_of(own)] = StoredLayer(path, *places, (outputs, inputs))
+    return found
 
 
 def _layers(chain: ModelChain, block: ModelBlock) -> list[str]:

@@ -5,8 +5,9 @@ outline -> adapter inserted -> traced -> cut into blocks -> a quantized, rewritt
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch.fx import GraphModule
@@ -27,7 +28,7 @@ from server_export.model.frozen import ADAPTER_WEIGHT, Frozen, freeze
 from server_export.model.loading import LoadedModel, vocabulary_size
 from server_export.model.positional import fold_positions
 from server_export.model.positions import first_position
-from server_export.model.quantization import GROUP_SIZE, ROWS_AT_ONCE, QuantizationReport
+from server_export.model.quantization import GROUP_SIZE, ROWS_AT_ONCE, Int4Weight, QuantizationReport
 from server_export.model.readout import cut_head
 from server_export.model.tables import TABLE, ModelTables, make_rotary_tables
 from server_export.model.traced import BATCH, COPIES, TOKENS, WHOLE_PREFIX, check_attention, trace
@@ -36,6 +37,11 @@ from server_export.model.weights import Weights
 _BASE = ".base."
 # What torch.export calls tensors that are made of numbers.
 _MADE_OF_NUMBERS = "lifted_tensor"
+
+
+def no_codes(number: int) -> Mapping[str, Int4Weight]:
+    """Codes of a block where nothing was calibrated."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class ModelChain:
     `kind_of` has each block's number in `kinds`; `adapter` the trained matrix of each placeholder;
     `has_own_head`: an encoder's states are what the last layer of its own head reads.
     `head_rows` the rows of a head's tensors that each of its blocks has: a piece of the vocabulary.
+    `rounded` has codes of a block's int4 layers by the names of their weights; others are rounded as they are
+    read.
     """
 
     blocks: list[ModelBlock]
@@ -68,6 +76,7 @@ class ModelChain:
     vocabulary_size: int
     scheme: str
     has_own_head: bool
+    rounded: Callable[[int], Mapping[str, Int4Weight]] = no_codes
 
     @property
     def classes(self) -> int:
@@ -100,9 +109,9 @@ class ModelChain:
         if self.scheme == "fp32":
             return QuantizationReport()
         per_channel, embeddings = list[str](), list[str]()
-        for number, block in enumerate(self.blocks):
-            frozen = self.kinds[self.kind_of[number]].frozen
-            own = dict(zip(self.blocks[self.kind_of[number]].weights, block.weights, strict=True))
+        for number, kind in enumerate(self.kind_of):
+            frozen = self.kinds[kind].frozen
+            own = self.own_names(number)
             embeddings += frozen.embeddings
             if self.scheme == "8da4w":
                 per_channel += [
@@ -117,7 +126,28 @@ class ModelChain:
 
     def in_scheme(self, scheme: str) -> ModelChain:
         """The same blocks, whose frozen weights are of another scheme."""
-        return replace(self, kinds=_kinds(self.blocks, self.kind_of, scheme, self.end), scheme=scheme)
+        kinds = _kinds(self.blocks, self.kind_of, scheme, self.end)
+        return replace(self, kinds=kinds, scheme=scheme, rounded=no_codes)
+
+    def with_int8(self, layers: Mapping[int, frozenset[str]]) -> ModelChain:
+        """The same blocks with some layers in int8 where the others are int4.
+
+        Args:
+            layers: names of a block's own weights, by its number. Blocks with others are another kind.
+        """
+        first: dict[tuple[int, frozenset[str]], int] = {}
+        kind_of = []
+        for number, kind in enumerate(self.kind_of):
+            own = dict(zip(self.blocks[number].weights, self.blocks[kind].weights, strict=True))
+            alike = frozenset(own[name] for name in layers.get(number, ()))
+            kind_of.append(first.setdefault((kind, alike), number))
+        kinds = _kinds(self.blocks, kind_of, self.scheme, self.end, layers)
+        return replace(self, kind_of=kind_of, kinds=kinds)
+
+    def own_names(self, number: int) -> dict[str, str]:
+        """The names of a block's weights by those that its kind's graph has for them."""
+        kind = self.blocks[self.kind_of[number]]
+        return dict(zip(kind.weights, self.blocks[number].weights, strict=True))
 
     def state_widths(self, number: int) -> tuple[int, int]:
         """Widths of what enters and leaves a block with a state."""
@@ -150,7 +180,11 @@ class ModelChain:
             else self._read(name, rows, block.is_expert)
             for place, name in enumerate(names)
         ]
-        return dict(frozen.tensors(read))
+        own, rounded = self.own_names(number), self.rounded(number)
+        codes = {
+            name: rounded[own.get(name, name)] for name in frozen.layers if own.get(name, name) in rounded
+        }
+        return dict(frozen.tensors(read, codes))
 
     def _read(self, name: str, rows: Sequence[int] | None, of_expert: bool) -> torch.Tensor:
         layer, _, part = name.rpartition(".")
@@ -280,11 +314,16 @@ def _head_rows(model: torch.nn.Module) -> tuple[list[Sequence[int]], str]:
 
 
 def _kinds(
-    blocks: Sequence[ModelBlock], kind_of: Sequence[int], scheme: str, end: int
+    blocks: Sequence[ModelBlock],
+    kind_of: Sequence[int],
+    scheme: str,
+    end: int,
+    int8: Mapping[int, frozenset[str]] = MappingProxyType({}),
 ) -> dict[int, ModelKind]:
+    """The graphs of all kinds, by the number of their first block; `int8` as of `ModelChain.with_int8`."""
     made = {}
     for number in sorted(set(kind_of)):
-        graph_module, frozen = freeze(blocks[number], scheme, number >= end)
+        graph_module, frozen = freeze(blocks[number], scheme, number >= end, int8.get(number, ()))
         rewrite(graph_module)
         take_apart(graph_module, declined=True)
         turn_by_layers(graph_module)

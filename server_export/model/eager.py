@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,7 @@ from prge.learning.experts import Routing
 from server_export.graph.cutting import TABLE_PREFIX, TAKEN_PREFIX
 from server_export.graph.modules import attribute
 from server_export.graph.shapes import resized
-from server_export.model.chain import ModelChain, layer_of
-from server_export.model.frozen import ADAPTER_WEIGHT
+from server_export.model.chain import ModelChain
 from server_export.model.traced import BATCH, COPIES, TOKENS
 
 aten = torch.ops.aten
@@ -27,6 +27,8 @@ Watch = Callable[[Sequence[str], torch.Tensor], None]
 class EagerBlock(Interpreter):
     """A block of a chain with its weights; its graph's marked sizes are those of the call.
 
+    `tensors` are those of its graph by name; who changes one changes what the block computes.
+
     Args:
         chain: in float32.
         number: of the block.
@@ -36,12 +38,11 @@ class EagerBlock(Interpreter):
     """
 
     def __init__(self, chain: ModelChain, number: int) -> None:
-        self._chain, self._number = chain, number
+        self._chain, self.number = chain, number
         kind = chain.kind_of[number]
         super().__init__(chain.kinds[kind].graph_module)
-        self._tensors = chain.tensors(number)
-        own = dict(zip(chain.blocks[kind].weights, chain.blocks[number].weights, strict=True))
-        self._layers = _read_by_layers(chain.kinds[kind].graph_module, own)
+        self.tensors = chain.tensors(number)
+        self._layers = _read_by_layers(chain.kinds[kind].graph_module)
         self._watch: Watch | None = None
         self._zeros = {
             matrix.name: torch.zeros(1, matrix.rank, matrix.width) for matrix in matrices(chain.modules)
@@ -64,8 +65,9 @@ class EagerBlock(Interpreter):
             beside: an encoder's additive mask [rows, 1, 1, tokens], or targets i64 [rows, tokens] of a head.
             shift: f32 [rows, tokens, 1] of a head.
             adapter: f32 [1, rank, width] by names of inputs; zeros where there is none.
-            watch: is given what the adapted layers of these names see, [rows, tokens, in]; layers that see
-                the same share a call.
+            watch: is given what the linear layers of these weights see, [rows, tokens, in], or [any, in]
+                where a layer sees something else of a row than its tokens. The weights' names are those of
+                the kind's graph; layers that see the same share a call.
             shared: values f32 [rows, tokens, width] of these rows by number; the block takes some of them and
                 adds others.
         """
@@ -73,7 +75,7 @@ class EagerBlock(Interpreter):
         self._watch = watch
         rows, length = self._shape = (int(state.shape[0]), int(state.shape[1]))
         given = {"beside": beside, "shift": shift}
-        block, given_adapter = self._chain.blocks[self._number], {**self._zeros, **(adapter or {})}
+        block, given_adapter = self._chain.blocks[self.number], {**self._zeros, **(adapter or {})}
         inputs = []
         for node in block.graph_module.graph.find_nodes(op="placeholder"):
             name = str(node.target)
@@ -97,12 +99,14 @@ class EagerBlock(Interpreter):
         """Also let a layer's input be watched."""
         value = super().run_node(n)
         if self._watch is not None and n in self._layers:
-            self._watch(self._layers[n], value.reshape(*self._shape, -1))
+            is_of_tokens = value.numel() == math.prod(self._shape) * value.shape[-1]
+            shape = self._shape if is_of_tokens else (-1,)
+            self._watch(self._layers[n], value.reshape(*shape, value.shape[-1]))
         return value
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """A tensor of this block, or one that all of its kind have."""
-        tensor = self._tensors.get(str(target))
+        tensor = self.tensors.get(str(target))
         return attribute(self.module, str(target)) if tensor is None else tensor
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
@@ -116,32 +120,38 @@ class EagerBlock(Interpreter):
         return value
 
 
-def _read_by_layers(graph_module: GraphModule, own: Mapping[str, str]) -> dict[Node, list[str]]:
-    """The nodes that adapted layers read, with the layers' names; `own` are a block's names of weights."""
+def _read_by_layers(graph_module: GraphModule) -> dict[Node, list[str]]:
+    """The nodes that linear layers read, with the names of the layers' weights."""
     found: dict[Node, list[str]] = {}
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.linear.default):
         source, weight = node.args[:2]
-        name = own.get(str(weight.target), "")
-        if name.endswith(f".{ADAPTER_WEIGHT}"):
-            found.setdefault(source, []).append(layer_of(name))
+        if weight.op == "get_attr":
+            found.setdefault(source, []).append(str(weight.target))
     return found
 
 
-def through_experts(chain: ModelChain, experts: range, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def through_experts(
+    chain: ModelChain,
+    experts: range,
+    states: Sequence[torch.Tensor],
+    prepare: Callable[[EagerBlock, torch.Tensor], object] = lambda expert, given: None,
+) -> list[torch.Tensor]:
     """States f32 [rows, tokens, width] behind the experts of a layer, with one in memory at a time.
 
     Args:
         chain: in float32.
         experts: their numbers.
         states: before them.
+        prepare: takes each expert and what it is given, f32 [1, tokens, in], before it answers.
     """
     first, behind = (chain.state_widths(number) for number in (experts.start, experts.stop))
     flat = torch.cat([state.reshape(-1, state.shape[-1]) for state in states]).numpy()
     routing = Routing(flat.shape[-1], behind[0], *first, len(experts))
 
     def run(expert: int, given: FloatArray) -> list[FloatArray]:
-        block = EagerBlock(chain, experts.start + expert)
-        return [block.answer(torch.from_numpy(given)[None])[0].numpy()]
+        block, states = EagerBlock(chain, experts.start + expert), torch.from_numpy(given)[None]
+        prepare(block, states)
+        return [block.answer(states)[0].numpy()]
 
     (found,) = routing.forward(flat, run)
     parts = torch.from_numpy(found).split([state.shape[0] * state.shape[1] for state in states])

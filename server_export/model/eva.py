@@ -9,57 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from prge.contract import Contract
 from prge.errors import DataError
-from prge.learning.examples import Example, token_count
-from prge.rows.example_building import BuildOptions, build_examples
-from prge.rows.readers import Selection, select_rows
-from prge.rows.sources import read_source
-from prge.rows.task import load_task
-from prge.rows.tokenizer import Tokenizer
-from prge.rows.windows import Overflow
 from server_export.model.chain import ModelChain
 from server_export.model.inputs import watch_inputs
 from server_export.model.principal import Directions, Principal, spread_ranks
 from server_export.model.start import StartAdapter
-from server_export.settings import ExportConfig
-
-_ROWS = 64
-
-
-def init_examples(config: ExportConfig, tokenizer: Tokenizer, contract: Contract) -> list[Example]:
-    """A random choice of `--init-rows` as a run lays them out: the first with `--init-tokens` in all.
-
-    Raises:
-        PrgeError: the rows or their task can't be used.
-    """
-    assert config.init_rows is not None
-    task = load_task(config.init_task) if config.init_task else None
-    # Of preferences what is liked.
-    overflow: Overflow = "split" if task is None or task.is_completion else "truncate"
-    options = BuildOptions(overflow, objective=None if task else "completion")
-    source = read_source(config.init_rows, "train", task=task)
-    rows = select_rows(source.rows, Selection(shuffle_seed=config.seed))
-    found: list[Example] = []
-    for start in range(0, len(rows), _ROWS):
-        part = rows[start : start + _ROWS]
-        examples, _ = build_examples(part, tokenizer, contract, task, options, source=source.name)
-        found += examples
-        if token_count(found) >= config.init_tokens:
-            break
-    return found
-
-
-def tokens_of(examples: Sequence[Example], most: int) -> list[tuple[int, ...]]:
-    """Tokens of the examples' sequences, the first `most` of all."""
-    found: list[tuple[int, ...]] = []
-    left = most
-    for tokens in (sequence.tokens for example in examples for sequence in example.sequences):
-        if left <= 0:
-            break
-        found.append(tokens[:left])
-        left -= len(tokens)
-    return found
 
 
 def principal_start(

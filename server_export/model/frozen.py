@@ -8,8 +8,9 @@ The graph of a kind has tensors without memory in their places. Blocks of the ki
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from server_export.model.quantization import (
     EMBEDDING_BYTES,
     GROUP_SIZE,
     ROWS_AT_ONCE,
+    Int4Weight,
     int4_weight,
     int8_table,
     int8_weight,
@@ -70,19 +72,26 @@ class Frozen:
         return {place for place, node in enumerate(graph.find_nodes(op="placeholder")) if node in tables}
 
     def tensors(
-        self, weights: Sequence[torch.Tensor | Iterable[torch.Tensor]]
+        self,
+        weights: Sequence[torch.Tensor | Iterable[torch.Tensor]],
+        rounded: Mapping[str, Int4Weight] = MappingProxyType({}),
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors of the graph, made of a block's weights f32 in the order of the block's own.
 
-        `tables` may come some rows at a time, so that none is in memory as a whole.
+        `tables` may come some rows at a time, so that none is in memory as a whole. Int4 layers in `rounded`
+        have its codes.
         """
         with torch.no_grad():
             for name, tensor in zip(self.names, self.computed(*weights), strict=True):
                 if name in self.layers:
-                    quantized: Any = int4_weight(tensor) if self.layers[name] else int8_weight(tensor)
-                    yield codes_of(name), quantized.qdata
-                    yield scale_of(name), quantized.scale
-                    yield zero_point_of(name), quantized.zero_point
+                    if self.layers[name] and name in rounded:
+                        codes, scale = rounded[name].codes, rounded[name].scale
+                    else:
+                        quantized: Any = int4_weight(tensor) if self.layers[name] else int8_weight(tensor)
+                        codes, scale = quantized.qdata, quantized.scale
+                    yield codes_of(name), codes
+                    yield scale_of(name), scale
+                    yield zero_point_of(name), torch.zeros(scale.shape, dtype=torch.int8)
                 elif name in self.embeddings:
                     is_whole = isinstance(tensor, torch.Tensor)
                     pieces = tensor.split(ROWS_AT_ONCE) if is_whole else tensor
@@ -113,13 +122,16 @@ def _plain(name: str) -> str:
     return name.replace(".", "_")
 
 
-def freeze(block: ModelBlock, scheme: str, is_head: bool = False) -> tuple[GraphModule, Frozen]:
+def freeze(
+    block: ModelBlock, scheme: str, is_head: bool = False, int8: Collection[str] = ()
+) -> tuple[GraphModule, Frozen]:
     """The graph of a block's kind, quantized, and how its tensors are made.
 
     Args:
         block: any of the kind.
         scheme: `fp32`, `8da8w` or `8da4w`; a head's layers have int8 weights in the last one too.
         is_head: whether the block answers log-probabilities.
+        int8: names of weights that are int8 in `8da4w` too.
     """
     graph_module = copied(block.graph_module)
     remove_identities(graph_module.graph)
@@ -128,7 +140,8 @@ def freeze(block: ModelBlock, scheme: str, is_head: bool = False) -> tuple[Graph
     if scheme != "fp32":
         for node in list(graph_module.graph.nodes):
             if node.target is aten.linear.default and _is_frozen_layer(node) and not _chooses(node):
-                _quantize_layer(graph_module, node, frozen, scheme == "8da4w" and not is_head)
+                is_int4 = scheme == "8da4w" and not is_head and str(node.args[1].target) not in int8
+                _quantize_layer(graph_module, node, frozen, is_int4)
             elif node.target is aten.embedding.default and _is_large(node.args[0]):
                 _quantize_embedding(graph_module, node, frozen)
     graph_module.graph.eliminate_dead_code()

@@ -1,4 +1,4 @@
-"""What a model's adapted layers see of some rows, computed block by block.
+"""Rows on their way through a chain, block by block, and what its layers see of them.
 
 Every block runs over the states of all rows before the next one is read. So there is one block's weights in
 memory, and one state of every token.
@@ -6,54 +6,102 @@ memory, and one state of every token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 
 from server_export.model.attention import padding_mask
-from server_export.model.chain import ModelChain
+from server_export.model.chain import ModelChain, layer_of
 from server_export.model.eager import EagerBlock, Watch, through_experts
+from server_export.model.frozen import ADAPTER_WEIGHT
 from server_export.stage import count_parts
 
 # Tokens of a forward, padding included; a row of more has one of its own.
 _TOKENS = 2048
 
 
-def watch_inputs(chain: ModelChain, rows: Sequence[Sequence[int]], watch: Watch) -> Iterator[None]:
-    """Run a chain in PyTorch, as the model is without an adapter; yields when a block has seen all rows.
+class Walk:
+    """States of some rows on their way through a chain, in PyTorch, as the model is without an adapter.
 
     Args:
         chain: in float32.
         rows: their tokens; they are padded on the right.
+    """
+
+    def __init__(self, chain: ModelChain, rows: Sequence[Sequence[int]]) -> None:
+        self._chain = chain
+        batches = [_padded(batch) for batch in _batches(rows)]
+        self._states, self._masks = [tokens for tokens, _ in batches], [mask for _, mask in batches]
+        self._shared = [dict[int, torch.Tensor]() for _ in batches]
+
+    def answers(self, block: EagerBlock, watch: Watch | None = None) -> Iterator[torch.Tensor]:
+        """The states f32 [rows, tokens, width] of each batch after a block.
+
+        Args:
+            block: the next one.
+            watch: as `EagerBlock.answer` takes it, but for tokens alone: f32 [tokens, in] without padding.
+        """
+        for states, mask, shared in zip(self._states, self._masks, self._shared, strict=True):
+            seen = None if watch is None else partial(_without_padding, watch, mask)
+            with torch.no_grad():
+                answer = block.answer(states, padding_mask(mask.float()), watch=seen, shared=shared)
+            yield answer
+
+    def advance(self, block: EagerBlock, watch: Watch | None = None) -> None:
+        """Go on to behind the next block; see `answers`."""
+        for place, states in enumerate(self.answers(block, watch)):
+            self._states[place] = states
+
+    def advance_experts(
+        self, experts: range, prepare: Callable[[EagerBlock, torch.Tensor], object] = lambda *given: None
+    ) -> None:
+        """Go on to behind the experts of a layer; see `through_experts`."""
+        with torch.no_grad():
+            self._states = through_experts(self._chain, experts, self._states, prepare)
+
+    def tokens(self, states: Iterable[torch.Tensor]) -> torch.Tensor:
+        """The states f32 [tokens, width] of all batches, without padding."""
+        return torch.cat([state[mask] for state, mask in zip(states, self._masks, strict=True)])
+
+
+def _without_padding(watch: Watch, mask: torch.Tensor, names: Sequence[str], inputs: torch.Tensor) -> None:
+    watch(names, inputs[mask] if inputs.dim() == mask.dim() + 1 else inputs)
+
+
+def watch_inputs(chain: ModelChain, rows: Sequence[Sequence[int]], watch: Watch) -> Iterator[None]:
+    """Give what a chain's adapted layers see of some rows; yields when a block has seen all of them.
+
+    Args:
+        chain: in float32.
+        rows: their tokens.
         watch: is given f32 [tokens, in], what the layers of these names see, without padding; layers that
             see the same share a call. It must not keep them.
 
     Raises:
         BundleError: the files lack a weight, or it isn't finite.
     """
-    batches = [_padded(batch) for batch in _batches(rows)]
-    states, shared = [tokens for tokens, _ in batches], [dict[int, torch.Tensor]() for _ in batches]
-    adapted = [number for number, block in enumerate(chain.blocks) if block.adapter]
-    done = count_parts((adapted[-1] + 1) * len(batches))
-    for turn in chain.turns(adapted[-1] + 1):
+    walk, count = Walk(chain, rows), last_adapted(chain) + 1
+    done = count_parts(count)
+    for turn in chain.turns(count):
         if chain.blocks[turn.start].is_expert:
-            with torch.no_grad():
-                states = through_experts(chain, turn, states)
-            done(len(turn) * len(batches))
-            yield
-            continue
-        block = EagerBlock(chain, turn.start)
-        for place, (_, mask) in enumerate(batches):
+            walk.advance_experts(turn)
+        else:
+            own = chain.own_names(turn.start)
 
-            def seen(names: Sequence[str], inputs: torch.Tensor, mask: torch.Tensor = mask) -> None:
-                watch(names, inputs[mask])
+            def seen(weights: Sequence[str], inputs: torch.Tensor, own: dict[str, str] = own) -> None:
+                names = [own.get(weight, "") for weight in weights]
+                if layers := [layer_of(name) for name in names if name.endswith(f".{ADAPTER_WEIGHT}")]:
+                    watch(layers, inputs)
 
-            with torch.no_grad():
-                states[place] = block.answer(
-                    states[place], padding_mask(mask.float()), watch=seen, shared=shared[place]
-                )
-            done()
+            walk.advance(EagerBlock(chain, turn.start), seen)
+        done(len(turn))
         yield
+
+
+def last_adapted(chain: ModelChain) -> int:
+    """Number of the last block with an adapter."""
+    return max(number for number, block in enumerate(chain.blocks) if block.adapter)
 
 
 def _batches(rows: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

@@ -1,17 +1,18 @@
 """Quantization of the frozen base: linear layers by torchao, a large embedding table by rows.
 
     8da8w   int8 weights per output channel, int8 dynamic activations per token
-    8da4w   int4 weights in groups of 32 input channels, int8 dynamic activations per token; a group's scale
-            is fitted to its weights (HQQ, Badri and Shaji 2023, without its zero points); a vocabulary head
-            is int8: its errors reach the answer undamped, and it runs on the asked positions only
+    8da4w   int4 weights in groups of 32 input channels, int8 dynamic activations per token; what rounding
+            loses is compensated on rows (server_export/calibrate), or a group's scale is fitted to its
+            weights alone (HQQ, Badri and Shaji 2023, without its zero points); a vocabulary head is int8:
+            its errors reach the answer undamped, and it runs on the asked positions only
 
 Both are what XNNPACK computes on integers. `lora_a` and `lora_b` stay float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -29,16 +30,19 @@ ROWS_AT_ONCE = 256
 @dataclass(frozen=True)
 class QuantizationReport:
     """What was quantized and how; `per_channel` names layers that are int8 where others are int4: too narrow
-    or ragged for groups, or the vocabulary head."""
+    or ragged for groups, too sensitive, or the vocabulary head. `rounding` says how int4 layers were rounded
+    on how many tokens, where they were."""
 
     scheme: str = "fp32"
     group_size: int | None = None
     per_channel: tuple[str, ...] = ()
     embedding: str = "fp32"
+    rounding: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `quantization` block."""
-        return {**asdict(self), "per_channel": list(self.per_channel)}
+        block = {**asdict(self), "per_channel": list(self.per_channel)}
+        return block if self.rounding else {name: block[name] for name in block if name != "rounding"}
 
     def describe(self) -> str:
         """One phrase for people."""
@@ -46,6 +50,19 @@ class QuantizationReport:
         exceptions = f", {count} layer{'s' * (count > 1)} per channel" if count else ""
         table = ", int8 embedding" if self.embedding == "int8" else ""
         return f"{self.scheme}{exceptions}{table}"
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """A weight [out, in] in int4: `codes` i8 [out, in] from -8 to 7, `scale` bf16 [out, in / GROUP_SIZE]."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight f32 [out, in] that the codes stand for."""
+        groups = self.codes.float().view(*self.scale.shape, GROUP_SIZE)
+        return (groups * self.scale.float().unsqueeze(2)).view(self.codes.shape)
 
 
 class Int8Embedding(nn.Module):
@@ -94,11 +111,25 @@ def int8_table(vectors: Iterable[torch.Tensor], count: int) -> tuple[torch.Tenso
     return codes, torch.cat(scales)
 
 
-def quantize(module: nn.Module, scheme: str) -> QuantizationReport:
+@dataclass(frozen=True)
+class BundleLayers:
+    """How a bundle rounded a model's layers, where that can't be made again of their weights.
+
+    `int8` names layers that are so in `8da4w` too; `int4` has the codes of others, by name.
+    """
+
+    int8: Collection[str] = ()
+    int4: Mapping[str, Int4Weight] = field(default_factory=dict)
+
+
+NO_LAYERS = BundleLayers()
+
+
+def quantize(module: nn.Module, scheme: str, layers: BundleLayers = NO_LAYERS) -> QuantizationReport:
     """Quantize the linear layers of a program, and its embedding table if that is large, in place."""
     if scheme == "fp32":
         return QuantizationReport()
-    per_channel = quantize_layers(module.model, scheme)
+    per_channel = quantize_layers(module.model, scheme, layers)
     return QuantizationReport(
         scheme,
         GROUP_SIZE if scheme == "8da4w" else None,
@@ -107,18 +138,31 @@ def quantize(module: nn.Module, scheme: str) -> QuantizationReport:
     )
 
 
-def quantize_layers(model: nn.Module, scheme: str) -> list[str]:
+def quantize_layers(model: nn.Module, scheme: str, rounded: BundleLayers = NO_LAYERS) -> list[str]:
     """Quantize all linear layers of a model in place; returns those that stay int8 in an int4 scheme."""
     layers = dict(_linear_layers(model))
     if scheme == "8da8w":
         _quantize_linear(model, set(layers), torch.int8, None)
         return []
     head = _vocabulary_head(model)
-    per_channel = [name for name, layer in layers.items() if layer.in_features % GROUP_SIZE or layer is head]
-    _quantize_linear(model, set(layers) - set(per_channel), torch.int4, GROUP_SIZE)
     # XNNPACK takes int4 in groups only.
+    per_channel = [
+        name
+        for name, layer in layers.items()
+        if layer.in_features % GROUP_SIZE or layer is head or _in_model(name) in rounded.int8
+    ]
+    known = {name for name in layers if _in_model(name) in rounded.int4}.difference(per_channel)
+    _quantize_linear(model, set(layers) - set(per_channel) - known, torch.int4, GROUP_SIZE)
     _quantize_linear(model, set(per_channel), torch.int8, None)
+    for name in known:
+        weight = int4_tensor(rounded.int4[_in_model(name)])
+        model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
     return per_channel
+
+
+def _in_model(name: str) -> str:
+    """A layer's name where no adapter is beside it."""
+    return name.removesuffix(".base")
 
 
 def _vocabulary_head(model: nn.Module) -> nn.Module | None:
@@ -135,8 +179,8 @@ def dequantize(module: nn.Module) -> None:
     _dequantize_layers(module.model)
 
 
-def round_base(model: nn.Module, scheme: str) -> None:
-    """Give a model's layers and embedding table the values that `quantize` leaves, as floats, in place.
+def round_base(model: nn.Module, scheme: str, layers: BundleLayers = NO_LAYERS) -> None:
+    """Give a model's layers and embedding table the values that a bundle has of them, as floats, in place.
 
     A head that shared its weight with the table has its own afterwards: they are rounded differently. GPT-2's
     Conv1D layers stay what they are.
@@ -145,7 +189,7 @@ def round_base(model: nn.Module, scheme: str) -> None:
         return
     convolutions = {name: model.get_submodule(name) for name in conv1d_names(model)}
     convert_conv1d(model)
-    quantize_layers(model, scheme)
+    quantize_layers(model, scheme, layers)
     _dequantize_layers(model)
     for name, layer in convolutions.items():
         layer.weight.data = model.get_submodule(name).weight.detach().t().contiguous()
@@ -178,6 +222,21 @@ def int8_weight(weight: torch.Tensor) -> torch.Tensor:
 def int4_weight(weight: torch.Tensor) -> torch.Tensor:
     """torchao's tensor for a weight [out, in], int4 in groups of inputs; see `int8_weight`."""
     return _quantized(weight, _settings(torch.int4, GROUP_SIZE))
+
+
+def int4_tensor(weight: Int4Weight) -> torch.Tensor:
+    """torchao's tensor of codes that are given; see `int4_weight`."""
+    like: Any = int4_weight(torch.zeros(1, GROUP_SIZE))
+    _, facts = like.__tensor_flatten__()
+    tensors = {
+        "qdata": weight.codes,
+        "scale": weight.scale,
+        "zero_point": torch.zeros(weight.scale.shape, dtype=torch.int8),
+    }
+    whole: torch.Tensor = type(like).__tensor_unflatten__(
+        tensors, facts, weight.codes.shape, weight.codes.stride()
+    )
+    return whole
 
 
 def _quantize_linear(model: nn.Module, names: set[str], dtype: torch.dtype, group_size: int | None) -> None:

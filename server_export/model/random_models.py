@@ -242,7 +242,7 @@ def with_random_model(config: Config, *, weights: bool = True) -> Iterator[Confi
     with tempfile.TemporaryDirectory(dir=out, prefix=".random-") as place:
         model = Path(place, name.replace(":", "-"))
         save_random_model(model, name, weights=weights)
-        yield replace(config, model=str(model))
+        yield replace(config, model=str(model), rounding=config.rounding or "nearest")
 
 
 def save_random_model(

@@ -21,6 +21,7 @@ from server_export.model.adapted import convert_conv1d
 from server_export.model.classifier import given_to_base, states_of
 from server_export.model.loading import LoadedModel
 from server_export.model.positions import position_numbers
+from server_export.model.quantization import NO_LAYERS, BundleLayers
 from server_export.model.rotary import make_rotary_constant
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, quantized_and_checked
 
@@ -70,6 +71,7 @@ def build_encoder(
     pooling: str,
     scheme: str,
     head: Mapping[str, Array] | None = None,
+    layers: BundleLayers = NO_LAYERS,
 ) -> Built:
     """Lower an encoder, changed in place, to `program.pte` in `folder`, and compare the program with it.
 
@@ -80,6 +82,7 @@ def build_encoder(
         pooling: of the states; see server_export.model.readout.
         scheme: quantization of the frozen layers.
         head: `weight` [classes, width] and `bias` of a classification head.
+        layers: as the bundle has them that the adapter was trained with.
 
     Raises:
         BundleError: it can't be lowered, or the program returns something else than the model.
@@ -98,7 +101,7 @@ def build_encoder(
         write_program(program, {METHOD: (module, rows[0])})
         return torch.stack([loaded_method(program, METHOD, row)()[0] for row in rows])
 
-    quantization, checks = quantized_and_checked(module, scheme, reference, eager, lower)
+    quantization, checks = quantized_and_checked(module, scheme, reference, eager, lower, layers)
     inputs = [TensorSpec(name, "int64", (1, length)) for name in ("tokens", "attention_mask")]
     output = TensorSpec("pooled" if layer is None else "scores", "float32", tuple(reference.shape[1:]))
     facts = {"inputs": [asdict(spec) for spec in inputs], "outputs": [asdict(output)]}

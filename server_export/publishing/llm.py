@@ -24,6 +24,7 @@ from server_export.model import attention
 from server_export.model.adapted import convert_conv1d, replace_module
 from server_export.model.experts import expert_layers
 from server_export.model.loading import LoadedModel
+from server_export.model.quantization import NO_LAYERS, BundleLayers
 from server_export.model.recurrent import functions_of
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, quantized_and_checked
 
@@ -116,8 +117,14 @@ def ends_of(model: Any, tokenizer: Any, stops: Sequence[int] = ()) -> tuple[int 
     return bos, tuple(dict.fromkeys(end for end in ends if end is not None))
 
 
-def build_llm(folder: Path, loaded: LoadedModel, spec: LlmSpec) -> Built:
+def build_llm(folder: Path, loaded: LoadedModel, spec: LlmSpec, layers: BundleLayers = NO_LAYERS) -> Built:
     """Lower a decoder, changed in place, to `program.pte` in `folder`, and compare the program with it.
+
+    Args:
+        folder: where to.
+        loaded: the decoder.
+        spec: of the program.
+        layers: as the bundle has them that the adapter was trained with.
 
     Raises:
         BundleError: transformers' integration or ExecuTorch doesn't take the architecture, or the program
@@ -151,7 +158,7 @@ def build_llm(folder: Path, loaded: LoadedModel, spec: LlmSpec) -> Built:
         call = opened_method(program, METHOD)
         return _last_two(rows, spec, lambda tokens, start: call(tokens, start)[0])
 
-    quantization, checks = quantized_and_checked(exportable, spec.scheme, reference, eager, lower)
+    quantization, checks = quantized_and_checked(exportable, spec.scheme, reference, eager, lower, layers)
     return Built("llm", {"runner": facts}, quantization, checks)
 
 

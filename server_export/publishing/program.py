@@ -17,7 +17,7 @@ from torch import nn
 from prge.errors import BundleError
 from prge.files.peft import PeftAdapter
 from server_export.model.adapted import convert_conv1d, replace_module
-from server_export.model.quantization import QuantizationReport, dequantize, quantize
+from server_export.model.quantization import NO_LAYERS, BundleLayers, QuantizationReport, dequantize, quantize
 
 PROGRAM, METHOD = "program.pte", "forward"
 ROWS = 3
@@ -86,6 +86,7 @@ def quantized_and_checked(
     reference: torch.Tensor,
     eager: Callable[[], torch.Tensor],
     lower: Callable[[], torch.Tensor],
+    layers: BundleLayers = NO_LAYERS,
 ) -> tuple[QuantizationReport, dict[str, float]]:
     """Quantize a module in place, lower it, and compare model, module and program; returns what was found.
 
@@ -95,13 +96,14 @@ def quantized_and_checked(
         reference: what the untouched model answers to some rows, a row first.
         eager: what the module answers to them as it is then.
         lower: writes the program; returns what it answers to them in the engine.
+        layers: as the bundle has them that the adapter was trained with.
 
     Raises:
         BundleError: they differ by more than is allowed.
     """
     exact = eager()
     check_exact("module", exact, reference)
-    quantization = quantize(module, scheme)
+    quantization = quantize(module, scheme, layers)
     expected = eager()
     answers = lower()
     if scheme == "fp32":

@@ -432,18 +432,19 @@ TIED: dict[str, dict[str, Any]] = {"llama": {"tie_word_embeddings": True}, "gpt2
 
 def constants_of(export_again: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[bytes, Any]:
     """Weights f32 that an export writes as codes, by the bytes of their shape and values."""
-    from server_export.model import frozen
+    from server_export.model.frozen import Frozen, codes_of, scale_of
 
     found: list[Any] = []
-    for name in ("int4_weight", "int8_weight"):
-        quantize = getattr(frozen, name)
+    tensors = Frozen.tensors
 
-        def noted(weight: Any, quantize: Any = quantize) -> Any:
-            made = quantize(weight)
-            found.append(made.dequantize())
-            return made
+    def noted(self: Any, *given: Any) -> Any:
+        made = dict(tensors(self, *given))
+        for codes, scale in ((made[codes_of(name)], made[scale_of(name)]) for name in self.layers):
+            groups = codes.float().view(*scale.shape, -1) * scale.float().unsqueeze(2)
+            found.append(groups.view(codes.shape))
+        return iter(made.items())
 
-        monkeypatch.setattr(frozen, name, noted)
+    monkeypatch.setattr(Frozen, "tensors", noted)
     export_again()
     return {str(tuple(each.shape)).encode() + each.numpy().tobytes(): each for each in found}
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from prge.errors import DataError
-from server_export.model.eva import init_examples, principal_start, tokens_of
+from server_export.model.eva import principal_start
 from server_export.model.loading import outline_model
+from server_export.model.row_tokens import row_tokens
 from server_export.model.start import StartAdapter, start_adapter
 from server_export.model.tokenization import on_device
 from server_export.settings import ExportConfig
@@ -81,7 +82,15 @@ def rows_of(tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> list[
     )
     tokenizer = on_device(make_tokenizer(), "auto", VOCABULARY)
     settings = config(init_rows=file, **changes)
-    return tokens_of(init_examples(settings, tokenizer, contract), settings.init_tokens)
+    assert settings.init_rows is not None
+    return row_tokens(
+        settings.init_rows,
+        settings.init_task,
+        settings.init_tokens,
+        seed=settings.seed,
+        tokenizer=tokenizer,
+        contract=contract,
+    )
 
 
 TEXTS = [{"text": f"row {number} of many more"} for number in range(100)]
