@@ -77,7 +77,7 @@ def read_layers(bundle: Bundle) -> dict[str, dict[str, Any]]:
     Raises:
         BundleError: the file can't be used.
     """
-    if LAYERS not in bundle.manifest["files"]:
+    if LAYERS not in mapping(bundle.manifest.get("files")):
         return {}
     try:
         table = read_json(bundle.file(LAYERS))

@@ -35,11 +35,16 @@ class SecondMoment:
 
     def __init__(self, inputs: int) -> None:
         self._pieces = [torch.zeros(len(piece), len(piece)) for piece in _pieces(inputs)]
-        self.tokens = 0
+        self._tokens = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there were as many states as inputs: fewer leave directions that nothing is known of."""
+        return self._tokens >= max(map(len, self._pieces))
 
     def add(self, states: torch.Tensor) -> None:
         """Take states f32 [tokens, inputs]."""
-        self.tokens += len(states)
+        self._tokens += len(states)
         for piece, total in zip(_pieces(states.shape[1]), self._pieces, strict=True):
             part = states[:, piece.start : piece.stop]
             total.addmm_(part.T, part)
@@ -47,7 +52,7 @@ class SecondMoment:
     def factors(self) -> Iterator[torch.Tensor]:
         """Of each piece the upper Cholesky factor f32 of its damped inverse."""
         for total in self._pieces:
-            damped = total / max(self.tokens, 1)
+            damped = total / max(self._tokens, 1)
             diagonal = damped.diagonal()
             # An input that was always zero says nothing: its column is rounded to the nearest.
             diagonal[diagonal == 0] = 1.0

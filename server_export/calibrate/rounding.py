@@ -92,7 +92,9 @@ class _Moments:
 
 def _round(chain: ModelChain, block: EagerBlock, moments: _Moments) -> dict[str, Int4Weight]:
     """Codes of the layers that were seen; the block computes with what they stand for from now on."""
-    codes = {name: gptq(block.tensors[name], moment) for name, moment in moments.of.items() if moment.tokens}
+    codes = {
+        name: gptq(block.tensors[name], moment) for name, moment in moments.of.items() if moment.is_known
+    }
     _give(chain, block, {chain.own_names(block.number)[name]: each for name, each in codes.items()})
     return codes
 

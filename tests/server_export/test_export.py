@@ -58,12 +58,15 @@ def test_a_bundle_opens_and_says_what_it_is(llama_bundle: Path, llama_folder: Pa
     assert manifest["model"]["architecture"] == "LlamaForCausalLM"
     assert manifest["model"]["name_or_path"] == str(llama_folder)
     assert manifest["quantization"]["scheme"] == "8da4w"
+    rounding = manifest["quantization"]["rounding"]
+    assert (rounding["method"], rounding["tokens"]) == ("gptq", 4096) and 4 <= rounding["weight_bits"] <= 4.25
     differences = manifest["verification"]["differences"]
     assert set(differences) == {"stack", "tangent"}
     assert max(differences.values()) <= manifest["verification"]["tolerance"]
     assert files(llama_bundle) == [
         "adapter/adapter_config.json",
         "adapter/adapter_model.safetensors",
+        "layers.json",
         "manifest.json",
         *(f"programs/{name}.pte" for name in ("block", "embedding", "head")),
         "tables.safetensors",
