@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from prge.files.adapter import adapter_size
 from prge.files.bundle import MANIFEST, check_file, read_chain, read_manifest
 from prge.files.chain import Chain
 from prge.files.documents import mapping
+from prge.files.layers import read_layers
 from prge.files.signatures import DECODE
 from prge.files.tuned import bundle_at
 from prge.learning.costs import Outline, bytes_text, memory_table, memory_text, weights_of_bundle
@@ -25,7 +26,7 @@ from prge.verbs.settings import parse_settings
 _SECTIONS = ("lora", "readout", "quantization", "tokenizer", "verification", "versions")
 _SHOWN_ELSEWHERE = {
     *("folder", "manifest_sha256", "format", "model", "files", "unlisted_files"),
-    *("adapter_parameters", "chain", "roles", "programs", "weights", "outline", "memory", "text"),
+    *("adapter_parameters", "chain", "roles", "programs", "weights", "outline", "memory", "text", "layers"),
 }
 # Tokens of a row whose memory is told, as by `prge estimate`.
 _TOKENS = 64
@@ -104,7 +105,16 @@ def _facts(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
         },
         "memory": _memory(manifest, chain, size),
         "text": _text_facts(manifest, chain),
+        "layers": _layer_table(folder, manifest),
     }
+
+
+def _layer_table(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The table of calibrated layers; empty where it can't be used, which a check of its file tells."""
+    try:
+        return read_layers(folder, manifest)
+    except BundleError:
+        return {}
 
 
 def _memory(
@@ -147,6 +157,8 @@ def _text(report: Mapping[str, Any]) -> Iterator[str]:
     yield from _chain_text(report)
     for name in _SECTIONS:
         yield from _section(name, report.get(name))
+        if name == "quantization":
+            yield from _layers(report["layers"])
     yield from _section(
         "other", {key: report[key] for key in report if key not in {*_SECTIONS, *_SHOWN_ELSEWHERE}}
     )
@@ -204,6 +216,20 @@ def _chain_text(report: Mapping[str, Any]) -> Iterator[str]:
         users = sum(number in block.tables for block in chain.blocks)
         yield f"  {table.kind}{window}{first}: {_blocks(users)}"
     yield from _modules(chain.modules)
+
+
+def _layers(table: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Bits of calibrated layers, those of one name and as many bits in one line."""
+    kinds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for name, entry in table.items():
+        bits, sensitivity = entry.get("bits"), entry.get("sensitivity")
+        if isinstance(bits, int) and isinstance(sensitivity, int | float):
+            kinds[name.rsplit(".", 1)[-1], bits].append(float(sensitivity))
+    if kinds:
+        yield "\nlayers: bits, and how much a block's answer changes where one of them alone is int4"
+    for (name, bits), found in kinds.items():
+        least, most = min(found), max(found)
+        yield f"  {len(found):>3} x {name:<16} int{bits}, {least:.2g} to {most:.2g}"
 
 
 def _blocks(count: int) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.errors import BundleError
+from prge.errors import BundleError, shown
 from prge.files.bundle import Bundle
 from prge.files.documents import DocumentError, mapping, read_json
 
@@ -41,24 +41,23 @@ class StoredLayer:
         return {**asdict(self), "shape": [*self.shape]}
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any], bundle: Bundle) -> StoredLayer:
-        """Inverse of `to_json`.
+    def from_json(cls, entry: Mapping[str, Any], files: Mapping[str, Any]) -> StoredLayer:
+        """Inverse of `to_json`; `files` are those of the bundle's manifest.
 
         Raises:
-            ValueError: it isn't one of this bundle's.
+            ValueError: it doesn't lie in one of them.
         """
         file, codes, scales, shape = (entry.get(name) for name in ("file", "codes", "scales", "shape"))
         numbers = [codes, scales, *(shape if isinstance(shape, list) else ())]
         if not (len(numbers) == 4 and all(type(n) is int and n >= 0 for n in numbers)):
             raise ValueError
-        files = bundle.manifest["files"]
         outputs, inputs = numbers[2:]
-        if file not in files or inputs % _GROUP or not outputs * inputs:
+        if not isinstance(file, str) or file not in files or inputs % _GROUP or not outputs * inputs:
             raise ValueError
         ends = numbers[0] + outputs * inputs // 2, numbers[1] + 2 * outputs * inputs // _GROUP
         if max(ends) > files[file]["bytes"]:
             raise ValueError
-        return cls(str(file), numbers[0], numbers[1], (outputs, inputs))
+        return cls(file, numbers[0], numbers[1], (outputs, inputs))
 
     def read(self, folder: Path) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         """Codes i8 [out, in] from -8 to 7, and scales f32 [out, in / 32]."""
@@ -71,21 +70,25 @@ class StoredLayer:
         return halves.reshape(outputs, inputs), scales.reshape(outputs, -1)
 
 
-def read_layers(bundle: Bundle) -> dict[str, dict[str, Any]]:
+def read_layers(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The table of a bundle's calibrated layers by name; empty where none was calibrated.
+
+    Args:
+        folder: of the bundle.
+        manifest: the bundle's.
 
     Raises:
         BundleError: the file can't be used.
     """
-    if LAYERS not in mapping(bundle.manifest.get("files")):
+    if LAYERS not in mapping(manifest.get("files")):
         return {}
     try:
-        table = read_json(bundle.file(LAYERS))
+        table = read_json(folder / LAYERS)
     except (OSError, DocumentError) as error:
-        raise _unusable(bundle, str(error)) from None
+        raise _unusable(folder, str(error)) from None
     found = mapping(table)
     if len(found) > _MOST_LAYERS or not all(isinstance(entry, dict) for entry in found.values()):
-        raise _unusable(bundle, "it has something else than layers")
+        raise _unusable(folder, "it has something else than layers")
     return {str(name): dict(entry) for name, entry in found.items()}
 
 
@@ -96,14 +99,14 @@ def stored_layers(bundle: Bundle) -> dict[str, StoredLayer]:
         BundleError: the file can't be used.
     """
     found = {}
-    for name, entry in read_layers(bundle).items():
+    for name, entry in read_layers(bundle.folder, bundle.manifest).items():
         if "file" in entry:
             try:
-                found[name] = StoredLayer.from_json(entry, bundle)
+                found[name] = StoredLayer.from_json(entry, bundle.manifest["files"])
             except ValueError:
-                raise _unusable(bundle, f"{name} is {entry}") from None
+                raise _unusable(bundle.folder, f"{shown(name)} is {shown(entry)}") from None
     return found
 
 
-def _unusable(bundle: Bundle, why: str) -> BundleError:
-    return BundleError(f"{bundle.file(LAYERS)} can't be used: {why}", remedy="export the bundle again")
+def _unusable(folder: Path, why: str) -> BundleError:
+    return BundleError(f"{folder / LAYERS} can't be used: {why}", remedy="export the bundle again")

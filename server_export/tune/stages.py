@@ -200,6 +200,8 @@ class _Tuning:
             decided |= {name: value for name, value in values.items() if value is not None}
             if decided.get("init") == "eva":
                 decided |= {"init_rows": self._rows.train, "init_task": settings.task}
+            if decided.get("quantize") == "8da4w":
+                decided |= {"calibration_rows": self._rows.train, "calibration_task": settings.task}
             # This process has imported already what takes a verb of its own ten seconds.
             words = configured(
                 "export",

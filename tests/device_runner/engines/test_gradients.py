@@ -18,6 +18,7 @@ from prge.contract import Contract, matrices
 from prge.engine import Array
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.signatures import BACK, BACK_SAVED, STACK
+from server_export.model.bundle_layers import layers_of
 from server_export.model.quantization import quantize_layers, round_base
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
@@ -123,10 +124,10 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
     model: Any = AutoModelForCausalLM.from_pretrained(deep / "model", attn_implementation="eager")
     model.eval().requires_grad_(False)
     if activations == "rounded":
-        quantize_layers(model, "8da4w")
+        quantize_layers(model, "8da4w", layers_of(bundle))
         straight_through(model)
     else:
-        round_base(model, "8da4w")
+        round_base(model, "8da4w", layers_of(bundle))
     lora_a, adapter = Whole.of(deep).lora_a, adapter_of(contract, given)
     for name, frozen in lora_a.items():
         layer, matrix = model.get_submodule(name), adapter[f"lora_b.{name}"]

@@ -1,0 +1,112 @@
+"""What each way to round a model's weights costs: loss, bits, seconds and memory of the export.
+
+    python scripts/bench/quantization.py --model MODEL --data dev.jsonl final.jsonl --json quantization.json
+
+A recipe is an export of the model and `prge eval` of its bundle on each file of rows, both in processes of
+their own. `q4_0` (llama.cpp's, by the package gguf) and `torchao` (its int4 weights as they are by default)
+have the rounded values of layers in blocks as floats, so that their activations stay float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from reports import parser_of, report
+from timing import export, folder_bytes
+
+from prge.files.bundle import read_manifest
+from prge.verbs.starting import command_of
+from server_export.model.loading import load_model
+from server_export.model.quantization import GROUP_SIZE
+from server_export.model.tokenization import load_tokenizer
+
+_OF_A_SCALE = 16 / GROUP_SIZE
+RECIPES: dict[str, list[str]] = {
+    "fp32": ["--quantize", "fp32"],
+    "8da8w": ["--quantize", "8da8w"],
+    "8da4w nearest": ["--quantize", "8da4w", "--rounding", "nearest"],
+    "8da4w gptq": ["--quantize", "8da4w", "--weight-bits", "4"],
+    "8da4w gptq, some int8": ["--quantize", "8da4w"],
+}
+
+
+def q4_0(weight: torch.Tensor) -> torch.Tensor:
+    """A weight f32 [out, in] as llama.cpp's Q4_0 has it."""
+    import gguf
+
+    codes = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q4_0)
+    return torch.from_numpy(gguf.dequantize(codes, gguf.GGMLQuantizationType.Q4_0))
+
+
+def torchao_int4(weight: torch.Tensor) -> torch.Tensor:
+    """A weight f32 [out, in] as torchao rounds it for XNNPACK where nothing else is asked for."""
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    quantize_(
+        layer,
+        Int8DynamicActivationIntxWeightConfig(
+            weight_dtype=torch.int4, weight_granularity=PerGroup(GROUP_SIZE)
+        ),
+    )
+    rounded: torch.Tensor = layer.weight.dequantize()
+    return rounded
+
+
+def rounded_model(model: str, rounded: Callable[[torch.Tensor], torch.Tensor], out: Path) -> None:
+    """Write a model whose layers in blocks have rounded values."""
+    loaded = load_model(model).model
+    head = loaded.get_output_embeddings()
+    for layer in loaded.modules():
+        if isinstance(layer, torch.nn.Linear) and layer is not head:
+            layer.weight.data = rounded(layer.weight.data)
+    loaded.save_pretrained(out)
+    load_tokenizer(model, None).save_pretrained(out)
+
+
+def measured(arguments: argparse.Namespace, model: Path, folder: Path, flags: list[str]) -> dict[str, Any]:
+    """Export and score one recipe."""
+    bundle = folder / "bundle"
+    figures: dict[str, Any] = export(model, bundle, "--roles", *arguments.roles, *flags)
+    quantization = read_manifest(bundle)["quantization"]
+    bits = {"fp32": 32.0, "8da8w": 8.0}.get(quantization["scheme"])
+    if bits is None:
+        of_codes = quantization.get("rounding", {}).get("weight_bits", 4.0)
+        bits = of_codes + _OF_A_SCALE * (8 - of_codes) / 4
+    figures |= {"bits": bits, "weights_bytes": folder_bytes(bundle / "weights")}
+    for data in arguments.data:
+        result = folder / "eval.json"
+        words = command_of("eval", bundle, "--data", data, "--json", result)
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        found = json.loads(result.read_text())
+        figures[data.stem] = {name: found[name] for name in ("loss", "perplexity")}
+    return figures
+
+
+def main() -> None:
+    """Read the flags, measure every recipe, print JSON."""
+    parser = parser_of(__doc__, model="", data=[Path()], roles=["stack"])
+    arguments = parser.parse_args()
+    figures: dict[str, Any] = {}
+    for name, flags in RECIPES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            figures[name] = measured(arguments, Path(arguments.model), Path(folder), flags)
+    for name, rounding in (("q4_0", q4_0), ("torchao", torchao_int4)):
+        with tempfile.TemporaryDirectory() as folder:
+            rounded_model(arguments.model, rounding, Path(folder, "model"))
+            figures[name] = measured(arguments, Path(folder, "model"), Path(folder), RECIPES["fp32"])
+            figures[name]["bits"] = 4 + _OF_A_SCALE
+    report(figures, arguments)
+
+
+if __name__ == "__main__":
+    main()
