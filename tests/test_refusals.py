@@ -28,7 +28,19 @@ from tests.verbs import prge
 # Settings that are read. A new one that takes a path belongs here, or its type is OutputFile or OutputFolder.
 READ = {
     *("adapter", "api_key_file", "bundle", "chat_template", "data", "debian_keys", "dev", "file", "folder"),
-    *("head_rows", "heads_of", "init_rows", "kept", "keys", "lock", "messages", "paths", "policy", "resume"),
+    *(
+        "head_rows",
+        "heads_of",
+        "init_rows",
+        "calibration_rows",
+        "kept",
+        "keys",
+        "lock",
+        "messages",
+        "paths",
+        "policy",
+        "resume",
+    ),
     *("rows", "run", "runs", "sample_prompts", "source", "start_adapter", "test", "train"),
 }
 # A path that a verb takes and writes on another machine, or not at all.
