@@ -21,8 +21,8 @@ _DAMPING = 0.01
 _MOST_INPUTS = 4096
 # Columns that are rounded before the others get their errors at once.
 _COLUMNS = 128
-# Factors of the smallest scale that holds all weights of a group; smaller ones cut too much off the largest.
-_FACTORS = torch.linspace(1.0, 0.7, 16)
+# Factors of the smallest scale that holds all weights of a group.
+_FACTORS = torch.linspace(1.0, 0.5, 21)
 _LOWEST, _HIGHEST = -8, 7
 
 
