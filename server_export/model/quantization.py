@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from prge.errors import BundleError
 from server_export.model.adapted import conv1d_names, convert_conv1d, replace_module
 
 GROUP_SIZE = 32
@@ -139,7 +140,11 @@ def quantize(module: nn.Module, scheme: str, layers: BundleLayers = NO_LAYERS) -
 
 
 def quantize_layers(model: nn.Module, scheme: str, rounded: BundleLayers = NO_LAYERS) -> list[str]:
-    """Quantize all linear layers of a model in place; returns those that stay int8 in an int4 scheme."""
+    """Quantize all linear layers of a model in place; returns those that stay int8 in an int4 scheme.
+
+    Raises:
+        BundleError: a layer of `rounded` has another shape.
+    """
     layers = dict(_linear_layers(model))
     if scheme == "8da8w":
         _quantize_linear(model, set(layers), torch.int8, None)
@@ -155,8 +160,14 @@ def quantize_layers(model: nn.Module, scheme: str, rounded: BundleLayers = NO_LA
     _quantize_linear(model, set(layers) - set(per_channel) - known, torch.int4, GROUP_SIZE)
     _quantize_linear(model, set(per_channel), torch.int8, None)
     for name in known:
-        weight = int4_tensor(rounded.int4[_in_model(name)])
-        model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
+        codes, layer = rounded.int4[_in_model(name)], model.get_submodule(name)
+        if codes.codes.shape != layer.weight.shape:
+            shapes = f"{[*codes.codes.shape]} in the bundle, {[*layer.weight.shape]} in the model"
+            raise BundleError(
+                f"{_in_model(name)} is {shapes}",
+                remedy="give the model that the bundle was exported from with --model",
+            )
+        layer.weight = nn.Parameter(int4_tensor(codes), requires_grad=False)
     return per_channel
 
 

@@ -9,14 +9,23 @@ import pytest
 import torch
 from torch import nn
 
-from prge.errors import ConfigError
+from prge.errors import BundleError, ConfigError
 from server_export.check.engine import loaded_method
 from server_export.export import ExportConfig
 from server_export.lower.program import write_program
 from server_export.model import attention, quantization
 from server_export.model.adapted import convert_conv1d
 from server_export.model.loading import prepare_model
-from server_export.model.quantization import Int8Embedding, QuantizationReport, quantize
+from server_export.model.quantization import (
+    BundleLayers,
+    Int4Weight,
+    Int8Embedding,
+    QuantizationReport,
+    int4_weight,
+    int8_weight,
+    quantize,
+    quantize_layers,
+)
 from server_export.model.readout import at_positions
 from server_export.model.rotary import make_rotary_constant
 from server_export.publishing.encoder import EncoderProgram
@@ -127,3 +136,21 @@ def test_the_engine_answers_near_the_float_model(tmp_path: Path, scheme: str) ->
     (answers,) = loaded_method(tmp_path / "program.pte", "forward", INPUTS)()
     assert float((expected - exact).pow(2).mean().sqrt() / exact.std()) < (0.1 if scheme == "8da8w" else 0.5)
     torch.testing.assert_close(answers, expected, atol=1e-3, rtol=0)
+
+
+def test_layers_of_a_bundle_have_its_codes_and_bits() -> None:
+    model = nn.Sequential(nn.Linear(64, 4), nn.Linear(64, 4), nn.Linear(64, 4)).requires_grad_(False)
+    weights = [layer.weight.detach().clone() for layer in model]
+    codes = torch.arange(256).reshape(4, 64).remainder(16).sub(8).to(torch.int8)
+    known = Int4Weight(codes, torch.full((4, 2), 0.5).bfloat16())
+    assert quantize_layers(model, "8da4w", BundleLayers({"1"}, {"2": known})) == ["1"]
+    expected = [int4_weight(weights[0]).dequantize(), int8_weight(weights[1]).dequantize(), codes * 0.5]
+    assert all(
+        torch.equal(layer.weight.dequantize(), want) for layer, want in zip(model, expected, strict=True)
+    )
+
+
+def test_a_layer_of_another_shape_is_refused() -> None:
+    known = Int4Weight(torch.zeros(4, 32, dtype=torch.int8), torch.ones(4, 1).bfloat16())
+    with pytest.raises(BundleError, match=r"0 is \[4, 32\] in the bundle, \[4, 64\] in the model"):
+        quantize_layers(nn.Sequential(nn.Linear(64, 4)), "8da4w", BundleLayers((), {"0": known}))
