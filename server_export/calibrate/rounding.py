@@ -5,8 +5,9 @@ states behind the rounded blocks before -> second moments of what the layers see
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from server_export.calibrate.gptq import SecondMoment, gptq
 from server_export.calibrate.sensitivities import int4_layers
 from server_export.model.chain import ModelChain
-from server_export.model.eager import EagerBlock
+from server_export.model.eager import EagerBlock, Watch
 from server_export.model.inputs import Walk
 from server_export.model.quantization import Int4Weight, int8_weight
 from server_export.stage import count_parts
@@ -38,39 +39,44 @@ def calibrated(chain: ModelChain, rows: Sequence[Sequence[int]], folder: Path) -
     """
     exact = chain.in_scheme("fp32")
     walk, done = Walk(exact, rows), count_parts(chain.end)
-    files: dict[tuple[str, ...], Path] = {}
+    places: dict[str, Path] = {}
 
     def put(number: int, codes: Mapping[str, Int4Weight]) -> None:
-        path = files[chain.blocks[number].weights] = folder / f"{number}.safetensors"
-        own = chain.own_names(number)
-        tensors = {own[name] + _CODES: each.codes for name, each in codes.items()}
-        save_file({**tensors, **{own[name] + _SCALE: each.scale for name, each in codes.items()}}, path)
+        path = folder / f"{number}.safetensors"
+        tensors = {name + _CODES: each.codes for name, each in codes.items()}
+        save_file({**tensors, **{name + _SCALE: each.scale for name, each in codes.items()}}, path)
+        places.update(dict.fromkeys(codes, path))
 
     def get(number: int) -> Mapping[str, Int4Weight]:
-        path = files.get(chain.blocks[number].weights)
-        found = load_file(path) if path else {}
-        names = [name.removesuffix(_CODES) for name in found if name.endswith(_CODES)]
-        return {name: Int4Weight(found[name + _CODES], found[name + _SCALE]) for name in names}
+        names = [name for name in chain.own_names(number).values() if name in places]
+        found = [load_file(path) for path in {places[name] for name in names}]
+        tensors = {name: tensor for of_block in found for name, tensor in of_block.items()}
+        return {name: Int4Weight(tensors[name + _CODES], tensors[name + _SCALE]) for name in names}
 
-    def prepare(expert: EagerBlock, given: torch.Tensor) -> None:
-        moments = _Moments(int4_layers(chain, expert.number))
-        if given.numel():
-            expert.answer(given, watch=lambda names, states: moments.add(names, states.flatten(0, -2)))
-        put(expert.number, _round(chain, expert, moments))
+    def calibrate(block: EagerBlock, see: Callable[[Watch], object]) -> None:
+        """Round what is int4 of a block; a layer that is used again has the codes of its first use."""
+        own, known = chain.own_names(block.number), get(block.number)
+        _give_int8(chain, block)
+        _give(block, own, known)
+        moments = _Moments(name for name in int4_layers(chain, block.number) if own[name] not in known)
+        see(moments.add)
+        codes = {own[name]: gptq(block.tensors[name], moment) for name, moment in moments.known()}
+        _give(block, own, codes)
+        put(block.number, codes)
+
+    def calibrate_expert(expert: EagerBlock, given: torch.Tensor) -> None:
+        def see(watch: Watch) -> None:
+            if given.numel():
+                expert.answer(given, watch=lambda names, states: watch(names, states.flatten(0, -2)))
+
+        calibrate(expert, see)
 
     for turn in chain.turns(chain.end):
         if chain.blocks[turn.start].is_expert:
-            walk.advance_experts(turn, prepare)
+            walk.advance_experts(turn, calibrate_expert)
         else:
             block = EagerBlock(exact, turn.start)
-            if chain.blocks[turn.start].weights in files:
-                # A layer that is used again has the codes of its first use.
-                _give(chain, block, get(turn.start))
-            elif layers := int4_layers(chain, turn.start):
-                moments = _Moments(layers)
-                for _ in walk.answers(block, moments.add):
-                    pass
-                put(turn.start, _round(chain, block, moments))
+            calibrate(block, partial(walk.watch, block))
             walk.advance(block)
         done(len(turn))
     return replace(chain, rounded=get)
@@ -79,31 +85,30 @@ def calibrated(chain: ModelChain, rows: Sequence[Sequence[int]], folder: Path) -
 class _Moments:
     """Second moments of what some layers see; layers that see the same share one."""
 
-    def __init__(self, layers: Sequence[str]) -> None:
+    def __init__(self, layers: Iterable[str]) -> None:
         self._layers = set(layers)
-        self.of: dict[str, SecondMoment] = {}
+        self._of: dict[str, SecondMoment] = {}
 
     def add(self, names: Sequence[str], states: torch.Tensor) -> None:
+        """Take what layers see, f32 [tokens, in]."""
         if wanted := [name for name in names if name in self._layers]:
-            moment = self.of.setdefault(wanted[0], SecondMoment(states.shape[-1]))
+            moment = self._of.setdefault(wanted[0], SecondMoment(states.shape[-1]))
             moment.add(states)
-            self.of |= dict.fromkeys(wanted, moment)
+            self._of |= dict.fromkeys(wanted, moment)
+
+    def known(self) -> Iterator[tuple[str, SecondMoment]]:
+        """The layers that have seen enough, with their moments."""
+        return ((name, moment) for name, moment in self._of.items() if moment.is_known)
 
 
-def _round(chain: ModelChain, block: EagerBlock, moments: _Moments) -> dict[str, Int4Weight]:
-    """Codes of the layers that were seen; the block computes with what they stand for from now on."""
-    codes = {
-        name: gptq(block.tensors[name], moment) for name, moment in moments.of.items() if moment.is_known
-    }
-    _give(chain, block, {chain.own_names(block.number)[name]: each for name, each in codes.items()})
-    return codes
+def _give(block: EagerBlock, own: Mapping[str, str], codes: Mapping[str, Int4Weight]) -> None:
+    """Let a block compute with what codes, by their own names, stand for."""
+    for name in [name for name in block.tensors if own.get(name) in codes]:
+        block.tensors[name] = codes[own[name]].dequantize()
 
 
-def _give(chain: ModelChain, block: EagerBlock, codes: Mapping[str, Int4Weight]) -> None:
-    """Let a block compute with rounded weights: these, and those of its int8 layers."""
-    own = chain.own_names(block.number)
-    for name, in_groups in chain.kinds[chain.kind_of[block.number]].frozen.layers.items():
-        if not in_groups:
+def _give_int8(chain: ModelChain, block: EagerBlock) -> None:
+    """Let a block compute with the rounded weights of its int8 layers."""
+    for name, is_int4 in chain.kinds[chain.kind_of[block.number]].frozen.layers.items():
+        if not is_int4:
             block.tensors[name] = int8_weight(block.tensors[name]).dequantize()
-        elif own.get(name) in codes:
-            block.tensors[name] = codes[own[name]].dequantize()

@@ -86,21 +86,28 @@ def choose_int8(
         bits: of codes, scales not counted.
     """
     by_kind: dict[int, dict[int, dict[str, Sensitivity]]] = defaultdict(dict)
-    first_use: dict[tuple[str, ...], int] = {}
+    seen = set[str]()
     for number, found in sensitivities.items():
-        # A layer that is used again is the same as at its first use.
-        if first_use.setdefault(chain.blocks[number].weights, number) == number:
+        if not seen.issuperset(found):
             own = chain.own_names(number).items()
             of_kind = {name: found[weight] for name, weight in own if weight in found}
             by_kind[chain.kind_of[number]][number] = of_kind
+            seen.update(found)
     share = (bits - _INT4) / (_INT8 - _INT4)
     chosen: dict[int, frozenset[str]] = {}
     for blocks in by_kind.values():
         for number, names in _of_kind(blocks, share).items():
             own_names = chain.own_names(number)
             chosen[number] = frozenset(own_names[name] for name in names)
-    by_block = {number: chosen[first_use[chain.blocks[number].weights]] for number in sensitivities}
-    return {number: names for number, names in by_block.items() if names}
+    # A layer that is used again has the bits of its first use.
+    decided: dict[str, bool] = {}
+    by_block: dict[int, frozenset[str]] = {}
+    for number, found in sensitivities.items():
+        for name in found:
+            decided.setdefault(name, name in chosen.get(number, ()))
+        if names := frozenset(name for name in found if decided[name]):
+            by_block[number] = names
+    return by_block
 
 
 def _of_kind(blocks: Mapping[int, Mapping[str, Sensitivity]], share: float) -> dict[int, frozenset[str]]:

@@ -48,6 +48,11 @@ class Walk:
                 answer = block.answer(states, padding_mask(mask.float()), watch=seen, shared=shared)
             yield answer
 
+    def watch(self, block: EagerBlock, watch: Watch) -> None:
+        """Give what the layers of the next block see; see `answers`."""
+        for _ in self.answers(block, watch):
+            pass
+
     def advance(self, block: EagerBlock, watch: Watch | None = None) -> None:
         """Go on to behind the next block; see `answers`."""
         for place, states in enumerate(self.answers(block, watch)):

@@ -57,6 +57,20 @@ def test_a_calibrated_chain_answers_closer_to_the_model(architecture: str, tmp_p
     )
 
 
+@pytest.mark.parametrize("architecture", ["albert", "zamba2"])
+def test_a_layer_that_is_used_again_has_the_codes_of_its_first_use(architecture: str, tmp_path: Path) -> None:
+    chain = int4_chain(tmp_path, architecture)
+    (tmp_path / "codes").mkdir()
+    found = calibrated(chain, ROWS, tmp_path / "codes")
+    codes: dict[str, torch.Tensor] = {}
+    uses = 0
+    for number in range(chain.end):
+        for name, weight in found.rounded(number).items():
+            uses += 1
+            assert torch.equal(codes.setdefault(name, weight.codes), weight.codes)
+    assert 0 < len(codes) < uses
+
+
 def test_of_int8_layers_nothing_is_calibrated(tmp_path: Path) -> None:
     chain = int4_chain(tmp_path, "llama")
     chain = chain.with_int8(choose_int8(chain, measure(chain, ROWS), 5.0))
