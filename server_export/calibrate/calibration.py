@@ -10,7 +10,13 @@ from typing import Any
 
 from prge.files.layers import StoredLayer
 from server_export.calibrate.rounding import calibrated
-from server_export.calibrate.sensitivities import Sensitivity, choose_int8, mean_bits, measure
+from server_export.calibrate.sensitivities import (
+    Sensitivity,
+    choose_int8,
+    int4_layers,
+    mean_bits,
+    measure,
+)
 from server_export.model.chain import ModelChain, layer_of
 from server_export.model.quantization import QuantizationReport
 from server_export.stage import stage
@@ -86,8 +92,15 @@ def calibrate(
     with stage("rounding") as note:
         folder.mkdir()
         chain = calibrated(chain, rows, folder)
-        note(f"{tokens:,} tokens")
+        note(f"{tokens:,} tokens{_left_out(chain)}")
     return Calibration(chain, folder, sensitivities, int8, tokens)
+
+
+def _left_out(chain: ModelChain) -> str:
+    """A note on int4 layers that saw fewer tokens than they have inputs."""
+    blocks = range(chain.end)
+    count = sum(len(int4_layers(chain, number)) - len(chain.rounded(number)) for number in blocks)
+    return f"; {count} layers see too few and are rounded to the nearest" if count else ""
 
 
 def _first(rows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:
