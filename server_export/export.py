@@ -162,7 +162,7 @@ def _from_rows(
 
 
 def _reader(config: ExportConfig, source: Source, tokenizer: Any) -> tuple[Tokenizer, Contract]:
-    """What `--init-rows` are read with: the device's tokenizer, and a contract with room for any row."""
+    """What rows are read with: the device's tokenizer, and a contract with room for any row."""
     from server_export.model.loading import vocabulary_size
     from server_export.model.tokenization import on_device
 

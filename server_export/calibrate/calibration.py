@@ -27,7 +27,7 @@ _TOKENS = 512
 
 @dataclass(frozen=True)
 class Calibration:
-    """A calibrated chain and what was found.
+    """A calibrated chain, with the sensitivities and bits of its layers.
 
     Attributes:
         chain: with codes, which are read from `folder`.

@@ -50,7 +50,7 @@ class SecondMoment:
             total.addmm_(part.T, part)
 
     def factors(self) -> Iterator[torch.Tensor]:
-        """Of each piece the upper Cholesky factor f32 of its damped inverse."""
+        """The upper Cholesky factor f32 of the damped inverse, for each piece."""
         for total in self._pieces:
             damped = total / max(self._tokens, 1)
             diagonal = damped.diagonal()

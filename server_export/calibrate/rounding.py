@@ -54,7 +54,7 @@ def calibrated(chain: ModelChain, rows: Sequence[Sequence[int]], folder: Path) -
         return {name: Int4Weight(tensors[name + _CODES], tensors[name + _SCALE]) for name in names}
 
     def calibrate(block: EagerBlock, see: Callable[[Watch], object]) -> None:
-        """Round what is int4 of a block; a layer that is used again has the codes of its first use."""
+        """Round the int4 layers of a block; a layer that is used again has the codes of its first use."""
         own, known = chain.own_names(block.number), get(block.number)
         _give_int8(chain, block)
         _give(block, own, known)
@@ -83,7 +83,7 @@ def calibrated(chain: ModelChain, rows: Sequence[Sequence[int]], folder: Path) -
 
 
 class _Moments:
-    """Second moments of what some layers see; layers that see the same share one."""
+    """Second moments of the inputs of some layers; layers with the same input share one."""
 
     def __init__(self, layers: Iterable[str]) -> None:
         self._layers = set(layers)
