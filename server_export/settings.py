@@ -127,8 +127,8 @@ class ExportConfig:
     `nearest`. Without it gptq, and nearest for random weights."""
 
     weight_bits: float = 4.25
-    """Average bits of an int4 model's weights, scales not counted. Above 4, the most sensitive layers stay int8.
-    For `--rounding gptq`."""
+    """Average bits of an int4 model's weights, scales not counted. Above 4, the most sensitive layers stay
+    int8. For `--rounding gptq`."""
 
     calibration_rows: Paths | None = None
     """Rows for `--rounding gptq`, of the kind that a device will train on. Where they have fewer tokens than
