@@ -41,7 +41,7 @@ def test_the_loss_of_long_texts(shared: Path, tmp_path: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     losses = []
     for text in texts:
-        row = torch.tensor([tokenizer.encode(text).ids])
+        row = torch.tensor([[*tokenizer.encode(text).ids, tokenizer.token_to_id("</s>")]])
         assert row.shape[1] > LENGTH - 100
         with torch.no_grad():
             losses.append(float(whole(row, labels=row).loss))

@@ -419,15 +419,24 @@ def rounded(made_once: Made) -> Path:
 
         for architecture in ("llama", "gpt2"):
             model = str(save_model(folder / architecture, architecture, **TIED[architecture]))
-            settings: dict[str, Any] = {"rank": RANK, "sequence_length": LENGTH, "roles": ["stack"]}
             out = folder / f"{architecture}-bundle"
-            bundle = open_bundle(export(ExportConfig(model=model, out=out, quantize="8da4w", **settings)))
+            bundle = open_bundle(export(ExportConfig(model=model, out=out, **INT4[architecture])))
             trained_folder(folder / f"{architecture}-trained", bundle.chain.modules, bundle.adapter)
 
     return made_once("publish-rounded", fill)
 
 
 TIED: dict[str, dict[str, Any]] = {"llama": {"tie_word_embeddings": True}, "gpt2": {}}
+INT4: dict[str, dict[str, Any]] = {
+    architecture: {
+        "quantize": "8da4w",
+        "rounding": rounding,
+        "rank": RANK,
+        "sequence_length": LENGTH,
+        "roles": ["stack"],
+    }
+    for architecture, rounding in (("llama", "nearest"), ("gpt2", "gptq"))
+}
 
 
 def constants_of(export_again: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[bytes, Any]:
@@ -463,8 +472,7 @@ def test_a_merged_model_has_the_weights_that_were_trained_against(
     zeros = auto(architecture).from_pretrained(folder).eval()
 
     def again() -> None:
-        given: dict[str, Any] = {"rank": RANK, "sequence_length": LENGTH, "roles": ["stack"]}
-        export(ExportConfig(model=model, out=tmp_path / "again", quantize="8da4w", **given))
+        export(ExportConfig(model=model, out=tmp_path / "again", **INT4[architecture]))
 
     written = constants_of(again, monkeypatch)
     layers = {
