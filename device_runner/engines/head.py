@@ -20,6 +20,9 @@ from prge.files.chain import FEWEST_TOKENS
 from prge.files.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
 from prge.learning.vocabulary import Reading
 
+# Rows of logits that the way back holds at once for each question: the slopes, large and small ones, twice.
+_ROWS_OF_BACK = 8
+
 
 class Asked:
     """The different questions of a call: row, position, target. Padding asks the same one again and again.
@@ -111,7 +114,7 @@ class VocabularyHead:
         for piece in self._pieces:
             places = self._places(piece, saved)
             role = BACK_SAVED if places else BACK
-            for mine in self._slices(asked.count, 1 if places else 2):
+            for mine in self._slices(asked.count, _ROWS_OF_BACK):
                 targets, has = reading.within(piece, mine)
                 # With the logarithm of the whole sum as the shift, the sum of exponentials is 1.
                 slope = np.stack([slopes[mine] * has, -slopes[mine]], -1)

@@ -135,3 +135,46 @@ def test_answers_are_those_of_transformers(reference: tuple[Any, Any], bundle: P
 def test_the_manifest_says_what_was_rounded(bundle: Path) -> None:
     source = json.loads((bundle / "manifest.json").read_text())["model"]["source"]
     assert source["description"] == "Q4_1 with Q8_0 embedding"
+
+
+def test_gradients_of_a_quantized_bundle_point_where_autograds_do(
+    reference: tuple[Any, Any], smollm2: Path, tmp_path: Path
+) -> None:
+    """Of texts, where the probabilities of most tokens are too small for int8 beside the target's."""
+    import numpy as np
+    import torch
+
+    from device_runner.engines.opening import open_engines
+    from prge.files.bundle import open_bundle
+    from prge.files.peft import read_peft, scaled_lora_a
+    from prge.learning.estimators.exact import Exact
+    from prge.learning.estimators.protocol import Step
+    from prge.learning.examples import Example, Target, TokenSequence, make_batch
+    from server_export.calibrate.rows import TEXT
+
+    words = ["--quantize", "8da8w", "--roles", "stack", "back", "--sequence-length", 128]
+    prge("export", "--model", smollm2, "--out", tmp_path / "bundle", "--rank", 4, *words)
+    bundle = open_bundle(tmp_path / "bundle")
+    model, tokenizer = reference
+    tokens = tokenizer(TEXT.read_text()).input_ids[:120]
+    targets = tuple(Target(at, token, 1 / 119, 0) for at, token in enumerate(tokens[1:]))
+    example = Example(1, (TokenSequence(tuple(tokens), targets),), 1, None)
+    contract = bundle.chain.contract("back", 1)
+    adapter = read_peft(bundle.adapter, bundle.chain.modules)
+    step = Step(adapter, [make_batch([example], contract)], 0, 0)
+    found = Exact().measure(open_engines(bundle, contract).step, step).gradient
+
+    lora_b = {
+        each.name: torch.zeros(each.rank, each.out_features, requires_grad=True)
+        for each in bundle.chain.modules
+    }
+    for name, lora_a in scaled_lora_a(bundle.adapter).items():
+        layer, first = model.get_submodule(name), torch.from_numpy(lora_a)
+        layer.forward = lambda x, of=layer.forward, a=first, b=lora_b[name]: of(x) + x @ a.T @ b
+    row = torch.tensor([tokens])
+    model(input_ids=row, labels=row).loss.backward()
+    expected = np.concatenate([matrix.grad.ravel().numpy() for matrix in lora_b.values()])
+    assert found is not None
+    cosine = found @ expected / np.linalg.norm(found) / np.linalg.norm(expected)
+    assert cosine > 0.95
+    assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(expected), rel=0.1)

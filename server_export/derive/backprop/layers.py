@@ -8,19 +8,26 @@ at all. Here rounding has the derivative 1 (the straight-through estimator: Beng
 and the backward pass is one more quantized layer, whose weight is the forward one's, transposed and quantized
 once more. It has int8 weights whatever the forward one has: rounded to int4 a second time, they took the
 gradient of 8 layers from a cosine of 0.9995 with the true one to 0.976.
+
+The gradient by the logits of a vocabulary is one large number, of the target, among many small ones: the
+probabilities of all other tokens, most of which int8 rounds to 0. What is lost adds up over positions. So
+these rows go through the transposed head twice, as what int8 can hold and as the small rest: on
+SmolLM2-135M the cosine with the true gradient is 0.98 instead of 0.5.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from server_export.graph.modules import attribute
+from server_export.graph.softmax_parts import SOFTMAX_PARTS
 from server_export.model.quantization import int8_weight
 
 aten = torch.ops.aten
@@ -29,6 +36,10 @@ aten = torch.ops.aten
 TRANSPOSED = "transposed_"
 
 _QUANTIZED = "torchao.dequantize_affine.default"
+# Of the sum of a row's absolute values, two of which are about the target's: below half a step of int8.
+_SMALL = 1 / 1024
+# A row of zeros has this limit; from the limit on, values are large within a ten-thousandth.
+_TINY, _STEEP = 1e-30, 1e4
 
 
 @torch.library.custom_op("prge::frozen_layer", mutates_args=())
@@ -62,12 +73,14 @@ class Layer:
     """A frozen layer of a graph.
 
     `weight` is the get_attr node of a float weight, or the node that dequantizes integer codes; `scales` the
-    node that chooses the activations' scales, None in a float layer.
+    node that chooses the activations' scales, None in a float layer. `is_head` tells whether its outputs are
+    logits of a vocabulary.
     """
 
     weight: Node
     bias: Node | None
     scales: Node | None
+    is_head: bool = False
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -79,6 +92,7 @@ class Layer:
 def replace_layers(graph_module: GraphModule) -> list[Layer]:
     """Make one operator of every linear layer with a constant weight, in place; numbered in order."""
     graph, layers = graph_module.graph, list[Layer]()
+    is_head = any(node.target is SOFTMAX_PARTS for node in graph.nodes)
     for node in list(graph.nodes):
         if node.target is not aten.linear.default:
             continue
@@ -86,6 +100,7 @@ def replace_layers(graph_module: GraphModule) -> list[Layer]:
         layer = _frozen(source, weight, rest[0] if rest else None)
         if layer is None:
             continue
+        layer = replace(layer, is_head=is_head)
         if layer.scales is not None:
             source = layer.scales.args[0]
         with graph.inserting_before(node):
@@ -151,13 +166,34 @@ class Expansion:
         backward = transposed_codes(*(attribute(self.root, part) for part in parts))
         names = transposed_names(parts[0])
         tensors = [self._constant(name, tensor) for name, tensor in zip(names, backward, strict=True)]
+        rows = source.meta["val"].shape[-2]
+        if layer.is_head:
+            source = self._large_and_small(source)
         rounded = self._rounded(source, layer.scales)
         width_out = layer.widths[1]
         dequantized = self._call(
             torch.ops.torchao.dequantize_affine.default,
             tensors[0], [1, width_out], *tensors[1:], torch.int8, -128, 127,
         )  # fmt: skip
-        return self._call(aten.linear.default, rounded, dequantized)
+        found = self._call(aten.linear.default, rounded, dequantized)
+        if not layer.is_head:
+            return found
+        large, small = (self._call(aten.slice.Tensor, found, -2, start, start + rows) for start in (0, rows))
+        return self._call(aten.add.Tensor, large, small)
+
+    def _large_and_small(self, source: Node) -> Node:
+        """Rows [..., n, words] as [..., 2 n, words]: values above a limit, and then the others.
+
+        Which is which is written as arithmetic: XNNPACK has no comparison.
+        """
+        sizes = self._valued(aten.abs.default, source)
+        total = self._valued(aten.sum.dim_IntList, sizes, [-1], True)
+        limit = self._valued(aten.add.Tensor, self._valued(aten.mul.Tensor, total, _SMALL), _TINY)
+        above = self._valued(aten.mul.Tensor, sizes, self._valued(aten.reciprocal.default, limit))
+        steep = self._valued(aten.mul.Tensor, self._valued(aten.sub.Tensor, above, 1.0), _STEEP)
+        large = self._valued(aten.mul.Tensor, source, self._valued(aten.clamp.default, steep, 0.0, 1.0))
+        small = self._valued(aten.sub.Tensor, source, large)
+        return self._valued(aten.cat.default, [large, small], -2)
 
     def _rounded(self, source: Node, like: Node) -> Node:
         """Activations quantized row by row and back, as another layer does it."""
@@ -181,6 +217,12 @@ class Expansion:
 
     def _call(self, target: Any, *arguments: Any) -> Node:
         return self.graph.call_function(target, arguments)
+
+    def _valued(self, target: Any, *arguments: Any) -> Node:
+        """A call whose node carries the shape of its value."""
+        node = self._call(target, *arguments)
+        node.meta["val"] = target(*map_arg(arguments, lambda each: each.meta["val"]))
+        return node
 
 
 def with_transposed(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from server_export.derive.backprop.layers import TRANSPOSED, with_transposed
 from server_export.derive.backprop.rules import ONES, RULES
 from server_export.graph.rewriting import rewritten_graph
 from server_export.graph.shapes import fill_in_values
+from server_export.graph.softmax_parts import SOFTMAX_PARTS, SoftmaxParts
 from server_export.graph.writing import apply_rules
 from tests.server_export.derive.tangent.graphs import Function, inputs_of, random, relative_difference
 
@@ -210,6 +211,48 @@ def test_a_quantized_layer_passes_the_slope_straight_through(bits: int) -> None:
         assert float(ours.norm() / theirs.norm()) == pytest.approx(1, abs=0.02)
     codes = [getattr(graph, name) for name in transposed(graph) if name.endswith("qdata")]
     assert [tensor.dtype for tensor in codes] == [torch.int8] * 2
+
+
+class Head(nn.Module):
+    """Logits of a vocabulary whose words have much in common, as those of language models do."""
+
+    WORDS, POSITIONS = 4096, 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, self.WORDS, bias=False)
+        weight = random(self.WORDS, WIDTH, seed=1) + random(WIDTH, seed=2)
+        self.layer.weight.requires_grad_(False).copy_(weight / 4)
+
+    def forward(self, state: torch.Tensor, shift: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = SOFTMAX_PARTS(self.layer(state), shift, index)
+        return found
+
+
+def test_small_probabilities_go_back_through_a_quantized_head() -> None:
+    """Rounded to 0 beside the target's slope, they would be missing alike at all positions."""
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerAxis, quantize_
+
+    head = Head()
+    state = 2 * random(1, Head.POSITIONS, WIDTH, seed=3, dtype=torch.float32)
+    shift = head.layer(state).logsumexp(-1, keepdim=True)
+    index = torch.arange(Head.POSITIONS).reshape(1, -1, 1) * 61
+    slope = torch.tensor([-1.0, 1.0]).expand(1, Head.POSITIONS, 2).contiguous()
+    slope[:, :3] = 0  # positions that nothing is asked at
+    quantize_(
+        head, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8, weight_granularity=PerAxis(0))
+    )
+    graph = backpropagate(rewritten_graph(head, (state, shift, index)), ["state"], [], Head.POSITIONS)
+    given = {"state": state, "shift": shift, "index": index, SLOPE: slope}
+    with torch.no_grad():
+        (found,) = graph(*(given[name] for name in inputs_of(graph)))
+    straight_through(head)
+    state.requires_grad_()
+    SoftmaxParts.apply(head.layer(state), shift, index).backward(slope)
+    assert state.grad is not None and not found[:, :3].any()
+    for ours, theirs, least in ((found, state.grad, 0.999), (found.sum(1), state.grad.sum(1), 0.985)):
+        assert float(F.cosine_similarity(ours.ravel(), theirs.ravel(), dim=0)) > least
+        assert float(ours.norm() / theirs.norm()) == pytest.approx(1, abs=0.05)
 
 
 # What can't be
