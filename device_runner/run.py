@@ -28,7 +28,6 @@ from device_runner.session.inputs import (
     CHANGEABLE,
     RunInputs,
     estimator_of,
-    keep_guide,
     learning_rates,
     new_state,
     read_inputs,
@@ -195,7 +194,6 @@ def open_run(plan: RunPlan, inputs: RunInputs, journal: Journal, budget: Budget 
         KeptStates(settings.checkpoint_dtype, settings.out, loaded),
     )
     begin(journal, inputs.identity(settings), settings)
-    keep_guide(journal, inputs.bundle, settings)
     return OpenRun(plan, inputs, engines, journal, estimator_of(journal), cache, Sensors().record(), budget)
 
 

@@ -34,7 +34,6 @@ VERBS = {
     "tune": Verb("server_export.tune.command", "tune a model on rows with one command", "export"),
     "export": Verb("server_export.export", "turn a model into a bundle that a device can train", "export"),
     "estimate": Verb("server_export.estimate", "tell what an export and its runs would cost", "export"),
-    "guide": Verb("server_export.guide", "find axes for directions of forward-only runs", "export"),
     "inspect": Verb("device_runner.inspect_bundle", "show what a bundle holds and needs", ""),
     "probe": Verb("device_runner.probe", "measure the signal of estimators and epsilons", "device"),
     "run": Verb("device_runner.run", "fine-tune the adapter of a bundle", "device"),

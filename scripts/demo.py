@@ -1,6 +1,6 @@
 """The whole path on a tiny model that comes with the package, each step a command of its own.
 
-tune, killed on the way -> resume -> guide its bundle -> two estimators more -> write -> correct 40 answers
+tune, killed on the way -> resume -> two estimators more -> write -> correct 40 answers
 -> a table, a picture
 
 With --model smollm2: a pretrained model learns a job of everyday use (notes_demo.py).
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import signal
 import sys
 import time
@@ -30,11 +29,11 @@ DATA = Path(__file__).resolve().parents[1] / "server_export" / "demo_data"
 MODEL, TASK = DATA / "model", DATA / "task.yaml"
 TRAIN, DEV, TEST = (DATA / f"{part}.jsonl" for part in ("train", "dev", "test"))
 
-# One bundle for all three: directions of the rows help exact gradients alone.
+# One bundle for all three estimators.
 EXPORT = "--target-modules o_proj down_proj --init random --roles stack tangent back prefill decode".split()
-# On the bundle, guided, and beside the run of `prge tune`, which takes exact gradients.
+# On the bundle of `prge tune`, whose own run takes exact gradients.
 METHODS = {"p-rge": "antithetic", "tangent": "tangent"}
-FORWARD = """--queries 8 --batch-size 2 --steps 200 --optimizer adam-norm --learning-rate 0.03
+FORWARD = """--queries 8 --batch-size 2 --steps 200 --learning-rate 0.03
     --schedule cosine --evaluate-every 100""".split()
 # Candidates are compared with each other. To write the right one, the model learns it as a text, and its end.
 WRITING = """--estimator exact --steps 300 --learning-rate 0.01 --evaluate-every 0 --sample-every 0
@@ -80,7 +79,7 @@ def demo(out: Path) -> dict[str, Any]:
         PrgeError: a step failed; its own message is on the terminal.
     """
     out.mkdir(parents=True, exist_ok=True)
-    begin, tuned, guided = time.perf_counter(), out / "tuned", out / "guided"
+    begin, tuned = time.perf_counter(), out / "tuned"
     task = ["--task", TASK]
     print("\n1/5  tune it with one command; it is killed on the way, and goes on", flush=True)
     rows = ["--data", TRAIN, "--dev", DEV, "--test", TEST, *task]
@@ -88,14 +87,12 @@ def demo(out: Path) -> dict[str, Any]:
     run_verb("tune", "--resume", tuned, "--json", out / "tuned.json")
     found = json_of(out / "tuned.json")
     print("\n2/5  train it twice more on its bundle, with forward passes alone", flush=True)
-    shutil.copytree(tuned / "bundle", guided)
-    run_verb("guide", "--bundle", guided, "--model", MODEL, "--data", TRAIN, *task)
     methods = {}
     for name, estimator in METHODS.items():
-        data = ["--bundle", guided, "--train", TRAIN, "--dev", DEV, *task, "--out", out / name]
+        data = ["--bundle", tuned / "bundle", "--train", TRAIN, "--dev", DEV, *task, "--out", out / name]
         run_verb("run", *data, "--estimator", estimator, *FORWARD)
         score = out / f"{name}.json"
-        run_verb("eval", guided, "--data", TEST, *task, "--adapter", out / name, "--json", score)
+        run_verb("eval", tuned / "bundle", "--data", TEST, *task, "--adapter", out / name, "--json", score)
         methods[name] = _figures(out / name, json_of(score))
     methods["exact"] = _figures(tuned / "run", found["score_after"])
     print("\n3/5  teach it to write its answer, and ask it before and after", flush=True)

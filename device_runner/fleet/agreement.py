@@ -53,8 +53,6 @@ class Plan(OptimizerFlags, RateFlags):
     step instead of --queries for each of its --examples. Noise needs it."""
     epsilon: float = 1e-2
     """antithetic, fzoo: length of a perturbation."""
-    guided: bool = True
-    """Keep directions to the axes that `prge guide` found, where the bundle has them."""
 
     clip: float = 0.0
     """Largest norm of an example's gradient: as tangents estimate it, or exact; of the step's with
@@ -78,7 +76,7 @@ class Plan(OptimizerFlags, RateFlags):
     outlier: float = 4.0
     """Shorten answers that are this many times longer than the median of a round's answers."""
     optimizer: OptimizerName = "adam"
-    """sgd, momentum, adam, or adam-norm: one second moment for all values."""
+    """sgd, momentum or adam."""
     beta2: float = 0.98
     """adam's second coefficient."""
     learning_rate: float = 1e-2
@@ -143,7 +141,6 @@ class Plan(OptimizerFlags, RateFlags):
             queries=None if exact else self.queries,
             share_directions=self.estimator == "tangent" and self.share_directions,
             epsilon=RunSettings.epsilon if self.estimator not in having("epsilon") else self.epsilon,
-            guided=self.guided,
             clip=0.0 if exact else self.clip,
             clip_examples=self.clip if exact else 0.0,
             batch_size=self.examples,

@@ -21,7 +21,6 @@ from prge.files.adapter import Adapter
 from prge.files.journal import Record
 from prge.learning.checkpoint import Progress, TrainingState, optimizer_arrays
 from prge.learning.encoder_heads import Heads
-from prge.learning.estimators.guide import Guide
 from prge.learning.estimators.protocol import Estimator
 from prge.learning.estimators.table import make_estimator
 from prge.learning.head import Head
@@ -46,9 +45,9 @@ def first_state(plan: Plan, adapter: Adapter, head: Head | None = None) -> Train
     return new_state(common_settings(plan), adapter, Heads(head))
 
 
-def replayer(plan: Plan, guide: Guide | None) -> Estimator:
+def replayer(plan: Plan) -> Estimator:
     """What makes the gradient of a common step again from its scalars."""
-    return make_estimator(common_settings(plan), guide)
+    return make_estimator(common_settings(plan))
 
 
 def replay_steps(

@@ -41,7 +41,7 @@ from device_runner.fleet.messages import (
     parse_answer,
 )
 from device_runner.fleet.privacy.reported import SPENT
-from device_runner.session.inputs import identity_settings, keep_guide, origin_of
+from device_runner.session.inputs import identity_settings, origin_of
 from device_runner.session.replaying import advance, replay
 from prge.errors import ConfigError, RunError
 from prge.files.adapter import Adapter
@@ -52,7 +52,6 @@ from prge.host.atomic import write_file
 from prge.learning.checkpoint import TrainingState, keep_state, load_best, load_latest, write_result
 from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.directions import philox
-from prge.learning.estimators.guide import Guide
 from prge.learning.head import Head
 from prge.learning.training import loss_has_risen
 
@@ -148,7 +147,6 @@ def begin_fleet(
         write_file(folder / AGREEMENT, agreement.content)
         if head is not None:
             journal.append(Heads(head).to_record())
-        keep_guide(journal, bundle, settings)
         journal.append({**origin_of(bundle, adapter), "settings": identity_settings(settings)})
 
 
@@ -219,7 +217,7 @@ class Coordinator:
         self.journal = Journal(folder / JOURNAL)
         self._undo_half_a_round()
         self.over = [record for record in self.journal.records if record["kind"] == "round"]
-        self.estimator = replayer(self.plan, Guide.from_journal(self.journal))
+        self.estimator = replayer(self.plan)
         self.state = self._state()
         self._told: list[bytes] = []
         self._devices: dict[int, _Device] = {}

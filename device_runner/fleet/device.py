@@ -47,7 +47,6 @@ from prge.files.run_folder import JOURNAL, run_lock
 from prge.host.atomic import write_file
 from prge.host.terminal import best_effort
 from prge.learning.checkpoint import TrainingState
-from prge.learning.estimators.guide import guide_of
 from prge.rows.own_heads import task_of
 from prge.rows.sources import hub_names
 from prge.rows.task import load_task
@@ -281,9 +280,8 @@ class _Round:
     def _catches_up(self, state: TrainingState, stopped: Callable[[], bool]) -> bool:
         """Take the missed rounds, and keep where that leads; whether there was time for all."""
         plan, task = self.plan, self.task
-        guide = guide_of(self.bundle) if plan.guided else None
         missed = task.missed_steps((plan.local_steps, int(np.prod(plan.shape))))
-        in_time = replay_steps(state, missed, plan, replayer(plan, guide), task.number, stopped)
+        in_time = replay_steps(state, missed, plan, replayer(plan), task.number, stopped)
         if in_time and state.step != task.step:
             raise MessageError(f"steps to {state.step}, the round begins at {task.step}")
         write_file(self.fleet / STATE, pack_state(state))

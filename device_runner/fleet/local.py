@@ -24,7 +24,6 @@ from prge.files.bundle import Bundle
 from prge.files.journal import Journal, Record
 from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.exact import check_single_sequences
-from prge.learning.estimators.guide import guide_of
 from prge.learning.estimators.protocol import Measurement
 from prge.learning.estimators.table import make_estimator
 from prge.learning.examples import Example
@@ -119,8 +118,7 @@ class Local:
 
     @cached_property
     def _estimator(self) -> Reported:
-        guide = guide_of(self.bundle) if self.plan.guided and self.plan.by_scalars else None
-        return Reported(make_estimator(self.settings, guide), self.plan, self.draw)
+        return Reported(make_estimator(self.settings), self.plan, self.draw)
 
 
 def open_local(

@@ -23,7 +23,6 @@ from device_runner.serving.feedback_index import Entry
 from device_runner.session.inputs import (
     estimator_of,
     identity_settings,
-    keep_guide,
     learning_rates,
     new_state,
     origin_of,
@@ -240,7 +239,6 @@ class Workshop:
         with _Journal(_folder_of(round.folder, identity) / JOURNAL, self.apart) as journal:
             if journal.first("start") is None:
                 journal.append(identity)
-            keep_guide(journal, self._bundle, settings)
             state = new_state(settings, adapter, Heads())
             load_latest(round.folder / CHECKPOINTS, state, newest=journal.steps)
             every, gradients = settings.checkpoint_every, settings.keep_gradients

@@ -19,9 +19,8 @@ from prge.files.journal import Journal, Record, encode_array
 from prge.files.peft import find_adapter, read_compatible_adapter
 from prge.learning.checkpoint import TrainingState
 from prge.learning.encoder_heads import Heads
-from prge.learning.estimators.guide import Guide, guide_of
 from prge.learning.estimators.protocol import Estimator, InTurn
-from prge.learning.estimators.table import EstimatorFlags, having, make_estimator
+from prge.learning.estimators.table import EstimatorFlags, make_estimator
 from prge.learning.examples import Example, tokens_sha256
 from prge.learning.head import Head
 from prge.learning.objectives import CROSS_ENTROPY, Objective
@@ -231,22 +230,11 @@ def settings_records(journal: Journal) -> list[Record]:
 
 def estimator_of(journal: Journal) -> Estimator:
     """The estimator of a journal's run; it replays a step by that which the step was taken with."""
-    since, guide = [], Guide.from_journal(journal)
+    since = []
     for record in settings_records(journal):
         with journal.reading(record):
-            since.append((record.get("step", 0), make_estimator(run_settings(record), guide)))
+            since.append((record.get("step", 0), make_estimator(run_settings(record))))
     return since[0][1] if len(since) == 1 else InTurn(since)
-
-
-def keep_guide(journal: Journal, bundle: Bundle, settings: RunSettings) -> None:
-    """Write the bundle's guide, if it has one, into the journal of a run that takes it, once.
-
-    Raises:
-        PrgeError: the guide can't be used.
-    """
-    takes = settings.guided and settings.estimator in having("queries")
-    if takes and Guide.from_journal(journal) is None and (guide := guide_of(bundle)) is not None:
-        journal.append(guide.to_record())
 
 
 def learning_rates(settings: RunSettings) -> Callable[[int], dict[str, float]]:

@@ -12,7 +12,6 @@ from prge.errors import ConfigError
 from prge.files.bundle import Bundle
 from prge.files.signatures import DECODE, PREFILL, STACK
 from prge.learning.estimators.exact import check_single_sequences
-from prge.learning.estimators.guide import GUIDE
 from prge.learning.estimators.table import DEFAULT_QUERIES, ESTIMATORS, fitting
 from prge.learning.examples import Example
 from prge.learning.sampling import Sampler, most_sequences
@@ -104,7 +103,6 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
             "leave it out, or export with the roles prefill and decode",
         )
     queries = settings.queries or DEFAULT_QUERIES if entry.has_directions else None
-    is_guided = settings.guided and entry.has_directions and GUIDE in bundle.manifest.get("files", {})
     every = settings.checkpoint_every
     if not entry.has_directions and not settings.keep_gradients:
         every = min(every or STEPS_OF_GRADIENTS, STEPS_OF_GRADIENTS)
@@ -113,7 +111,7 @@ def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
         estimator=estimator,
         queries=queries,
         checkpoint_every=every,
-        optimizer=settings.optimizer or ("adam-norm" if is_guided else "adam"),
+        optimizer=settings.optimizer or "adam",
         beta2=entry.beta2 if settings.beta2 is None else settings.beta2,
     )
 

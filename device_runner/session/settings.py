@@ -22,9 +22,6 @@ from prge.running.training_flags import OptimizerFlags, TrainingFlags
 from prge.verbs.bounds import flag
 from prge.verbs.kinds import MISFITS, Bytes, Day, converted
 
-# What earlier versions wrote down, and the one value that all runs have now.
-_RETIRED: Mapping[str, object] = {"directions": "rademacher", "baseline": "clean", "normalize": False}
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFlags:
@@ -168,22 +165,19 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, T
 
     @classmethod
     def current(cls, stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings that a version of prge wrote down, as this one has them.
+        """The settings of a journal, if this version has all of them.
 
         Raises:
-            ConfigError: they ask for what this version lacks.
+            ConfigError: an earlier version wrote them, with settings that this one lacks.
         """
-        lacking = {name: stored[name] for name, value in _RETIRED.items() if stored.get(name, value) != value}
-        if stored.get("estimator") == "one-sided":
-            lacking["estimator"] = "one-sided"
-        if lacking:
+        if unknown := stored.keys() - {each.name for each in fields(cls)}:
             raise ConfigError(
-                "a run was begun with what this version of prge lacks:",
-                [f"{flag(name)} {value}" for name, value in lacking.items()],
-                remedy="go on with it in the version that run.json names, or start a new run; of "
-                "one-sided differences there is --estimator fzoo",
+                "the run was begun by an earlier version of prge:",
+                [f"this version has no setting {', '.join(sorted(unknown))}"],
+                remedy="finish it with the version that run.json names, or start a new run from its adapter "
+                "with --adapter",
             )
-        return {name: value for name, value in stored.items() if name not in _RETIRED}
+        return dict(stored)
 
 
 def date_of_run(run: Path | None) -> Day | None:

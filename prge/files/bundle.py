@@ -6,7 +6,6 @@
     tables.safetensors  rotations of all positions, where the model has any
     adapter/            the adapter to start from, a PEFT folder (lora_A and lora_B)
     tokenizer/          tokenizer.json and, where the model has one, chat_template.jinja
-    guide.safetensors   axes that forward-only runs keep to, if the export made any
 
 Nothing of a bundle is loaded before its hash is compared. Hashes tell damage, not who wrote its programs.
 """

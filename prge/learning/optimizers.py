@@ -11,7 +11,7 @@ import numpy as np
 from prge.engine import Array, FloatArray
 
 ScheduleName = Literal["constant", "linear", "cosine"]
-OptimizerName = Literal["sgd", "momentum", "adam", "adam-norm"]
+OptimizerName = Literal["sgd", "momentum", "adam"]
 
 _WARMUP_SHARE, _LEAST_WARMUP, _MOST_WARMUP_SHARE = 0.1, 8, 1 / 3
 
@@ -65,7 +65,11 @@ class Adam:
 
     def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
         """Change `values` in place by one step."""
-        first, count = self._first_moment(gradient)
+        first, updates = self.state["first_moment"], self.state["updates"]
+        updates += 1
+        count = int(updates[0])
+        first *= np.float32(self.beta1)
+        first += np.float32(1 - self.beta1) * gradient
         second = self.state["second_moment"]
         second *= np.float32(self.beta2)
         second += np.float32(1 - self.beta2) * gradient * gradient
@@ -73,37 +77,6 @@ class Adam:
         deviation = np.sqrt(second / np.float32(1 - self.beta2**count))
         deviation += np.float32(self.epsilon)
         values -= rate * first / deviation
-
-    def _first_moment(self, gradient: FloatArray) -> tuple[Array, int]:
-        """The first moment with a gradient more, and how many there were."""
-        first, updates = self.state["first_moment"], self.state["updates"]
-        updates += 1
-        first *= np.float32(self.beta1)
-        first += np.float32(1 - self.beta1) * gradient
-        return first, int(updates[0])
-
-
-class AdamNorm(Adam):
-    """Adam with one second moment for all values: steps keep the direction of the first moment.
-
-    Random directions with signs give every value the same second moment on average, whatever its gradient
-    is; those of a guide would lose their lengths to a second moment of each value.
-    """
-
-    def __init__(self, size: int, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8) -> None:
-        super().__init__(size, beta1, beta2, epsilon)
-        self.state["second_moment"] = np.zeros(1, np.float64)
-
-    def update(self, values: FloatArray, gradient: FloatArray, learning_rate: float) -> None:
-        """Change `values` in place by one step."""
-        first, count = self._first_moment(gradient)
-        second = self.state["second_moment"]
-        second *= self.beta2
-        # An exact sum: the same bits on every machine.
-        square = math.fsum(gradient.astype(np.float64) ** 2) / len(gradient)
-        second += (1 - self.beta2) * square
-        deviation = math.sqrt(float(second[0]) / (1 - self.beta2**count)) + self.epsilon
-        values -= np.float32(learning_rate / (1 - self.beta1**count) / deviation) * first
 
 
 class OwnRates:
@@ -151,7 +124,7 @@ def make_optimizer(
     elif name == "momentum":
         optimizer = Momentum(size, momentum)
     else:
-        optimizer = AdamNorm(size, beta1, beta2) if name == "adam-norm" else Adam(size, beta1, beta2)
+        optimizer = Adam(size, beta1, beta2)
     return DecoupledDecay(optimizer, weight_decay) if weight_decay else optimizer
 
 

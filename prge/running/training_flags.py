@@ -97,8 +97,7 @@ class OptimizerFlags:
     """The optimizer."""
 
     optimizer: OptimizerName | None = None
-    """sgd, momentum, adam, or adam-norm: one second moment for all values. Default: adam-norm where
-    directions keep to a guide, whose axes have lengths that it keeps; else adam."""
+    """sgd, momentum or adam. Default: adam."""
     momentum: float = 0.9
     """momentum's coefficient, and adam's beta1."""
     beta2: float | None = None

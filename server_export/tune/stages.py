@@ -27,7 +27,7 @@ from typing import Any
 
 from prge.cli import main
 from prge.errors import PrgeError, RunError
-from prge.files.bundle import Bundle, open_bundle, read_manifest
+from prge.files.bundle import Bundle, open_bundle
 from prge.files.own_settings import check_links
 from prge.files.run_folder import (
     CONFIG,
@@ -42,8 +42,6 @@ from prge.files.run_folder import (
 from prge.files.signatures import DECODE
 from prge.host.atomic import check_place
 from prge.host.progress import TimeLeft, duration
-from prge.learning.estimators.guide import GUIDE
-from prge.learning.estimators.table import having
 from prge.learning.preferences import ObjectiveFlags
 from prge.rows.readers import Row, read_rows
 from prge.rows.report import unknown_note
@@ -209,14 +207,6 @@ class _Tuning:
                 self._verbs / "export.yaml",
             )
             run_verb_here(main, *words)
-        if (
-            settings.bundle is None
-            and settings.estimator in having("queries")
-            and GUIDE not in read_manifest(self._folder)["files"]
-        ):
-            rows = {"data": self._rows.train, "task": settings.task}
-            rows |= self._given("date", *_EXAMPLES)
-            self._verb("guide", {"bundle": self._folder, "model": settings.model, **rows})
         print(f"bundle {open_bundle(self._folder).folder}")
 
     def plan(self) -> None:

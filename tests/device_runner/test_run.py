@@ -23,11 +23,8 @@ from device_runner.report import main as report
 from device_runner.run import run
 from device_runner.session.settings import RunSettings
 from prge.errors import BundleError, ConfigError, DataError, DivergenceError, EngineError, PrgeError, RunError
-from prge.files.bundle import open_bundle
 from prge.files.journal import Journal, encode_array
-from prge.files.peft import read_peft
 from prge.files.run_folder import run_lock
-from prge.learning.estimators.guide import Guide, add_guide
 from prge.running import training_flags
 from prge.verbs.settings import parse_settings
 from tests.bundles import read_json, rehash, write_manifest
@@ -712,31 +709,6 @@ def test_a_run_that_is_refused_leaves_nothing(settings: RunSettings, tmp_path: P
         with pytest.raises(PrgeError):
             run(replace(settings, out=out, **change))
         assert not out.parent.exists(), change
-
-
-@pytest.mark.parametrize("estimator", ["tangent", "antithetic"])
-def test_a_guided_run_resumes_and_replays_to_the_same_bits(
-    device: Device, settings: RunSettings, estimator: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its journal holds the guide: a replay needs no bundle."""
-    bundle = open_bundle(settings.bundle)
-    axes = np.random.default_rng(0).normal(size=(2, bundle.chain.modules[0].out_features))
-    add_guide(bundle, Guide({module.name: axes.astype(np.float32) for module in bundle.chain.modules}))
-    guided = replace(settings, estimator=estimator, optimizer="adam-norm")
-    run(guided)
-    moved = read_peft(settings.out / "final", bundle.chain.modules).values.reshape(-1, axes.shape[1])
-    inside = moved @ np.linalg.pinv(axes) @ axes
-    np.testing.assert_allclose(moved, inside, atol=1e-6)
-    assert moved.any()
-    killed = replace(guided, out=tmp_path / "killed")
-    assert _run_to_its_end(device, killed, range(14, 19)) > 1
-    assert bits(killed.out) == bits(settings.out)
-    assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
-    assert "the same bits" in capsys.readouterr().out
-    device.calls_left = 10**9
-    run(replace(guided, out=tmp_path / "free", guided=False))
-    with Journal(tmp_path / "free" / "journal.jsonl", writable=False) as journal:
-        assert journal.first("guide") is None
 
 
 def test_decay_and_normalisation_are_part_of_a_run(

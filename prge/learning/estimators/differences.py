@@ -20,8 +20,7 @@ import numpy as np
 from prge.contract import AdaptedModule, Contract
 from prge.engine import Engine, Float64Array, FloatArray
 from prge.files.adapter import Adapter, AdapterStack, adapter_size
-from prge.learning.estimators.directions import Directions, GuidedDirections
-from prge.learning.estimators.guide import Guide
+from prge.learning.estimators.directions import Directions
 from prge.learning.estimators.protocol import Calls, Measurement, Step, clipped
 
 
@@ -95,25 +94,19 @@ class OneSided:
 class Differences:
     """Implements protocol.Estimator on stacks of copies: one scalar per query.
 
-    The gradient of a trained head is the mean over the variants. `guide` keeps directions to its axes.
+    The gradient of a trained head is the mean over the variants.
     """
 
-    def __init__(
-        self,
-        rule: Rule,
-        clip: float = 0.0,
-        guide: Guide | None = None,
-    ) -> None:
+    def __init__(self, rule: Rule, clip: float = 0.0) -> None:
         self.rule = rule
         self.clip = clip
-        self.guide = guide
         self._stack: AdapterStack | None = None
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
         """Loss of every variant over all batches: ceil(variants / copies) calls per batch."""
         contract = engine.contract
         variants = self.rule.variants()
-        directions = self._directions(step.seed, step.number, step.adapter.modules)
+        directions = Directions(step.seed, step.number, step.adapter.size)
         stack = self._stack_of(contract)
         answers: list[list[FloatArray]] = [[] for _ in step.batches]
         calls = Calls(engine, step.trained_head)
@@ -152,20 +145,13 @@ class Differences:
     ) -> FloatArray:
         """mean_i scalar_i * z_i, f32 [size]; summed in query order so that a replay has the same bits."""
         scalars = np.asarray(learnt["scalars"], np.float64)
-        directions = self._directions(seed, step, modules)
-        total = np.zeros(adapter_size(modules), np.float32)
+        directions = Directions(seed, step, adapter_size(modules))
+        total = np.zeros(directions.size, np.float32)
         for query, scalar in enumerate(scalars):
             term = directions(query)
             term *= np.float32(scalar / len(scalars))
             total += term
         return total
-
-    def _directions(
-        self, seed: int, step: int, modules: Sequence[AdaptedModule]
-    ) -> Callable[[int], FloatArray]:
-        if self.guide is None:
-            return Directions(seed, step, adapter_size(modules))
-        return GuidedDirections(seed, step, tuple(modules), self.guide)
 
     def _stack_of(self, contract: Contract) -> AdapterStack:
         stack = self._stack

@@ -5,10 +5,7 @@ Counter-based: the Philox 4x64-10 generator (Salmon et al. 2011, "Parallel rando
 any direction of a run can be made again from its journal.
 
     Directions          one direction a query, a sign for every value of the adapter
-    GuidedDirections    the same for every axis of a guide instead
     RankOneDirections   one direction a query and example, a product u v^T of signs in every matrix
-
-With a guide (prge/learning/estimators/guide.py) v of `lora_b` are random sums of its axes instead of signs.
 """
 
 from __future__ import annotations
@@ -21,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prge.contract import AdaptedModule, Matrix, matrices
-from prge.engine import Array, Float64Array, FloatArray, IntArray
-from prge.learning.estimators.guide import Guide
+from prge.engine import Float64Array, FloatArray, IntArray
 
 SignArray = NDArray[np.int8]
 
@@ -60,34 +56,11 @@ class Directions:
 
 
 @dataclass(frozen=True)
-class GuidedDirections:
-    """The directions of one step that a guide keeps to its axes, made when asked for."""
-
-    seed: int
-    step: int
-    modules: tuple[AdaptedModule, ...]
-    guide: Guide
-
-    def __call__(self, query: int) -> FloatArray:
-        """Direction of one query, f32 [size of the adapter]; the same bits on every machine."""
-        trained = matrices(self.modules)
-        sizes = [matrix.rank * self.guide.width(matrix) for matrix in trained]
-        numbers = Directions(self.seed, self.step, sum(sizes))(query)
-        parts, start = [], 0
-        for matrix, size in zip(trained, sizes, strict=True):
-            own = numbers[start : start + size].reshape(matrix.rank, -1)
-            parts.append(self.guide.spread(matrix, own).ravel())
-            start += size
-        return np.concatenate(parts)
-
-
-@dataclass(frozen=True)
 class RankOneDirections:
     """The directions of one step that are a product u v^T in every matrix, made when asked for.
 
     The signs of a query are one stream, example after example, so an example's don't depend on how many
-    follow it. `shared`: all examples of a query have the same direction. `guide`: v are sums of its axes with
-    random signs instead of signs.
+    follow it. `shared`: all examples of a query have the same direction.
     """
 
     seed: int
@@ -96,21 +69,14 @@ class RankOneDirections:
     examples: int
     modules: tuple[AdaptedModule, ...]
     shared: bool = False
-    guide: Guide | None = None
 
     def __call__(self, query: int, example: int = 0) -> FloatArray:
         """Direction of one query and example, f32 [size of the adapter]."""
-        products = [
-            np.outer(u[query, example], self._spread(matrix, v[query, example]))
-            for matrix, u, v in self.factors()
-        ]
+        products = [np.outer(u[query, example], v[query, example]) for matrix, u, v in self.factors()]
         return np.concatenate([product.ravel() for product in products]).astype(np.float32)
 
     def factors(self) -> Iterator[tuple[Matrix, SignArray, SignArray]]:
-        """Every matrix with the signs of its u [queries, examples, rank] and v [queries, examples, width].
-
-        `width` is its own, or as many as the guide has axes for it.
-        """
+        """Every matrix with the signs of its u [queries, examples, rank] and v [queries, examples, width]."""
         return self._cut(self._signs)
 
     def fill(self, inputs: Mapping[str, FloatArray], owner: IntArray) -> None:
@@ -124,7 +90,7 @@ class RankOneDirections:
         rows[:, owner < 0] = 0
         for matrix, u, v in self._cut(rows):
             inputs[matrix.u][...] = u
-            inputs[matrix.v][...] = self._spread(matrix, v)
+            inputs[matrix.v][...] = v
 
     def gradient(self, scalars: Float64Array) -> FloatArray:
         """Mean of scalar * u v^T over queries and examples, f32 [size of the adapter].
@@ -140,32 +106,22 @@ class RankOneDirections:
             left = (u * scalars[..., None]).reshape(-1, matrix.rank)
             total = left.T @ v.reshape(-1, v.shape[-1]).astype(np.float64)
             # Adding 0 makes -0 and 0, which depend on the order, one number.
-            mean = self._spread(matrix, (total + 0.0) / scalars.size)
+            mean = (total + 0.0) / scalars.size
             means.append(mean.astype(np.float32).ravel())
         return np.concatenate(means)
-
-    def _spread(self, matrix: Matrix, v: Array) -> Array:
-        """What random signs of a matrix, or means of such, are in its width: [..., width]."""
-        if self.guide is None:
-            return v
-        return self.guide.spread(matrix, v if v.dtype == np.float64 else v.astype(np.float32))
-
-    def _width(self, matrix: Matrix) -> int:
-        """Signs of a v."""
-        return matrix.width if self.guide is None else self.guide.width(matrix)
 
     def _cut(self, signs: SignArray) -> Iterator[tuple[Matrix, SignArray, SignArray]]:
         """Every matrix with the signs of its u and v in rows of all matrices' signs."""
         start = 0
         for matrix in matrices(self.modules):
             middle = start + matrix.rank
-            end = middle + self._width(matrix)
+            end = middle + matrix.width
             yield matrix, signs[..., start:middle], signs[..., middle:end]
             start = end
 
     @cached_property
     def _signs(self) -> SignArray:
-        width = sum(matrix.rank + self._width(matrix) for matrix in matrices(self.modules))
+        width = sum(matrix.rank + matrix.width for matrix in matrices(self.modules))
         count = 1 if self.shared else self.examples
         signs = np.empty((self.queries, count, width), np.int8)
         for query in range(self.queries):

@@ -13,7 +13,6 @@ from prge.contract import ROWS_OF_A_WAY_BACK
 from prge.files.signatures import BACK, STACK, TANGENT
 from prge.learning.estimators.differences import Antithetic, Differences, OneSided
 from prge.learning.estimators.exact import Exact
-from prge.learning.estimators.guide import Guide
 from prge.learning.estimators.protocol import Estimator
 from prge.learning.estimators.tangents import Tangents
 
@@ -35,8 +34,6 @@ class EstimatorFlags:
     """antithetic, fzoo: copies of the adapter in one call; default: all of a step."""
     share_directions: bool = False
     """tangent: one direction a query for all examples of a step, instead of one for each."""
-    guided: bool = True
-    """Keep random directions to the axes that `prge guide` found, where the bundle has them."""
     epsilon: float = 1e-2
     """antithetic, fzoo: length of a perturbation, in units of the adapter's values."""
     clip: float = 0.0
@@ -55,7 +52,7 @@ class Entry:
     Attributes:
         role: what a bundle needs beside `stack`, and what a call of a step computes.
         settings: names of those of EstimatorFlags that it alone, or with few others, has.
-        make: the estimator that some settings ask for, with the guide that its directions keep to.
+        make: the estimator that some settings ask for.
         variants: copies of the adapter that a step of so many queries compares.
         beta2: Adam's second coefficient, where nobody names one. With its usual 0.999, runs of some hundred
             steps would remember their first gradients to the last.
@@ -65,7 +62,7 @@ class Entry:
 
     role: str
     settings: tuple[str, ...]
-    make: Callable[[EstimatorFlags, Guide | None], Estimator]
+    make: Callable[[EstimatorFlags], Estimator]
     tag: str
     meaning: str
     variants: Callable[[int], int] = lambda queries: 1
@@ -91,22 +88,22 @@ class Entry:
         return 1 + queries if self.role == TANGENT else self.variants(queries)
 
 
-def _exact(settings: EstimatorFlags, guide: Guide | None) -> Estimator:
+def _exact(settings: EstimatorFlags) -> Estimator:
     return Exact(settings.clip, settings.clip_examples)
 
 
-def _tangents(settings: EstimatorFlags, guide: Guide | None) -> Estimator:
-    return Tangents(settings.share_directions, settings.clip, guide)
+def _tangents(settings: EstimatorFlags) -> Estimator:
+    return Tangents(settings.share_directions, settings.clip)
 
 
-def _antithetic(settings: EstimatorFlags, guide: Guide | None) -> Estimator:
+def _antithetic(settings: EstimatorFlags) -> Estimator:
     rule = Antithetic(settings.queries or DEFAULT_QUERIES, settings.epsilon)
-    return Differences(rule, settings.clip, guide)
+    return Differences(rule, settings.clip)
 
 
-def _fzoo(settings: EstimatorFlags, guide: Guide | None) -> Estimator:
+def _fzoo(settings: EstimatorFlags) -> Estimator:
     rule = OneSided(settings.queries or DEFAULT_QUERIES, settings.epsilon)
-    return Differences(rule, settings.clip, guide)
+    return Differences(rule, settings.clip)
 
 
 # The best first.
@@ -160,8 +157,8 @@ def having(setting: str) -> list[EstimatorName]:
     return [name for name, entry in ESTIMATORS.items() if setting in entry.settings]
 
 
-def make_estimator(settings: EstimatorFlags, guide: Guide | None = None) -> Estimator:
+def make_estimator(settings: EstimatorFlags) -> Estimator:
     """The estimator that settings ask for; ValueError where they name none."""
     if settings.estimator is None:
         raise ValueError("which estimator is not settled")
-    return ESTIMATORS[settings.estimator].make(settings, guide if settings.guided else None)
+    return ESTIMATORS[settings.estimator].make(settings)

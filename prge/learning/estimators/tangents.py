@@ -17,7 +17,6 @@ import numpy as np
 from prge.contract import AdaptedModule, Contract, matrices
 from prge.engine import Engine, Float64Array, FloatArray
 from prge.learning.estimators.directions import RankOneDirections, on_grid
-from prge.learning.estimators.guide import Guide
 from prge.learning.estimators.protocol import Calls, Measurement, Step, clipped
 
 
@@ -25,13 +24,12 @@ class Tangents:
     """Implements protocol.Estimator on tangents; the contract has the number of queries.
 
     `shared`: one direction a query for all examples, instead of one for each. `clip` bounds the norm of every
-    example's gradient. `guide` keeps directions to its axes.
+    example's gradient.
     """
 
-    def __init__(self, shared: bool = False, clip: float = 0.0, guide: Guide | None = None) -> None:
+    def __init__(self, shared: bool = False, clip: float = 0.0) -> None:
         self.shared = shared
         self.clip = clip
-        self.guide = guide
         self._factors: dict[str, FloatArray] = {}
         self._contract: Contract | None = None
         self._directions = RankOneDirections(0, 0, 0, 0, ())
@@ -80,7 +78,7 @@ class Tangents:
     ) -> RankOneDirections:
         """The step's directions, which measuring and the gradient share."""
         queries, examples = shape
-        wanted = RankOneDirections(seed, step, queries, examples, tuple(modules), self.shared, self.guide)
+        wanted = RankOneDirections(seed, step, queries, examples, tuple(modules), self.shared)
         if wanted != self._directions:
             self._directions = wanted
         return self._directions

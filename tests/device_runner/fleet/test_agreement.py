@@ -27,7 +27,6 @@ def test_every_setting_of_a_plan_is_in_the_hash(item: Any) -> None:
         "optimizer": "sgd",
         "schedule": "linear",
         "share_directions": True,
-        "guided": False,
         "noise": 1.0,
         "unit": "owner",
         "loss_normalisation": "token",

@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 from prge.errors import ConfigError
 from prge.files.adapter import Adapter
 from prge.learning.estimators.differences import Antithetic, Differences, OneSided
+from prge.learning.estimators.directions import Directions
 from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.protocol import Estimator, Step
 from prge.learning.estimators.tangents import Tangents
@@ -151,7 +152,7 @@ def test_differences_are_derivatives_whatever_the_copies_of_a_call(name: str, co
     estimator = Differences(Antithetic(4, 1e-2))
     found = estimator.measure(model, step).scalars
     for query in range(4):
-        along = estimator._directions(1, 0, adapter.modules)(query)
+        along = Directions(1, 0, adapter.size)(query)
         assert found[query] == pytest.approx(float(gradient @ along), rel=0.03, abs=3e-3)
 
 
