@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     is_chat = prompts.chat is not None  # forks its child before the engine is there
     examples = None
     if settings.feedback is not None:  # forks a child, too
-        examples = FeedbackExamples(tokenizer, bundle.chain.scoring)
+        examples = FeedbackExamples(tokenizer, bundle.chain.model)
     adapters = read_adapters(settings, bundle)
     generator = open_generator(bundle, tokenizer, settings, SLOTS)
     if not is_chat:

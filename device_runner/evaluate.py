@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from device_runner.engines.opening import open_engines
-from device_runner.session.memory import budget_of_scores, budget_of_texts, watched_memory
+from device_runner.engines.opening import open_engine
+from device_runner.session.memory import budget_of_steps, budget_of_texts, shape_of_scores, watched_memory
 from device_runner.session.settings import EngineFlags, date_of_run
 from device_runner.session.speaking import note
-from prge.contract import Contract
-from prge.engine import Answering, Array
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
@@ -24,7 +22,7 @@ from prge.files.tuned import tuning_at
 from prge.host.atomic import write_output
 from prge.host.progress import Progress
 from prge.learning.evaluation import Scores, referred
-from prge.learning.examples import Example
+from prge.learning.examples import Example, sequences_of
 from prge.learning.head import Head
 from prge.learning.preferences import ObjectiveFlags, Preference, make_objective
 from prge.rows.example_building import BuildOptions, load_examples
@@ -93,7 +91,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         )
     bundle = open_bundle(settings.bundle)
     task = ordered(bundle, task)
-    contract = bundle.chain.scoring
+    model = bundle.chain.model
     tokenizer = bundle_tokenizer(bundle)
     named = settings.adapter or (settings.bundle if tuning_at(settings.bundle) else bundle.adapter)
     trained = find_adapter(named)
@@ -106,34 +104,36 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     )
     source = read_source(settings.data, "test", settings.columns, objective=settings.objective, task=task)
     examples, report = load_examples(
-        source, tokenizer, contract, task, settings.selection, options, training=False
+        source, tokenizer, model, task, settings.selection, options, training=False
     )
     print("\n".join(filter(None, [source.told, report.text()])))
     objective = make_objective(report.objective, settings)
-    adapter = read_compatible_adapter(trained, contract.modules, bundle.adapter)
-    head = _head(bundle, trained, task, examples[0].candidates) if contract.is_encoder else None
-    given, context = (settings.memory, settings.engine), None
-    scoring, budget = budget_of_scores(bundle, examples, *given, "scoring these rows")
+    adapter = read_compatible_adapter(trained, model.modules, bundle.adapter)
+    head = _head(bundle, trained, task, examples[0].candidates) if model.is_encoder else None
+    shape, context = shape_of_scores(bundle, examples), None
     if writes:
-        context, budget = budget_of_texts(bundle, *given, SLOTS, steps=scoring)
+        context, budget = budget_of_texts(bundle, settings.memory, settings.engine, SLOTS, steps=shape)
+    else:
+        process = "scoring these rows"
+        budget = budget_of_steps(bundle, [shape], settings.memory, settings.engine, process)
     loaded = None if budget is None else budget.loaded
-    engines = open_engines(bundle, None, settings.threads, settings.engine, loaded, scoring)
+    opened = open_engine(bundle, threads=settings.threads, engine=settings.engine, loaded=loaded)
+    engine = opened.engine
+    generator = Generator(opened.speaker(SLOTS, context), tokenizer) if writes else None
     is_compared = isinstance(objective, Preference)
-    engine = _Counted(engines.score, examples, 2 if is_compared else 1)
-    generator = Generator(engines.speaker(SLOTS, context), tokenizer) if writes else None
-    pad = tokenizer.pad_id
+    progress = _ProgressOfScores(examples, 2 if is_compared else 1)
     if is_compared:
-        start = read_peft(bundle.adapter, contract.modules)
-        examples = referred(engine, start, examples, pad)
+        start = read_peft(bundle.adapter, model.modules)
+        examples = referred(engine, start, examples, progress)
     record, scored = evaluate(
         engine,
         adapter,
         examples,
         task,
-        head,
-        pad,
+        head=head,
         objective=objective,
         normalisation=settings.loss_normalisation,
+        on_progress=progress,
     )
     if not math.isfinite(record["loss"]):
         raise EngineError(
@@ -154,29 +154,21 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     return record
 
 
-class _Counted:
-    """An engine whose calls are shown as progress, while it scores examples so many times."""
+class _ProgressOfScores:
+    """Shows progress while examples are scored so many times."""
 
-    def __init__(self, engine: Answering, examples: Sequence[Example], times: int) -> None:
-        sequences = sum(len(example.sequences) for example in examples)
-        count = times * math.ceil(sequences / engine.contract.rows)
-        self._engine = engine
-        self._progress = Progress(count, unit="call", only_if_long=True)
-        self._calls = 0
+    def __init__(self, examples: Sequence[Example], times: int) -> None:
+        self._each = len(sequences_of(examples))
+        self._progress = Progress(times * self._each, unit="sequence", only_if_long=True)
+        self._before = 0
 
-    @property
-    def contract(self) -> Contract:
-        """See Answering."""
-        return self._engine.contract
-
-    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """See Answering."""
-        outputs = self._engine.forward(inputs)
-        self._calls += 1
-        self._progress.update(self._calls)
-        if self._calls == self._progress.steps:
+    def __call__(self, sequences: int) -> None:
+        """So many sequences are scored, this time."""
+        self._progress.update(self._before + sequences)
+        if sequences == self._each:
+            self._before += sequences
+        if self._before == self._progress.steps:
             self._progress.close()
-        return outputs
 
 
 def _head(bundle: Bundle, trained: Path, task: Task | None, classes: int) -> Head:

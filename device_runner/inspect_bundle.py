@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.session.planning import DEFAULT_BATCH
-from prge.contract import AdaptedModule
 from prge.errors import BundleError, printable
 from prge.files.adapter import adapter_size
 from prge.files.bundle import MANIFEST, check_file, read_chain, read_manifest
@@ -19,8 +18,9 @@ from prge.files.documents import mapping
 from prge.files.layers import read_layers
 from prge.files.signatures import DECODE
 from prge.files.tuned import bundle_at
-from prge.learning.costs import Outline, bytes_text, memory_table, memory_text, weights_of_bundle
+from prge.learning.costs import Outline, StepShape, bytes_text, memory_table, memory_text, weights_of_bundle
 from prge.learning.estimators.table import ESTIMATORS, fitting
+from prge.model_spec import AdaptedModule
 from prge.verbs.settings import parse_settings
 
 _SECTIONS = ("lora", "readout", "quantization", "tokenizer", "verification", "versions")
@@ -126,11 +126,12 @@ def _memory(
     outline = Outline.from_json(manifest["outline"], chain)
     weights = weights_of_bundle(outline, chain, size, mapping(manifest.get("quantization")).get("scheme"))
     length = min(_TOKENS, chain.bounds.tokens)
-    contracts = {
-        name: chain.contract(ESTIMATORS[name].role, DEFAULT_BATCH, **ESTIMATORS[name].sizes(), length=length)
-        for name in fitting(chain.roles)
+    sizes = (DEFAULT_BATCH, length, length - 1, chain.vocabulary_size)
+    shapes = {
+        name: StepShape(entry.role, *sizes, copies=entry.copies(), queries=entry.directions())
+        for name, entry in ((name, ESTIMATORS[name]) for name in fitting(chain.roles))
     }
-    return memory_table(outline, contracts, weights, chain.roles)
+    return memory_table(outline, shapes, weights, chain.roles)
 
 
 def _text_facts(manifest: Mapping[str, Any], chain: Chain) -> dict[str, int] | None:

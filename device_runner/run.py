@@ -19,7 +19,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
 from device_runner.engines.kept_states import KeptStates
-from device_runner.engines.opening import Engines, open_engines
+from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.engines.trunk_cache import TrunkCache
 from device_runner.reporting.next_steps import next_steps
 from device_runner.session.gates import Gates
@@ -33,9 +33,9 @@ from device_runner.session.inputs import (
     read_inputs,
     settings_records,
 )
-from device_runner.session.memory import budget_of_steps, outcome
+from device_runner.session.memory import budget_of_steps, outcome, shape_of_scores
 from device_runner.session.noise import noise_note
-from device_runner.session.planning import RunPlan, plan_run, sampler_of, settled
+from device_runner.session.planning import RunPlan, plan_run, settled
 from device_runner.session.reference import with_references
 from device_runner.session.samples import Answerer, Chooser, Samples, Writer
 from device_runner.session.sensors import Sensors
@@ -61,6 +61,7 @@ from prge.learning.checkpoint import TrainingState, keep_state, load_best, load_
 from prge.learning.costs import Budget
 from prge.learning.encoder_heads import Heads, digest_of, fit_heads
 from prge.learning.estimators.protocol import Estimator
+from prge.learning.estimators.table import ESTIMATORS
 from prge.learning.examples import token_count
 from prge.learning.preferences import Preference
 from prge.learning.sampling import Sampler
@@ -94,10 +95,9 @@ def run(settings: RunSettings) -> Path:
         _check_folder(settings)
         settings = replace(settings, date=settings.date or date_of_run(settings.resume)).dated()
         inputs = read_inputs(bundle, settings)
-        plan = plan_run(bundle, inputs.train, settings)
-        budget = budget_of_steps(
-            bundle, plan.contract, [*inputs.train, *inputs.dev], settings.memory, settings.engine
-        )
+        plan = plan_run(bundle, inputs.train, settings, inputs.objective)
+        shapes = [plan.shape, shape_of_scores(bundle, [*inputs.train, *inputs.dev])]
+        budget = budget_of_steps(bundle, shapes, settings.memory, settings.engine)
         before = PeakMemory().peak
         with Journal(settings.out / JOURNAL) as journal:
             opened = open_run(plan, inputs, journal, budget)
@@ -107,8 +107,8 @@ def run(settings: RunSettings) -> Path:
                 watcher.say(inputs.report)
                 if settings.epochs is not None:
                     watcher.say(f"{settings.epochs:g} epochs: {plan.settings.steps} steps")
-                if opened.engines.notes:
-                    watcher.say(opened.engines.notes)
+                if opened.opened.notes:
+                    watcher.say(opened.opened.notes)
                 state, samples = train_run(opened, watcher)
                 final = finish_run(opened, state, samples, watcher)
                 if budget is not None and (told := outcome(budget.limit, before)):
@@ -118,12 +118,13 @@ def run(settings: RunSettings) -> Path:
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run whose engines are open and whose journal says what it is; `sensors` are those of the start."""
+    """A run whose engine is open and whose journal says what it is; `sensors` are those of the start."""
 
     plan: RunPlan
     inputs: RunInputs
-    engines: Engines
+    opened: OpenEngine
     journal: Journal
+    sampler: Sampler
     estimator: Estimator
     cache: TrunkCache | None
     sensors: Record
@@ -135,8 +136,11 @@ class OpenRun:
         return self.plan.settings
 
     def rows(self, steps: int) -> int:
-        """Rows that the engine computes for so many steps."""
-        return self.estimator.rows(self.plan.contract, steps * self.settings.calls)
+        """Forward passes of single sequences that so many steps cost."""
+        if self.settings.estimator is None:
+            raise ValueError("which estimator is not settled")
+        passes = ESTIMATORS[self.settings.estimator].passes(self.settings.queries)
+        return passes * self.sampler.sequences(steps)
 
     def keep(self, state: TrainingState) -> None:
         """Save a checkpoint, and drop those that nobody needs any more."""
@@ -146,9 +150,17 @@ class OpenRun:
 
     def score(self, state: TrainingState) -> Record:
         """Scores of the development rows."""
-        inputs, pad, settings = self.inputs, self.inputs.tokenizer.pad_id, self.settings
-        how = inputs.task, state.head, pad, settings.select, inputs.objective, settings.loss_normalisation
-        return evaluate(self.engines.score, state.adapter, inputs.dev, *how)[0]
+        inputs, settings = self.inputs, self.settings
+        return evaluate(
+            self.opened.engine,
+            state.adapter,
+            inputs.dev,
+            inputs.task,
+            head=state.head,
+            select=settings.select,
+            objective=inputs.objective,
+            normalisation=settings.loss_normalisation,
+        )[0]
 
     def describe(self) -> tuple[Record, Record]:
         """The blocks `run` and `train` of run.json, but for what a watcher knows."""
@@ -162,8 +174,8 @@ class OpenRun:
             "roles": list(inputs.bundle.chain.roles),
             "estimators": estimators,
             "objective": inputs.origin["objective"],
-            "engine": self.engines.engine,
-            "threads": self.engines.threads,
+            "engine": self.opened.name,
+            "threads": self.opened.threads,
         }
         return run, {
             "data": inputs.data,
@@ -177,24 +189,24 @@ class OpenRun:
 
 
 def open_run(plan: RunPlan, inputs: RunInputs, journal: Journal, budget: Budget | None = None) -> OpenRun:
-    """Open the engines, and write down what a run is, or compare it with what it was begun as."""
+    """Open the engine, and write down what a run is, or compare it with what it was begun as."""
     settings, cache = plan.settings, None
     loaded = None if budget is None else budget.loaded
     if settings.trunk_cache_bytes:
         folder = settings.out / TRUNK_CACHE
         cache = TrunkCache(folder, settings.trunk_cache_bytes, settings.trunk_cache_dtype)
-    engines = open_engines(
+    opened = open_engine(
         inputs.bundle,
-        plan.contract,
-        settings.threads,
-        settings.engine,
-        loaded,
-        plan.scoring,
-        cache,
-        KeptStates(settings.checkpoint_dtype, settings.out, loaded),
+        plan.role,
+        threads=settings.threads,
+        engine=settings.engine,
+        loaded=loaded,
+        cache=cache,
+        kept=KeptStates(settings.checkpoint_dtype, settings.out, loaded),
     )
     begin(journal, inputs.identity(settings), settings)
-    return OpenRun(plan, inputs, engines, journal, estimator_of(journal), cache, Sensors().record(), budget)
+    sampler, estimator = plan.sampler(inputs.train), estimator_of(journal)
+    return OpenRun(plan, inputs, opened, journal, sampler, estimator, cache, Sensors().record(), budget)
 
 
 def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | None]:
@@ -205,18 +217,18 @@ def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | 
         KeyboardInterrupt: interrupted, with the state saved.
     """
     run = _referring(run, watcher)
-    settings, inputs, engines, journal = run.settings, run.inputs, run.engines, run.journal
+    settings, inputs, opened, journal = run.settings, run.inputs, run.opened, run.journal
     state = _first_state(run, watcher)
     load_latest(settings.out / CHECKPOINTS, state, newest=journal.steps)
     if journal.steps:
         watcher.say(f"going on after step {journal.steps} of {settings.steps}")
     gates = Gates(settings.conditions())
-    sampler = sampler_of(run.plan, inputs.train, run.plan.contract, inputs.tokenizer.pad_id)
+    sampler = run.sampler
     _check_batch(run, sampler)
     if settings.resume is None:
-        _tell_noise(settings, inputs, engines.step, sampler, state, watcher)
+        _tell_noise(run, state, watcher)
     learner = AdapterLearner(
-        engines.step,
+        opened.engine,
         sampler,
         run.estimator,
         learning_rates(settings),
@@ -227,11 +239,12 @@ def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | 
         run.score if inputs.dev else None,
         inputs.objective,
     )
-    answerer = _answerer(inputs, engines)
+    answerer = _answerer(inputs, opened)
     samples = Samples(answerer, state, settings.sample_every, watcher) if answerer else None
-    watcher.say(_plan(settings, inputs, engines, sampler))
-    if engines.saved is not None:
-        watcher.say(engines.saved.told(*_largest_call(run)))
+    watcher.say(_plan(run))
+    if opened.saved is not None:
+        shape = run.plan.shape
+        watcher.say(opened.saved.told(shape.rows * shape.tokens, shape.rows * shape.targets))
     train(learner, settings.of_loop, samples or watcher, lambda: gates.hold(watcher))
     if watcher.stopped and state.step < settings.steps:
         watcher.say(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")
@@ -262,7 +275,7 @@ def finish_run(run: OpenRun, state: TrainingState, samples: Samples | None, watc
 def _first_state(run: OpenRun, watcher: Watcher) -> TrainingState:
     """The state before the first step, an encoder's with heads."""
     begin = time.perf_counter()
-    heads, told = prepare_heads(run.settings, run.inputs, run.engines.score, run.journal)
+    heads, told = prepare_heads(run.settings, run.inputs, run.opened.engine, run.journal)
     if told:
         seconds = watcher.told["head_seconds"] = time.perf_counter() - begin
         watcher.say(f"heads: {told}, {seconds:.1f} s")
@@ -275,14 +288,13 @@ def _referring(run: OpenRun, watcher: Watcher) -> OpenRun:
     if not isinstance(objective, Preference) or not (objective.compares or inputs.dev):
         return run
     train = inputs.train if objective.compares else []
-    bundle, pad = inputs.bundle.sha256, inputs.tokenizer.pad_id
     examples, told = with_references(
-        run.settings.out, bundle, run.engines.score, inputs.adapter, [*train, *inputs.dev], pad
+        run.settings.out, inputs.bundle.sha256, run.opened.engine, inputs.adapter, [*train, *inputs.dev]
     )
     if told:
         watcher.say(told)
     train, dev = examples[: len(train)] or inputs.train, examples[len(train) :]
-    return replace(run, inputs=replace(inputs, train=train, dev=dev))
+    return replace(run, inputs=replace(inputs, train=train, dev=dev), sampler=run.plan.sampler(train))
 
 
 def _check_batch(run: OpenRun, sampler: Sampler) -> None:
@@ -293,41 +305,34 @@ def _check_batch(run: OpenRun, sampler: Sampler) -> None:
     """
     first = run.journal.step(0)
     taken = len(first.get("rows", ())) if first is not None else 0
-    if taken not in (0, sampler.per_step):
+    if taken not in (0, sampler.batch_size):
         raise ConfigError(
             "the run can't go on:",
-            [f"its steps had {taken} examples, its settings now ask for {sampler.per_step}"],
+            [f"its steps had {taken} examples, its settings now ask for {sampler.batch_size}"],
             remedy="go on with it in the version that run.json names, whose --batch-size counted the "
             "sequences of a call, or start a new run",
         )
 
 
-def _answerer(inputs: RunInputs, engines: Engines) -> Answerer | None:
+def _answerer(inputs: RunInputs, opened: OpenEngine) -> Answerer | None:
     """Who makes the samples; None if none are asked for."""
     if prompts := inputs.sample_prompts:
-        return Writer(prompts, Generator(engines.speaker(len(prompts)), inputs.tokenizer))
+        return Writer(prompts, Generator(opened.speaker(len(prompts)), inputs.tokenizer))
     if inputs.sample_rows:
-        return Chooser(inputs.sample_rows, engines.score, inputs.tokenizer)
+        return Chooser(inputs.sample_rows, opened.engine, inputs.tokenizer)
     return None
 
 
-def _plan(settings: RunSettings, inputs: RunInputs, engines: Engines, sampler: Sampler) -> str:
+def _plan(run: OpenRun) -> str:
     """What is about to happen, in a line."""
-    examples = settings.steps * sampler.per_step
-    threads = "1 thread" if engines.threads == 1 else f"{engines.threads} threads"
+    settings, inputs, opened, count = run.settings, run.inputs, run.opened, run.sampler.batch_size
+    examples = settings.steps * count
+    threads = "1 thread" if opened.threads == 1 else f"{opened.threads} threads"
     return (
-        f"training: {settings.estimator}, {settings.steps:,} steps of {sampler.per_step} examples "
+        f"training: {settings.estimator}, {settings.steps:,} steps of {count} examples "
         f"({examples / len(inputs.train):.1f} epochs), {inputs.adapter.size:,} trained numbers, "
-        f"{engines.engine} engine, {threads}"
+        f"{opened.name} engine, {threads}"
     )
-
-
-def _largest_call(run: OpenRun) -> tuple[int, int]:
-    """Tokens of all rows of a batch of the widest training rows, and questions to a head."""
-    sequences = [sequence for example in run.inputs.train for sequence in example.sequences]
-    rows = run.plan.contract.batch_size
-    longest = max(len(sequence.tokens) for sequence in sequences)
-    return rows * longest, rows * max(len(sequence.targets) for sequence in sequences)
 
 
 def _closing(settings: RunSettings, inputs: RunInputs, samples: Samples | None) -> str:
@@ -350,21 +355,14 @@ def _closing(settings: RunSettings, inputs: RunInputs, samples: Samples | None) 
     return "\n".join([*lines, "next:", *(f"  {step.command}" for step in steps)])
 
 
-def _tell_noise(
-    settings: RunSettings,
-    inputs: RunInputs,
-    engine: Engine,
-    sampler: Sampler,
-    state: TrainingState,
-    watcher: Watcher,
-) -> None:
+def _tell_noise(run: OpenRun, state: TrainingState, watcher: Watcher) -> None:
     """Say how noisy differences in quantized activations are; a run goes on without the answer too."""
-    if engine.contract.role != STACK or inputs.bundle.quantization is None:
+    if run.plan.role != STACK or run.inputs.bundle.quantization is None:
         return
     try:
-        watcher.say(
-            noise_note(settings, engine, state.adapter, sampler, state.training_classifier, inputs.objective)
-        )
+        classifier, objective = state.training_classifier, run.inputs.objective
+        engine, sampler = run.opened.engine, run.sampler
+        watcher.say(noise_note(run.settings, engine, state.adapter, sampler, classifier, objective))
     except Exception as error:
         watcher.say(f"the noise of differences was not measured: {error}")
 
@@ -423,10 +421,10 @@ def prepare_heads(
 
     They are the journal's, the start adapter's, another run's, or fitted on the training rows.
     """
-    contract = engine.contract
-    if not contract.is_encoder:
+    model = engine.model
+    if not model.is_encoder:
         return Heads(), ""
-    heads = Heads.from_journal(journal, contract.width)
+    heads = Heads.from_journal(journal, model.width)
     if heads is not None:
         return heads, ""
     folds = 0 if settings.head_learning_rate else settings.head_folds
@@ -442,9 +440,9 @@ def prepare_heads(
                 remedy="give the journal.jsonl of a run, or leave it out",
             )
         other = Journal(settings.heads_of, writable=False)
-        heads, told = Heads.from_journal(other, contract.width, digest), f"those of {settings.heads_of}"
+        heads, told = Heads.from_journal(other, model.width, digest), f"those of {settings.heads_of}"
     if heads is None:
-        heads = fit_heads(engine, inputs.adapter, inputs.train, inputs.tokenizer.pad_id, folds)
+        heads = fit_heads(engine, inputs.adapter, inputs.train, folds)
         told = f"fitted on {len(inputs.train):,} rows"
         if refused := refused_labels(inputs.bundle):
             told += f"; {refused}"

@@ -30,13 +30,13 @@ from device_runner.session.speaking import (
     read_adapter,
     read_template_kwargs,
 )
-from prge.contract import Contract
 from prge.errors import ConfigError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.run_folder import run_lock
 from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
+from prge.learning.costs import StepShape
 from prge.rows.feedback import Fields, check_feedback
 from prge.rows.feedback_examples import FeedbackExamples
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer, read_chat_template
@@ -108,7 +108,7 @@ def serve(settings: ServeSettings) -> None:
         access = settings.access(keys, is_reached_by_others)
         examples = None
         if file is not None and settings.learn is None:
-            examples = FeedbackExamples(_tokenizer(settings, bundle), bundle.chain.scoring)
+            examples = FeedbackExamples(_tokenizer(settings, bundle), bundle.chain.model)
         speaker, learning, blocks = _opened(settings, bundle, adapters, models)
         generator = Generator(speaker, bundle_tokenizer(bundle))
         if learning is not None:
@@ -149,7 +149,7 @@ def _opened(
     if settings.learn is None:
         return open_speaker_within(bundle, settings, slots, context, precision, note), None, None
 
-    def loaded_beside(steps: Contract) -> int | None:
+    def loaded_beside(steps: StepShape) -> int | None:
         nonlocal context
         given = settings.memory, settings.engine, slots, context, precision, steps
         context, budget = budget_of_texts(bundle, *given)
@@ -160,7 +160,7 @@ def _opened(
     source = settings.bundle if tuning_at(settings.bundle) else None
     if settings.adapter:
         source = adapter_source(settings.adapter[0])
-    learning, engines = open_learning(
+    learning, opened = open_learning(
         settings,
         settings,
         source,
@@ -172,7 +172,7 @@ def _opened(
         loaded_beside,
     )
     models.replace(name, learning.adapter)
-    return engines.speaker(slots, context, precision), learning, engines.blocks
+    return opened.speaker(slots, context, precision), learning, opened.blocks
 
 
 def _about(settings: ServeSettings, bundle: Bundle, names: Sequence[str]) -> dict[str, Any]:

@@ -1,64 +1,118 @@
-"""The protocols of an engine: what the loop needs from it, nothing else."""
+"""The protocol of an engine: what the training loop needs from it, nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.contract import Contract
+from prge.model_spec import ModelSpec
 
 Array = NDArray[Any]
 FloatArray = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
+# States of tokens that an engine holds between two blocks, with every copy of the adapter or direction.
+STATES_AT_ONCE = 8192
+
 EngineName = Literal["auto", "native", "torch"]
-# From the answers of an exact call to the derivative of a loss by them, in their shape.
-Slope = Callable[[FloatArray], Array]
+
+# The factors of a direction u v^T in every trained matrix, by the names `Matrix.u` and `Matrix.v`:
+# f32 [queries, sequences, rank] and [queries, sequences, width].
+Directions = Mapping[str, FloatArray]
+# From outputs to the derivative of a loss by them, in their shape.
+GradFn = Callable[[FloatArray], Array]
 
 
-class Answering(Protocol):
-    """Computes calls: arrays for `contract.inputs` go in, arrays for `contract.outputs` come out."""
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a log-probability is read (`position`) and of what (`token`); its weight in the score of the
+    candidate that it belongs to."""
+
+    position: int
+    token: int
+    weight: float
+    candidate: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """One tokenized sequence with its targets."""
+
+    tokens: tuple[int, ...]
+    targets: tuple[Target, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """What an engine computes: every sequence with every copy of the adapter.
+
+    `sequences` may have any lengths; `adapters` are the values of each copy, f32 [copies, adapter size].
+    """
+
+    sequences: tuple[TokenSequence, ...]
+    adapters: FloatArray
+
+    @cached_property
+    def target_count(self) -> int:
+        """Targets of all sequences."""
+        return sum(len(sequence.targets) for sequence in self.sequences)
+
+
+class ForwardEngine(Protocol):
+    """Computes the outputs of calls, in fresh arrays.
+
+    Outputs of a decoder are log-probabilities of all targets, one sequence after the other, [targets]; of an
+    encoder pooled states [sequences, width]. They are the same bits whatever else is in the call.
+
+    Raises:
+        EngineError: a call is not of the model, or the engine failed. The engine stays usable.
+    """
 
     @property
-    def contract(self) -> Contract:
-        """Shapes, names and adapted modules."""
+    def model(self) -> ModelSpec:
+        """What the engine computes."""
         ...
 
-    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Compute a call of copies or tangents.
+    def forward(self, call: Call) -> FloatArray:
+        """Compute the outputs of every copy, f32 [copies, targets] or [copies, sequences, width]."""
+        ...
+
+
+class Engine(ForwardEngine, Protocol):
+    """Computes outputs, and derivatives of them or of a loss."""
+
+    @property
+    def seconds(self) -> float:
+        """Time in calls so far."""
+        ...
+
+    def jvp(self, call: Call, directions: Directions) -> tuple[FloatArray, FloatArray]:
+        """Compute outputs, and their exact derivatives along directions.
 
         Args:
-            inputs: an array of the contract's dtype and shape for every input name.
+            call: with one copy.
+            directions: a direction for each query and sequence.
 
         Returns:
-            A fresh array for every output name; later calls don't change it.
-
-        Raises:
-            EngineError: an input is missing or of another shape or dtype, or the engine failed.
+            Outputs f32 [targets] or [sequences, width], and their derivatives [queries, ...].
         """
         ...
 
-
-class Engine(Answering, Protocol):
-    """Computes calls, and takes the slope of a loss back through those of exact contracts."""
-
-    def gradient(self, inputs: Mapping[str, Array], slope: Slope) -> tuple[FloatArray, dict[str, FloatArray]]:
-        """Compute an exact call and take the slope of a loss back through it.
+    def vjp(self, call: Call, grad_fn: GradFn) -> tuple[FloatArray, FloatArray]:
+        """Compute outputs, and the gradient of a loss of them by the adapter.
 
         Args:
-            inputs: as of `forward`.
-            slope: how the loss changes with the answers; it is asked once.
+            call: with one copy.
+            grad_fn: the derivative of the loss by the outputs; called once.
 
         Returns:
-            The answers f32 [rows, positions], or [rows, width] of an encoder; and the loss's derivative by
-            the adapter, f32 [rank, width] by names of its matrices' inputs. All of it is NaN where something
-            on its way wasn't finite.
-
-        Raises:
-            EngineError: as of `forward`, or the slope has another shape than the answers.
+            Outputs f32 [targets] or [sequences, width], and the gradient f32 [adapter size]. All of the
+            gradient is NaN where something on its way wasn't finite.
         """
         ...

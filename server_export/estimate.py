@@ -8,19 +8,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from prge.contract import Contract
 from prge.files.adapter import adapter_size
 from prge.host.progress import duration
 from prge.learning.costs import (
     RUNTIME_BYTES,
     RunMemory,
+    StepShape,
     budget_within,
     bytes_text,
     memory_table,
     memory_text,
     run_memory,
 )
-from prge.learning.estimators.table import EstimatorName
+from prge.learning.estimators.table import ESTIMATORS, EstimatorName
 from server_export.check.estimation import Estimate, estimate_of
 from server_export.settings import EstimateConfig
 
@@ -75,30 +75,30 @@ def report_of(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
 
 def _runs(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
     """Runs of all estimators, with all weights loaded and with as few as may be."""
-    contracts = {
-        name: estimated.contract(config, name, config.tokens, config.tokens - 1)
-        for name in estimated.estimators
+    shapes = {
+        name: estimated.shape(config, name, config.tokens, config.tokens - 1) for name in estimated.estimators
     }
-    return {"runs": memory_table(estimated.outline, contracts, estimated.weights, estimated.roles)}
+    return {"runs": memory_table(estimated.outline, shapes, estimated.weights, estimated.roles)}
 
 
 def _run(config: EstimateConfig, estimated: Estimate) -> dict[str, Any]:
     """One run: of the estimator that is asked for, or the best."""
     estimator = config.estimator or estimated.estimators[0]
-    rows, batches = 0, [estimated.contract(config, estimator, config.tokens, config.tokens - 1)]
+    rows, steps = 0, [estimated.shape(config, estimator, config.tokens, config.tokens - 1)]
     if config.train is not None:
-        rows, batches = _calls(config, estimated, estimator)
-    step = max(batches, key=lambda contract: contract.sequence_length)
+        rows, steps = _steps(config, estimated, estimator)
+    step = max(steps, key=lambda shape: shape.tokens)
+    passes = ESTIMATORS[estimator].passes(config.queries)
     memories = {engine: _memory(config, estimated, step, engine).to_json() for engine in RUNTIME_BYTES}
     return {
         "estimator": estimator,
-        "step": {"rows": step.computed_rows, "tokens": step.sequence_length},
-        "epoch": {"rows": rows, "steps": len(batches)} if rows else None,
+        "step": {"rows": passes * step.sequences, "tokens": step.tokens},
+        "epoch": {"rows": rows, "steps": len(steps)} if rows else None,
         "run_memory": memories,
     }
 
 
-def _memory(config: EstimateConfig, estimated: Estimate, step: Contract, engine: str) -> RunMemory:
+def _memory(config: EstimateConfig, estimated: Estimate, step: StepShape, engine: str) -> RunMemory:
     """Memory of a run of such steps, within `--memory` if it is given; raises ConfigError if it can't be."""
 
     def taken(loaded: int | None) -> RunMemory:
@@ -116,11 +116,12 @@ def _memory(config: EstimateConfig, estimated: Estimate, step: Contract, engine:
     return taken(budget.loaded)
 
 
-def _calls(
+def _steps(
     config: EstimateConfig, estimated: Estimate, estimator: EstimatorName
-) -> tuple[int, list[Contract]]:
-    """How many training rows there are, and the calls of an epoch of them, in batches as a run makes them."""
-    from prge.learning.sampling import Sampler, most_sequences
+) -> tuple[int, list[StepShape]]:
+    """How many training rows there are, and the steps of an epoch of them, as a run takes them."""
+    from prge.learning.examples import sequences_of
+    from prge.learning.sampling import Sampler
     from prge.rows.example_building import BuildOptions, load_examples
     from prge.rows.report import warn_unread
     from prge.rows.sources import read_source
@@ -133,7 +134,7 @@ def _calls(
     original = load_tokenizer(config.model, config.revision)
     give_template(original, config.chat_template, config.prepend_bos)
     tokenizer = on_device(original, config.prepend_bos, estimated.vocabulary_size)
-    contract = estimated.contract(config, estimator, longest, longest - 1)
+    estimated.shape(config, estimator, longest, longest - 1)
     task = load_task(config.task) if config.task else None
     options = BuildOptions(
         "auto",
@@ -143,20 +144,17 @@ def _calls(
         date=config.date,
     )
     rows = read_source(config.train, "train", config.columns, objective="auto", task=task)
-    examples, report = load_examples(rows, tokenizer, contract, task, None, options)
+    examples, report = load_examples(rows, tokenizer, estimated.model, task, None, options)
     warn_unread(report)
-    sequences_of_a_call = config.batch_size * most_sequences(examples)
-    config = replace(config, batch_size=sequences_of_a_call)
-    sampler = Sampler(examples, estimated.contract(config, estimator, longest, longest - 1), seed=0)
+    sampler = Sampler(examples, config.batch_size, seed=0)
 
-    def call(step: int) -> Contract:
-        sequences = [sequence for example in sampler.chosen(step) for sequence in example.sequences]
-        learnt = sum(len(sequence.targets) for sequence in sequences)
+    def shape(step: int) -> StepShape:
+        sequences = sequences_of(sampler.chosen(step))
+        targets = math.ceil(sum(len(sequence.targets) for sequence in sequences) / len(sequences))
         tokens = max(len(sequence.tokens) for sequence in sequences)
-        return estimated.contract(config, estimator, tokens, math.ceil(learnt / config.batch_size))
+        return estimated.shape(replace(config, batch_size=len(sequences)), estimator, tokens, targets)
 
-    steps = math.ceil(len(examples) / sampler.per_step)
-    return len(examples), [call(step) for step in range(steps)]
+    return len(examples), [shape(step) for step in range(math.ceil(len(examples) / config.batch_size))]
 
 
 def _text(config: EstimateConfig, report: dict[str, Any]) -> Iterator[str]:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prge.contract import AdaptedModule, Contract
 from prge.errors import BundleError, RunError
 from prge.files.adapter import adapter_size
 from prge.host.atomic import check_place, new_folder
 from prge.host.threads import let_threads_sleep
 from prge.learning.costs import MOST_COMPARED
+from prge.model_spec import AdaptedModule, ModelSpec
 from server_export.check.estimation import announce, check_room, estimate_of
 from server_export.memory import give_back_freed
 from server_export.settings import ExportConfig
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["ExportConfig", "export", "main"]
 
 # Of one row for `--init eva`, such as candidates of a task; no call has them all.
-_SEQUENCES = 1024
 # Within the folder of a bundle that is made, until its weights are written.
 _CODES = ".codes"
 # Types of GGUF files that were not rounded to codes.
@@ -141,14 +140,14 @@ def _from_rows(
     from server_export.model.row_tokens import row_tokens
 
     assert config.init_rows is not None
-    reader, contract = _reader(config, source, tokenizer)
+    reader, model = _reader(config, source, tokenizer)
     rows = row_tokens(
         config.init_rows,
         config.init_task,
         config.init_tokens,
         seed=config.seed,
         tokenizer=reader,
-        contract=contract,
+        model=model,
     )
     thin = source.thin_chain("fp32", context)
     start, explained = principal_start(source.start, thin, rows, config.spread_ranks)
@@ -161,24 +160,14 @@ def _from_rows(
     return source.starting_from(start)
 
 
-def _reader(config: ExportConfig, source: Source, tokenizer: Any) -> tuple[Tokenizer, Contract]:
-    """What rows are read with: the device's tokenizer, and a contract with room for any row."""
+def _reader(config: ExportConfig, source: Source, tokenizer: Any) -> tuple[Tokenizer, ModelSpec]:
+    """What rows are read with: the device's tokenizer, and a model with room for any row."""
     from server_export.model.loading import vocabulary_size
     from server_export.model.tokenization import on_device
 
     costs, vocabulary = source.costs, vocabulary_size(source.loaded.model)
-    contract = Contract(
-        role="stack",
-        readout=source.readout,
-        copies=1,
-        batch_size=_SEQUENCES,
-        sequence_length=source.longest,
-        positions=0 if source.readout == "pooled" else max(source.longest - 1, 1),
-        width=costs.width,
-        vocabulary_size=vocabulary,
-        modules=costs.modules,
-    )
-    return on_device(tokenizer, config.prepend_bos, vocabulary), contract
+    model = ModelSpec(source.readout, costs.width, vocabulary, source.longest, costs.modules)
+    return on_device(tokenizer, config.prepend_bos, vocabulary), model
 
 
 def _calibration_rows(config: ExportConfig, source: Source, tokenizer: Any) -> list[Sequence[int]]:
@@ -188,7 +177,7 @@ def _calibration_rows(config: ExportConfig, source: Source, tokenizer: Any) -> l
 
     if config.quantize != "8da4w" or config.rounding == "nearest":
         return []
-    reader, contract = _reader(config, source, tokenizer)
+    reader, model = _reader(config, source, tokenizer)
     rows: list[Sequence[int]] = []
     if config.calibration_rows is not None:
         rows += row_tokens(
@@ -197,7 +186,7 @@ def _calibration_rows(config: ExportConfig, source: Source, tokenizer: Any) -> l
             config.calibration_tokens,
             seed=config.seed,
             tokenizer=reader,
-            contract=contract,
+            model=model,
         )
     else:
         print("hint: int4 is calibrated on a neutral text; better on rows like yours: --calibration-rows")

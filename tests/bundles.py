@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prge.contract import AdaptedModule, Contract
+from prge.model_spec import AdaptedModule
+from prge.contract import Contract
 from prge.files.bundle import (
     ADAPTER,
     FORMAT,

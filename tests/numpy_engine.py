@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from prge.contract import AdaptedModule, Contract
+from prge.model_spec import AdaptedModule
+from prge.contract import Contract
 from prge.engine import Array, Slope
 from prge.files.adapter import Adapter
 from prge.learning.examples import Batch

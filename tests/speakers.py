@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.contract import AdaptedModule
+from prge.model_spec import AdaptedModule
 from prge.engine import FloatArray
 from prge.errors import EngineError
 from prge.files.adapter import Adapter

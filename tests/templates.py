@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from prge.contract import AdaptedModule
+from prge.model_spec import AdaptedModule
 from prge.files.adapter import Adapter
 
 

@@ -1,8 +1,4 @@
-"""What every engine of this package does with a call, and the one pool of threads that all share.
-
-forward   checked numpy arrays in without copies of ours, fresh numpy arrays out
-gradient  the same, and the slope of a loss back
-"""
+"""What every engine of this package does with a call, and the one pool of threads that all share."""
 
 from __future__ import annotations
 
@@ -10,22 +6,23 @@ import gc
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from device_runner.engines.refusals import explain, lacked_memory
-from prge.contract import Contract, TensorSpec
-from prge.engine import Array, FloatArray, Slope
+from prge.engine import Call, Directions, FloatArray, GradFn
 from prge.errors import EngineError
+from prge.files.adapter import adapter_size
 from prge.host.memory import GET_MEMORY
+from prge.model_spec import ModelSpec, matrices
 
 Tensors = Sequence["tuple[int, tuple[int, ...]] | None"]
 _Found = TypeVar("_Found")
 
-# c10/core/ScalarType.h, as far as a contract can name them
+# c10/core/ScalarType.h, as far as programs name them
 DTYPES = {
     0: "uint8",
     1: "int8",
@@ -49,62 +46,54 @@ class Signature:
 
 
 class CheckedEngine(ABC):
-    """Implements prge.engine.Engine but for the call itself: inputs are checked, failures explained.
+    """Implements prge.engine.Engine but for the computing: calls are checked, failures explained.
 
-    `calls` and `seconds` count forwards and the time inside the engine; `threads` is the size of its pool.
+    `calls` and `seconds` count calls and the time inside the engine; `threads` is the size of its pool.
     """
 
-    def __init__(self, contract: Contract, threads: int) -> None:
-        limits = _index_limits(contract)
-        self._contract = contract
-        self._expected = [
-            (spec.name, (spec, np.dtype(spec.dtype), limits.get(spec.name))) for spec in contract.inputs
-        ]
+    def __init__(self, model: ModelSpec, threads: int) -> None:
+        self.model = model
         self.threads = threads
         self.calls = 0
         self.seconds = 0.0
+        self._adapter_size = adapter_size(model.modules)
         _loaded.add(self)
 
-    @property
-    def contract(self) -> Contract:
-        """Shapes, names and adapted modules."""
-        return self._contract
-
-    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def forward(self, call: Call) -> FloatArray:
         """See prge.engine.Engine.
 
         Raises:
-            EngineError: an input is missing, unknown, of another shape or dtype, or holds an index out of
-                range; or the engine failed. The engine stays usable.
+            EngineError: the call isn't of the model, or the engine failed. The engine stays usable.
         """
-        outputs = self._checked_call(inputs, self._call)
-        return {spec.name: output for spec, output in zip(self._contract.outputs, outputs, strict=True)}
+        self._check(call)
+        return self._computed(lambda: self._forward(call))
 
-    def gradient(self, inputs: Mapping[str, Array], slope: Slope) -> tuple[FloatArray, dict[str, FloatArray]]:
+    def jvp(self, call: Call, directions: Directions) -> tuple[FloatArray, FloatArray]:
         """See prge.engine.Engine; errors as of `forward`."""
+        self._check(call, 1)
+        self._check_directions(directions, len(call.sequences))
+        return self._computed(lambda: self._jvp(call, directions))
 
-        def checked(answers: FloatArray) -> FloatArray:
-            found = np.asarray(slope(answers), np.float32)
-            if found.shape != answers.shape:
-                shapes = f"{list(found.shape)}, the answers {list(answers.shape)}"
+    def vjp(self, call: Call, grad_fn: GradFn) -> tuple[FloatArray, FloatArray]:
+        """See prge.engine.Engine; errors as of `forward`."""
+        self._check(call, 1)
+
+        def checked(outputs: FloatArray) -> FloatArray:
+            grads = np.asarray(grad_fn(outputs), np.float32)
+            if grads.shape != outputs.shape:
                 raise EngineError(
-                    f"the slope of the loss has the shape {shapes}",
+                    f"the gradient of the loss has the shape {list(grads.shape)}, the outputs "
+                    f"{list(outputs.shape)}",
                     remedy="an objective's slopes have the shape of its scores",
                 )
-            return found
+            return grads
 
-        return self._checked_call(inputs, lambda given: self._back(given, checked))
+        return self._computed(lambda: self._vjp(call, checked))
 
-    def _checked_call(
-        self, inputs: Mapping[str, Array], call: Callable[[dict[str, Array]], _Found]
-    ) -> _Found:
-        given = {name: _checked(inputs.get(name), *expected) for name, expected in self._expected}
-        if len(inputs) != len(given):
-            unknown = sorted(set(inputs) - {spec.name for spec in self._contract.inputs})
-            raise EngineError(f"the engine has no input {', '.join(unknown)}", remedy="leave it out")
+    def _computed(self, compute: Callable[[], _Found]) -> _Found:
         start = time.perf_counter()
         try:
-            found = call(given)
+            found = compute()
         except RuntimeError as error:
             remedy = "export the bundle again with this version of executorch; if it stays, report it"
             raise EngineError(
@@ -115,40 +104,60 @@ class CheckedEngine(ABC):
         self.calls += 1
         return found
 
-    @abstractmethod
-    def _call(self, inputs: dict[str, Array]) -> Sequence[Array]:
-        """Checked arrays in, fresh arrays of the contract's shapes out in its order, or RuntimeError."""
-
-    @abstractmethod
-    def _back(
-        self, inputs: dict[str, Array], slope: Callable[[FloatArray], FloatArray]
-    ) -> tuple[FloatArray, dict[str, FloatArray]]:
-        """Checked arrays in, answers and gradients by module out, or RuntimeError."""
-
-
-def _checked(array: Array | None, spec: TensorSpec, dtype: np.dtype[Any], limit: int | None) -> Array:
-    """A contiguous input that fits the contract."""
-    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != spec.shape:
-        raise _unfit(spec, array)
-    if limit is not None:
-        # Not every kernel checks its indices; one out of range may read foreign memory.
-        low, high = int(array.min()), int(array.max())
-        if low < 0 or high >= limit:
+    def _check(self, call: Call, copies: int | None = None) -> None:
+        """Not every kernel checks its indices; one out of range may read foreign memory."""
+        model, adapters = self.model, call.adapters
+        if not call.sequences:
+            raise EngineError("the call has no sequences", remedy="give at least one")
+        expected = (len(adapters) if adapters.ndim and copies is None else copies or 1, self._adapter_size)
+        if adapters.dtype != np.float32 or adapters.shape != expected or not adapters.size:
             raise EngineError(
-                f"the input {spec.name} holds {low if low < 0 else high}, must be in 0 to {limit - 1}"
+                f"the adapters are {adapters.dtype} {list(adapters.shape)}, must be float32 "
+                f"[{copies or 'copies'}, {self._adapter_size}]"
             )
-    return np.ascontiguousarray(array)
+        for number, sequence in enumerate(call.sequences):
+            length, vocabulary = len(sequence.tokens), model.vocabulary_size
+            if not 1 <= length <= model.sequence_length:
+                raise EngineError(
+                    f"sequence {number} has {length} tokens, must have 1 to {model.sequence_length}"
+                )
+            if not (min(sequence.tokens) >= 0 and max(sequence.tokens) < vocabulary):
+                raise EngineError(f"sequence {number} has a token that isn't one of 0 to {vocabulary - 1}")
+            for target in () if model.is_encoder else sequence.targets:
+                if not (0 <= target.position < length and 0 <= target.token < vocabulary):
+                    raise EngineError(
+                        f"sequence {number} has the target {target.token} at {target.position}, must be 0 to "
+                        f"{vocabulary - 1} at 0 to {length - 1}"
+                    )
 
+    def _check_directions(self, directions: Directions, sequences: int) -> None:
+        trained = matrices(self.model.modules)
+        widths = {each.u: each.rank for each in trained} | {each.v: each.width for each in trained}
+        if directions.keys() != widths.keys():
+            raise EngineError(
+                f"directions are of {len(directions)} factors, must be of {len(widths)}: u and v of every "
+                "trained matrix"
+            )
+        queries = len(next(iter(directions.values())))
+        for name, width in widths.items():
+            given = directions[name]
+            if given.dtype != np.float32 or given.shape != (queries, sequences, width) or not queries:
+                raise EngineError(
+                    f"the factor {name} is {given.dtype} {list(given.shape)}, must be float32 "
+                    f"[queries, {sequences}, {width}]"
+                )
 
-def _unfit(spec: TensorSpec, array: Any) -> EngineError:
-    expected = f"{spec.dtype} {list(spec.shape)}"
-    if array is None:
-        return EngineError(f"the input {spec.name} is missing", remedy=f"give it as {expected}")
-    if not isinstance(array, np.ndarray):
-        return EngineError(
-            f"the input {spec.name} is a {type(array).__name__}, must be a numpy array {expected}"
-        )
-    return EngineError(f"the input {spec.name} is {array.dtype} {list(array.shape)}, must be {expected}")
+    @abstractmethod
+    def _forward(self, call: Call) -> FloatArray:
+        """Compute a checked call, or raise RuntimeError."""
+
+    @abstractmethod
+    def _jvp(self, call: Call, directions: Directions) -> tuple[FloatArray, FloatArray]:
+        """Compute a checked call with derivatives, or raise RuntimeError."""
+
+    @abstractmethod
+    def _vjp(self, call: Call, grad_fn: Callable[[FloatArray], FloatArray]) -> tuple[FloatArray, FloatArray]:
+        """Compute a checked call and the gradient of a loss, or raise RuntimeError."""
 
 
 # Those alive hold pointers to the thread pool, which is one for all engines of the process.
@@ -174,13 +183,3 @@ def check_threads(threads: int | None, count: int) -> bool:
             remedy="use one number of threads, or release the other engine first",
         )
     return True
-
-
-def _index_limits(contract: Contract) -> dict[str, int]:
-    """Upper bounds, exclusive, of the inputs that are used as indices."""
-    return {
-        "tokens": contract.vocabulary_size,
-        "attention_mask": 2,
-        "positions": contract.sequence_length,
-        "targets": contract.vocabulary_size,
-    }

@@ -24,40 +24,6 @@ from prge.learning.vocabulary import Reading
 _ROWS_OF_BACK = 8
 
 
-class Asked:
-    """The different questions of a call: row, position, target. Padding asks the same one again and again.
-
-    Args:
-        positions, targets: i64 [rows, positions].
-        length: tokens of a row of states.
-    """
-
-    def __init__(self, positions: IntArray, targets: IntArray, length: int) -> None:
-        places = (np.arange(len(positions)) * length)[:, None] + positions
-        self._shape = positions.shape
-        most = int(targets.max()) + 1
-        keys, self._inverse = np.unique(places * most + targets, return_inverse=True)
-        self._inverse = self._inverse.reshape(-1)
-        self._places, self.targets = keys // most, keys % most
-        self.count = len(keys)
-
-    def states(self, states: FloatArray, mine: slice) -> FloatArray:
-        """Picked states [1, n, width] of states [rows, tokens, width]."""
-        return states.reshape(-1, states.shape[-1])[at_least_two(self._places[mine])][None]
-
-    def told(self, answers: FloatArray) -> FloatArray:
-        """Answers [..., questions] as the call asked, [..., rows, positions]."""
-        return answers[..., self._inverse].reshape(*answers.shape[:-1], *self._shape)
-
-    def gathered(self, slopes: FloatArray) -> FloatArray:
-        """Slopes [rows, positions] of each question, [questions]."""
-        return np.bincount(self._inverse, slopes.ravel(), self.count).astype(np.float32)
-
-    def add(self, states: FloatArray, picked: FloatArray, mine: slice) -> None:
-        """Add what is meant for picked states at their places."""
-        np.add.at(states.reshape(-1, states.shape[-1]), self._places[mine], picked)
-
-
 class VocabularyHead:
     """Reads the vocabulary of an opened bundle.
 
@@ -72,56 +38,49 @@ class VocabularyHead:
 
     def read(
         self,
-        asked: Asked,
         states: FloatArray,
+        targets: IntArray,
         tangents: FloatArray | None = None,
         saved: SavedValues | None = None,
     ) -> Reading:
-        """What the head tells of the questions.
+        """What the head tells of targets.
 
         Args:
-            asked: the questions.
-            states: f32 [rows, tokens, width].
-            tangents: f32 [queries, rows, tokens, width] of these.
+            states: f32 [targets, width] that each is read from.
+            targets: tokens, i64 [targets].
+            tangents: f32 [queries, targets, width] of the states.
             saved: has places for what the way back needs, of some pieces.
         """
         queries = 0 if tangents is None else len(tangents)
-        reading = Reading(asked.targets, self._blocks.chain.piece_words, queries)
+        reading = Reading(targets, self._blocks.chain.piece_words, queries)
         for piece in self._pieces:
-            for mine in self._slices(asked.count, 1 + min(queries, self._bounds.queries)):
-                state = asked.states(states, mine)
-                targets = reading.within(piece, mine)[0]
+            for mine in self._slices(len(targets), 1 + min(queries, self._bounds.queries)):
                 moved = [
-                    np.stack([asked.states(tangent, mine) for tangent in tangents[some]])
+                    at_least_two(tangents[some, mine], 1)[:, None]
                     for some in slices(queries, self._bounds.queries)
                     if tangents is not None
                 ]
                 into = written(self._places(piece, saved), mine.start)
-                ask = partial(self._parts, piece, state, targets, moved, into)
+                within = reading.within(piece, mine)[0]
+                ask = partial(self._parts, piece, states[mine], within, moved, into)
                 reading.add(piece, mine, *reading.ask(mine, ask))
         return reading
 
     def back(
-        self,
-        asked: Asked,
-        states: FloatArray,
-        reading: Reading,
-        slopes: FloatArray,
-        saved: SavedValues | None = None,
+        self, states: FloatArray, reading: Reading, slopes: FloatArray, saved: SavedValues | None = None
     ) -> FloatArray:
-        """Slope of the states f32 [rows, tokens, width], from that of each question's log-probability."""
+        """Slope of the states f32 [targets, width], from that of each target's log-probability."""
         result = np.zeros_like(states)
         for piece in self._pieces:
             places = self._places(piece, saved)
             role = BACK_SAVED if places else BACK
-            for mine in self._slices(asked.count, _ROWS_OF_BACK):
+            for mine in self._slices(len(states), _ROWS_OF_BACK):
                 targets, has = reading.within(piece, mine)
                 # With the logarithm of the whole sum as the shift, the sum of exponentials is 1.
                 slope = np.stack([slopes[mine] * has, -slopes[mine]], -1)
                 shift = reading.log_total[mine].astype(np.float32)
                 more = {"slope": slope, **{name: array[0] for name, array in read(places, mine).items()}}
-                found = self._run(piece, role, asked.states(states, mine), targets, shift, more)
-                asked.add(result, found["slope"], mine)
+                result[mine] += self._run(piece, role, states[mine], targets, shift, more)["slope"]
         return result
 
     def _places(self, piece: int, saved: SavedValues | None) -> Mapping[str, Place]:
@@ -156,7 +115,7 @@ class VocabularyHead:
         """Answers [..., questions, numbers] of a piece, for questions [questions]; but for those that go
         `into` memory."""
         given = {
-            "state": state,
+            "state": at_least_two(state)[None],
             "targets": at_least_two(targets)[None],
             "shift": at_least_two(shift)[None, :, None],
         }

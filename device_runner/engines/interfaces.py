@@ -12,10 +12,10 @@ from typing import Any
 
 from device_runner.engines.base import DTYPES, Tensors
 from device_runner.engines.tables import Tables
-from prge.contract import LARGEST_SIZE
 from prge.files.chain import GIVEN, PAST_KEYS, PAST_VALUES, TABLE, TAKEN, Block, Bounds, Chain
 from prge.files.signatures import CARRIED, DECODE, PREFILL, SAVE, STACK
 from prge.learning.experts import Routing
+from prge.model_spec import LARGEST_SIZE
 
 # Sizes that a method is tried with before it is used.
 TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4, piece=4)

@@ -1,4 +1,4 @@
-"""The engines of a bundle: the one that takes steps and the one that scores share its blocks."""
+"""The engine of a bundle, opened: steps, scores and texts share its blocks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.saved_values import SavedValues
 from device_runner.engines.speaking import ChainSpeaker
 from device_runner.engines.trunk_cache import Precision, TrunkCache
-from prge.contract import Contract
 from prge.engine import Engine, EngineName
 from prge.files.bundle import Bundle
-from prge.files.signatures import DECODE, PREFILL
+from prge.files.signatures import BACK, DECODE, PREFILL, STACK
 
 
 @dataclass(frozen=True)
-class Engines:
-    """The engines of a bundle, the size of their pool, what runs them, and what a user should know."""
+class OpenEngine:
+    """An engine, the size of its pool, the name of what runs it, and what a user should know."""
 
-    step: Engine
-    score: Engine
+    engine: Engine
     threads: int
-    engine: str
+    name: str
     blocks: Blocks
     notes: str = ""
     saved: SavedValues | None = None
@@ -36,30 +34,29 @@ class Engines:
         return ChainSpeaker(self.blocks, slots, context, precision)
 
 
-def open_engines(
+def open_engine(
     bundle: Bundle,
-    contract: Contract | None = None,
+    role: str = STACK,
+    *,
     threads: int | None = None,
     engine: EngineName = "auto",
     loaded: int | None = None,
-    scoring: Contract | None = None,
     cache: TrunkCache | None = None,
     kept: KeptStates | None = None,
     speaks: bool = False,
-) -> Engines:
+) -> OpenEngine:
     """Open the blocks of a bundle, each tried before it is used.
 
     Args:
         bundle: an opened one.
-        contract: of the calls that take steps; without one they only score.
+        role: of steps: `tangent` where `jvp` is going to be called, `back` for `vjp`.
         threads: size of the engine's thread pool; by default what the runtime picks, performance cores.
         engine: see device_runner.engines.choice.
-        loaded: bytes of weights that may stay loaded; beside all of them, of what an exact step saves. See
+        loaded: bytes of weights that may stay loaded; beside all of them, of what a `vjp` saves. See
             prge.learning.costs.Budget.
-        scoring: contract of the calls that score; by default the chain's own.
-        cache: keeps what the blocks below the adapter make of rows of steps.
-        kept: keeps the states that enter the blocks of an exact step.
-        speaks: whether texts are to be written too, see `Engines.speaker`.
+        cache: keeps what the blocks below the adapter make of sequences.
+        kept: keeps the states that enter the blocks of a `vjp`.
+        speaks: whether texts are to be written too, see `OpenEngine.speaker`.
 
     Raises:
         BundleError, EngineError: see device_runner.engines.blocks.Blocks.
@@ -67,16 +64,14 @@ def open_engines(
     backend = choose(engine)
     backend.runtime.prepare()
     # Before any engine loads: a child that tries a program lacks the threads of a running pool.
-    told = [f"the engine is torch's: {backend.reason}"] if backend.reason else []
-    scoring = scoring or bundle.chain.scoring
-    contract = contract or scoring
-    roles = {contract.role, *((PREFILL, DECODE) if speaks else ())}
-    blocks = Blocks(bundle, backend, roles, loaded, told.append)
+    notes = [f"the engine is torch's: {backend.reason}"] if backend.reason else []
+    bundle.chain.check_role(role)
+    roles = {role, *((PREFILL, DECODE) if speaks else ())}
+    blocks = Blocks(bundle, backend, roles, loaded, notes.append)
     count = backend.runtime.set_threads(threads)
     saved = None
     # What is rounded between blocks has to go through them again.
-    if contract.is_exact and (kept is None or kept.precision == "float32"):
+    if role == BACK and (kept is None or kept.precision == "float32"):
         saved = SavedValues(blocks, blocks.beside_weights)
-    step = ChainEngine(contract, blocks, count, cache, kept, saved)
-    score = ChainEngine(scoring, blocks, count)
-    return Engines(step, score, count, backend.name, blocks, "; ".join(told), saved)
+    opened = ChainEngine(blocks, count, cache, kept, saved)
+    return OpenEngine(opened, count, backend.name, blocks, "; ".join(notes), saved)

@@ -1,7 +1,8 @@
 """How the sequences of a call are laid out for the programs: how long each is, and which of them go together.
 
     tokens of a sequence -> padded length      by the sequence and the bundle alone
-    padded lengths       -> groups of rows     each of one length
+    padded lengths       -> turns              as many sequences as an engine holds states of
+    turn                 -> groups of rows     each of one length
 
 A kernel may add up numbers in another order where a tensor has another length, and a layer that rounds what
 it takes to int8 makes a small difference large. So no sequence is padded to the length of another, and its
@@ -12,15 +13,24 @@ own, so programs are given at least two (`at_least_two`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from prge.engine import Array, IntArray
+from prge.engine import STATES_AT_ONCE, Array, IntArray, TokenSequence
 from prge.files.chain import FEWEST_TOKENS, Bounds
 
 # Sequences are padded to multiples of this: for a few tokens more, more of them are of one length.
 _MULTIPLE = 8
+
+
+def padded_lengths(sequences: Sequence[TokenSequence], bounds: Bounds, is_encoder: bool) -> IntArray:
+    """Tokens that each sequence is computed with, i64 [sequences]: a decoder's up to its last target."""
+    counts = (
+        len(each.tokens) if is_encoder else 1 + max((at.position for at in each.targets), default=0)
+        for each in sequences
+    )
+    return np.array([padded_length(count, bounds) for count in counts], np.int64)
 
 
 def padded_length(tokens: int, bounds: Bounds) -> int:
@@ -33,26 +43,46 @@ def padded_length(tokens: int, bounds: Bounds) -> int:
     return min(max(FEWEST_TOKENS, -(-tokens // _MULTIPLE) * _MULTIPLE), bounds.piece)
 
 
-def groups(lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
-    """Indices of the rows that pass a block together: of one length, as many as a call takes.
+def turns(lengths: IntArray, passes: int) -> Iterator[IntArray]:
+    """Numbers of the sequences whose states are held at once, shorter ones first; one at least.
 
     Args:
-        lengths: padded lengths of the rows, i64 [rows].
+        lengths: padded lengths of the sequences, i64 [sequences].
+        passes: copies of the adapter, or one more than there are directions.
+    """
+    chosen: list[int] = []
+    states = 0
+    for number in np.argsort(lengths, kind="stable").tolist():
+        more = int(lengths[number]) * passes
+        if chosen and states + more > STATES_AT_ONCE:
+            yield np.array(chosen, np.int64)
+            chosen, states = [], 0
+        chosen.append(number)
+        states += more
+    yield np.array(chosen, np.int64)
+
+
+def groups(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
+    """Rows that pass a block together: of one length, as many as a call takes.
+
+    Args:
+        rows: numbers of sequences, i64 [rows].
+        lengths: padded lengths of all sequences, i64 [sequences].
         bounds: of a call.
     """
-    for length in np.unique(lengths):
-        rows = np.flatnonzero(lengths == length)
-        for some in slices(len(rows), bounds.batch if length <= bounds.piece else 1):
-            yield rows[some]
+    for length in np.unique(lengths[rows]):
+        alike = rows[lengths[rows] == length]
+        for some in slices(len(alike), bounds.batch if length <= bounds.piece else 1):
+            yield alike[some]
 
 
-def groups_of_one_adapter(lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
+def groups_of_one_adapter(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArray]:
     """The same for rows that have one adapter, i64 [copies, batch]: rows take the place of copies, too."""
-    for length in np.unique(lengths):
-        rows = np.flatnonzero(lengths == length)
+    for length in np.unique(lengths[rows]):
+        alike = rows[lengths[rows] == length]
         batch = bounds.batch if length <= bounds.piece else 1
-        whole = len(rows) // batch * batch
-        for part in (rows[:whole].reshape(-1, batch), rows[whole:].reshape(1, -1)):
+        whole = len(alike) // batch * batch
+        for part in (alike[:whole].reshape(-1, batch), alike[whole:].reshape(1, -1)):
             for some in slices(len(part) if part.size else 0, copies_together(int(length), bounds)):
                 yield part[some]
 

@@ -15,7 +15,6 @@ from device_runner.fleet.agreement import Plan
 from device_runner.fleet.messages import MessageError, Steps
 from device_runner.session.inputs import new_state
 from device_runner.session.settings import RunSettings
-from prge.contract import AdaptedModule
 from prge.engine import Array
 from prge.files.adapter import Adapter
 from prge.files.journal import Record
@@ -24,6 +23,7 @@ from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.protocol import Estimator
 from prge.learning.estimators.table import make_estimator
 from prge.learning.head import Head
+from prge.model_spec import AdaptedModule
 
 ADAPTER, HEAD, PROGRESS = "adapter", "head", "progress"
 # Floats hardly shrink; more effort is for nothing.

@@ -10,7 +10,7 @@ from itertools import groupby
 import numpy as np
 
 from device_runner.engines.kept_states import KeptStates
-from device_runner.engines.opening import Engines, open_engines
+from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import Answer
 from device_runner.fleet.privacy.reported import Draw, Reported, system_noise
@@ -42,7 +42,7 @@ Learnt = tuple[FloatArray, FloatArray]
 class Local:
     """What takes a plan's steps on a device's rows.
 
-    `settings`: of `prge run` for these steps. `engine`: of its contract. `examples`: the device's rows, of a
+    `settings`: of `prge run` for these steps. `examples`: the device's rows, of a
     file with the SHA-256 `data`.
     """
 
@@ -51,7 +51,6 @@ class Local:
     bundle: Bundle
     engine: Engine
     examples: list[Example]
-    pad: int
     draw: Draw = system_noise
     data: str = ""
 
@@ -82,15 +81,7 @@ class Local:
         state = self._from(start)
         first, end = state.step, state.step + plan.local_steps
         order = _Turns if plan.noise else _OwnRows
-        sampler = order(
-            self.examples,
-            self.engine.contract,
-            rows_seed,
-            self.settings.calls,
-            self.pad,
-            batch_size=plan.examples,
-            normalisation=plan.loss_normalisation,
-        )
+        sampler = order(self.examples, plan.examples, rows_seed, plan.loss_normalisation)
         sampler.offset = taken - first
         loop = TrainingSettings(end, plan.seed, checkpoint_every=0)
         rates = rates_of(plan)
@@ -128,8 +119,8 @@ def open_local(
     engine: EngineName = "auto",
     threads: int | None = None,
     memory: Bytes | None = None,
-) -> tuple[Local, Engines]:
-    """Read a device's rows and open the engines for the steps of a plan.
+) -> tuple[Local, OpenEngine]:
+    """Read a device's rows and open the engine for the steps of a plan.
 
     Args:
         plan: what the steps are.
@@ -149,12 +140,12 @@ def open_local(
             remedy="give rows of completions, or train on this device alone with `prge run`",
         )
     sized = plan_steps(plan, settings, bundle, inputs.train, memory)
-    budget = budget_of_steps(bundle, sized.contract, inputs.train, memory, engine, "this device")
+    budget = budget_of_steps(bundle, [sized.shape], memory, engine, "this device")
     loaded = None if budget is None else budget.loaded
     kept = KeptStates("float32", settings.out, loaded)
-    engines = open_engines(bundle, sized.contract, threads, engine, loaded, sized.scoring, kept=kept)
-    pad, data = inputs.tokenizer.pad_id, inputs.origin["train"]
-    return Local(plan, sized.settings, bundle, engines.step, inputs.train, pad, data=data), engines
+    opened = open_engine(bundle, sized.role, threads=threads, engine=engine, loaded=loaded, kept=kept)
+    data = inputs.origin["train"]
+    return Local(plan, sized.settings, bundle, opened.engine, inputs.train, data=data), opened
 
 
 def told(agreement: Agreement, number: int, step: int, privacy_epsilon: float, learnt: Learnt) -> bytes:
@@ -210,7 +201,7 @@ class _Turns(_OwnRows):
     def chosen(self, step: int) -> list[Example]:
         """See Sampler.chosen; fewer than that where there are fewer rows."""
         rows = by_row(self.examples)
-        order, count = row_order(self.seed, 0, len(rows)), min(self.per_step, len(rows))
+        order, count = row_order(self.seed, 0, len(rows)), min(self.batch_size, len(rows))
         turns = range((step + self.offset) * count, (step + self.offset + 1) * count)
         windows = [(turn // len(rows), rows[order[turn % len(rows)]]) for turn in turns]
         return [window[turn % len(window)] for turn, window in windows]

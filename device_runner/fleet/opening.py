@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from device_runner.engines.opening import Engines, open_engines
+from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.fleet.agreement import Agreement, Plan, task_sha256
 from device_runner.fleet.common import first_state, start_sha256
 from device_runner.fleet.coordinator import Coordinator, RoundsFlags, begin_fleet, has_begun
-from device_runner.session.memory import budget_of_scores
+from device_runner.session.memory import budget_of_steps, shape_of_scores
 from device_runner.session.planning import plan_run
 from device_runner.session.settings import EngineFlags
 from prge.errors import ConfigError
@@ -66,8 +66,7 @@ class ServerRows:
 
     bundle: Bundle
     task: Task | None
-    engines: Engines
-    pad: int
+    opened: OpenEngine
 
     def examples(self, settings: ServerSettings, rows: Paths, part: Part, limit: int | None) -> list[Example]:
         """Rows of a file."""
@@ -76,9 +75,9 @@ class ServerRows:
         options = BuildOptions(
             append_eos=settings.append_eos, control_tokens=settings.control_tokens, date=settings.date
         )
-        selection, scoring = Selection(limit=limit), self.bundle.chain.scoring
+        selection, model = Selection(limit=limit), self.bundle.chain.model
         examples, report = load_examples(
-            source, tokenizer, scoring, self.task, selection, options, training=False
+            source, tokenizer, model, self.task, selection, options, training=False
         )
         warn_unread(report)
         return examples
@@ -86,7 +85,7 @@ class ServerRows:
     def fitted_head(self, examples: list[Example]) -> Head:
         """An encoder's head by labelled rows, at the bundle's own adapter."""
         adapter = read_peft(self.bundle.adapter, self.bundle.chain.modules)
-        head = fit_heads(self.engines.score, adapter, examples, self.pad).head
+        head = fit_heads(self.opened.engine, adapter, examples).head
         if head is None:
             raise ValueError("no head was fitted")
         return head
@@ -95,17 +94,18 @@ class ServerRows:
         """What scores a state on these rows."""
 
         def score(state: TrainingState) -> Record:
-            return evaluate(self.engines.score, state.adapter, examples, self.task, state.head, self.pad)[0]
+            engine = self.opened.engine
+            return evaluate(engine, state.adapter, examples, self.task, head=state.head)[0]
 
         return score
 
 
-def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coordinator:
+def open_fleet(settings: ServerSettings, opened: OpenEngine | None = None) -> Coordinator:
     """The coordinator of a fleet, begun in `settings.out` or gone on with.
 
     Args:
         settings: of the server.
-        engines: of the bundle, if they are open; else they are opened where rows have to be scored.
+        opened: engine of the bundle, if it is open; else one is opened where rows have to be scored.
 
     Raises:
         PrgeError: the bundle, rows or folder can't be used, or the folder is another fleet's.
@@ -116,8 +116,7 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
     task = task_of(bundle, settings.task)
     rows = None
     if settings.dev or settings.head_rows:
-        engines = engines or _engines(settings, bundle)
-        rows = ServerRows(bundle, task, engines, bundle_tokenizer(bundle).pad_id)
+        rows = ServerRows(bundle, task, opened or _engine(settings, bundle))
     if not has_begun(settings.out):
         head = _head(settings, bundle, task, rows)
         source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
@@ -145,11 +144,12 @@ def open_fleet(settings: ServerSettings, engines: Engines | None = None) -> Coor
     return coordinator
 
 
-def _engines(settings: ServerSettings, bundle: Bundle) -> Engines:
+def _engine(settings: ServerSettings, bundle: Bundle) -> OpenEngine:
     """What scores rows on the server."""
-    scoring, budget = budget_of_scores(bundle, [], settings.memory, settings.engine, "scoring rows")
+    shape = shape_of_scores(bundle, [])
+    budget = budget_of_steps(bundle, [shape], settings.memory, settings.engine, "scoring rows")
     loaded = None if budget is None else budget.loaded
-    return open_engines(bundle, None, settings.threads, settings.engine, loaded, scoring)
+    return open_engine(bundle, threads=settings.threads, engine=settings.engine, loaded=loaded)
 
 
 def _head(

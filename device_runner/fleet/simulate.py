@@ -90,7 +90,7 @@ def simulate(settings: SimulateSettings, tell: Callable[[RoundReport], None]) ->
         PrgeError: settings, rows or bundle can't be used, or the folder is of another simulation.
     """
     simulation = Simulation(settings)
-    with open_fleet(simulation.settings, simulation.engines) as fleet:
+    with open_fleet(simulation.settings, simulation.opened) as fleet:
         simulation.go_on(fleet)
         before = simulation.test(fleet.first_state())
         while not fleet.finished:
@@ -125,7 +125,7 @@ class Simulation:
             train_limit=settings.train_limit,
         )
         engine = (settings.engine, settings.threads, settings.memory)
-        self.local, self.engines = open_local(plan, bundle, steps, *engine)
+        self.local, self.opened = open_local(plan, bundle, steps, *engine)
         self.dealt = parts(self.local.examples, settings.devices, settings.partition, settings.seed)
         names = ("devices", "partition", "train_start", "train_limit", "control_tokens", "append_eos", "date")
         self.identity = {
@@ -134,7 +134,7 @@ class Simulation:
             "tokens": tokens_sha256(self.local.examples),
         }
         task = task_of(bundle, settings.task)
-        self.rows = ServerRows(bundle, task, self.engines, self.local.pad)
+        self.rows = ServerRows(bundle, task, self.opened)
         seeds = philox(plan.seed, 0, _SEED_STREAM, settings.devices) >> np.uint64(1)
         self.seeds = [int(seed) for seed in seeds]
         self.taken = [0] * settings.devices

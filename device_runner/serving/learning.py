@@ -19,7 +19,7 @@ from typing import Any
 
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.kept_states import KeptStates
-from device_runner.engines.opening import Engines, open_engines
+from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.serving.feedback_index import SECONDS, ChangedError, Entry, FeedbackIndex
 from device_runner.serving.flags import LearnFlags
 from device_runner.serving.history import FEEDBACK, ROUNDS, History, Version, date_of
@@ -42,7 +42,6 @@ from device_runner.serving.worker import Worker
 from device_runner.session.gates import Gates
 from device_runner.session.planning import DEFAULT_BATCH, plan_run, settled
 from device_runner.session.settings import EngineFlags, RunSettings
-from prge.contract import Contract
 from prge.errors import BundleError, DataError, DivergenceError, PrgeError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
@@ -50,8 +49,8 @@ from prge.files.journal import Record
 from prge.files.own_settings import check_links
 from prge.files.peft import find_adapter, read_compatible_adapter, read_peft, run_of
 from prge.files.run_folder import CONFIG, FINAL
-from prge.files.signatures import STACK
 from prge.files.tuned import tuning_at
+from prge.learning.costs import StepShape
 from prge.rows.feedback import adapter_digest
 from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.rows.tokenizer import Tokenizer
@@ -322,9 +321,9 @@ def open_learning(
     tokenizer: Tokenizer,
     serve: Callable[[Adapter], object],
     tell: Callable[[str], object],
-    loaded_beside: Callable[[Contract], int | None] = lambda steps: None,
-) -> tuple[Learning, Engines]:
-    """What learns beside answers, and the engines that it shares with them.
+    loaded_beside: Callable[[StepShape], int | None] = lambda steps: None,
+) -> tuple[Learning, OpenEngine]:
+    """What learns beside answers, and the engine that it shares with them.
 
     Args:
         flags: `learn` is the folder to learn into.
@@ -335,7 +334,7 @@ def open_learning(
         tokenizer: of what learns alone.
         serve: puts an adapter in the place of the one that is served.
         tell: called with what a user should know.
-        loaded_beside: bytes of weights that may stay loaded, by the contract of steps; None: all.
+        loaded_beside: bytes of weights that may stay loaded, by the shape of steps; None: all.
 
     Raises:
         PrgeError: rows that are to be kept can't be used, the folder is of something else, the engine can't
@@ -358,24 +357,22 @@ def open_learning(
     kept = read_kept(settings, tokenizer, bundle) if has_kept else Kept()
     plan = plan_run(bundle, kept.replayed, replace(settings, epochs=None))
     settings = replace(settings, batch_size=plan.batch_size)
-    examples = FeedbackExamples(tokenizer, bundle.chain.scoring, build_options(settings))
+    examples = FeedbackExamples(tokenizer, bundle.chain.model, build_options(settings))
     learning = Learning(flags, settings, bundle, start, examples, serve, tell)
-    loaded = loaded_beside(plan.contract)
-    engines = open_engines(
+    loaded = loaded_beside(plan.shape)
+    opened = open_engine(
         bundle,
-        plan.contract,
-        settings.threads,
-        settings.engine,
-        loaded,
-        # No larger than those of steps: answers wait for them.
-        bundle.chain.contract(STACK, plan.contract.rows),
+        plan.role,
+        threads=settings.threads,
+        engine=settings.engine,
+        loaded=loaded,
         kept=KeptStates(settings.checkpoint_dtype, flags.learn, loaded),
         speaks=True,
     )
-    if engines.notes:
-        tell(engines.notes)
-    learning.open(Workshop(bundle, engines, tokenizer, examples, kept, start, learning.must_wait, tell))
-    return learning, engines
+    if opened.notes:
+        tell(opened.notes)
+    learning.open(Workshop(bundle, opened, tokenizer, examples, kept, start, learning.must_wait, tell))
+    return learning, opened
 
 
 def _settings(
@@ -411,9 +408,6 @@ def _settings(
         objective="completion",
         # A first loss of replayed rows says nothing of that of corrections, and adapters are judged anyway.
         divergence_ratio=_ANY_LOSS,
-        # An answer waits for one call.
-        batch_size=settings.batch_size and max(settings.batch_size // settings.calls, 1),
-        calls=1,
         train_start=0,
         train_limit=None,
         dev_start=0,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from device_runner.engines.opening import Engines
+from device_runner.engines.opening import OpenEngine
 from device_runner.serving.feedback_index import Entry
 from device_runner.session.inputs import (
     estimator_of,
@@ -27,9 +27,8 @@ from device_runner.session.inputs import (
     new_state,
     origin_of,
 )
-from device_runner.session.planning import plan_run, sampler_of
+from device_runner.session.planning import plan_run
 from device_runner.session.settings import RunSettings
-from prge.engine import Answering
 from prge.errors import printable, shortened
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
@@ -97,7 +96,7 @@ def read_kept(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> Ke
         rows = source.rows if task is not None else _liked(source)
         rows = select_rows(rows, Selection(limit=most, shuffle_seed=settings.seed))
         options = build_options(settings, task)
-        return build_examples(rows, tokenizer, bundle.chain.scoring, task, options, training=training)[0]
+        return build_examples(rows, tokenizer, bundle.chain.model, task, options, training=training)[0]
 
     judged = some(dev, _MOST_JUDGED, False) if dev.rows else []
     return Kept(some(train, _MOST_KEPT, True), judged, task, train.sha256)
@@ -185,7 +184,7 @@ class Workshop:
 
     Args:
         bundle: of all adapters.
-        engines: whose contract takes steps.
+        opened: the engine, for the role of steps.
         tokenizer: of the bundle.
         feedback: builds examples of rows.
         kept: rows that must not be forgotten.
@@ -199,7 +198,7 @@ class Workshop:
     def __init__(
         self,
         bundle: Bundle,
-        engines: Engines,
+        opened: OpenEngine,
         tokenizer: Tokenizer,
         feedback: FeedbackExamples,
         kept: Kept,
@@ -210,7 +209,7 @@ class Workshop:
         self._tell = tell
         self._feedback = feedback
         self._bundle = bundle
-        self._engines = engines
+        self._engine = opened.engine
         self._tokenizer = tokenizer
         self._kept = kept
         self._start = start
@@ -242,16 +241,15 @@ class Workshop:
             state = new_state(settings, adapter, Heads())
             load_latest(round.folder / CHECKPOINTS, state, newest=journal.steps)
             every, gradients = settings.checkpoint_every, settings.keep_gradients
-            template, pad, engine = self._bundle.adapter, self._tokenizer.pad_id, self._engines.step
-            sampler = sampler_of(plan, examples, engine.contract, pad)
+            template = self._bundle.adapter
 
             def keep(at: TrainingState) -> None:
                 kept = round.folder, at, template, journal, every, gradients
                 self.apart(lambda: keep_state(*kept))
 
             learner = AdapterLearner(
-                engine,
-                sampler,
+                self._engine,
+                plan.sampler(examples),
                 estimator_of(journal),
                 learning_rates(settings),
                 state,
@@ -282,13 +280,12 @@ class Workshop:
         return Judged(after, steps, learnt, held, kept)
 
     def _loss(self, adapter: Adapter, examples: Sequence[Example]) -> float:
-        engine: Answering = self._engines.score
-        return score(engine, adapter, examples, pad=self._tokenizer.pad_id).loss
+        return score(self._engine, adapter, examples).loss
 
     def _score(self, adapter: Adapter) -> tuple[str, float]:
         """The metric of the kept rows' task and its value, where more is better; without a task -loss."""
-        kept, pad = self._kept, self._tokenizer.pad_id
-        found, _ = evaluate(self._engines.score, adapter, kept.judged, kept.task, None, pad)
+        kept = self._kept
+        found, _ = evaluate(self._engine, adapter, kept.judged, kept.task)
         if "perplexity" in found:
             return "-loss", -found["loss"]
         return score_of(found)

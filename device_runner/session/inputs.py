@@ -11,7 +11,6 @@ import numpy as np
 
 from device_runner.session.samples import SamplePrompt, read_prompts
 from device_runner.session.settings import RunSettings
-from prge.contract import AdaptedModule, matrices
 from prge.errors import ConfigError
 from prge.files.adapter import Adapter, adapter_size
 from prge.files.bundle import Bundle
@@ -26,6 +25,7 @@ from prge.learning.head import Head
 from prge.learning.objectives import CROSS_ENTROPY, Objective
 from prge.learning.optimizers import Optimizer, OwnRates, make_optimizer, schedule
 from prge.learning.preferences import describe_objective, make_objective
+from prge.model_spec import AdaptedModule, matrices
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.own_heads import head_of, task_of
 from prge.rows.readers import Selection
@@ -92,7 +92,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     Raises:
         PrgeError: what is wrong with them.
     """
-    contract = bundle.chain.scoring
+    model = bundle.chain.model
     tokenizer = bundle_tokenizer(bundle)
     task = task_of(bundle, settings.task)
     options = BuildOptions(
@@ -106,7 +106,7 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     seed = settings.shuffle_seed
     chosen = Selection(settings.train_start, settings.train_limit, seed)
     train = read_source(settings.train, "train", settings.columns, objective=settings.objective, task=task)
-    train_examples, train_report = load_examples(train, tokenizer, contract, task, chosen, options)
+    train_examples, train_report = load_examples(train, tokenizer, model, task, chosen, options)
     objective = make_objective(train_report.objective, settings)
     options = replace(options, objective=train_report.objective)
     texts = [*filter(None, [train.told]), train_report.text(), show_sample(train_examples[0], tokenizer)]
@@ -116,15 +116,13 @@ def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
     if settings.dev is not None:
         dev = read_source(settings.dev, "dev", settings.columns, objective=train_report.objective, task=task)
         chosen = Selection(settings.dev_start, settings.dev_limit, seed)
-        dev_examples, dev_report = load_examples(
-            dev, tokenizer, contract, task, chosen, options, training=False
-        )
+        dev_examples, dev_report = load_examples(dev, tokenizer, model, task, chosen, options, training=False)
         texts.insert(-1, dev_report.text())
         data["dev"] = dev_report.facts()
     source = find_adapter(settings.adapter) if settings.adapter else bundle.adapter
-    adapter = read_compatible_adapter(source, contract.modules, bundle.adapter)
+    adapter = read_compatible_adapter(source, model.modules, bundle.adapter)
     start_head = None
-    if contract.is_encoder:
+    if model.is_encoder:
         start_head = head_of(bundle, source, task, train_examples[0].candidates)
     origin = origin_of(bundle, adapter, train.sha256, dev.sha256 if dev else None, task, objective)
     origin["tokens"] = tokens_sha256([*train_examples, *dev_examples])

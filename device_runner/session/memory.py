@@ -13,22 +13,22 @@ from dataclasses import replace
 
 from device_runner.engines.choice import choose
 from device_runner.engines.trunk_cache import Precision
-from prge.contract import Contract
 from prge.engine import EngineName
-from prge.errors import ConfigError
 from prge.files.bundle import Bundle
 from prge.files.signatures import STACK
 from prge.host.memory import PeakMemory, resident_bytes
 from prge.learning.costs import (
     Budget,
     RunMemory,
+    StepShape,
     budget_within,
     costs_of,
     megabytes,
     run_memory,
+    shape_of,
     text_memory,
 )
-from prge.learning.examples import Example
+from prge.learning.examples import Example, sequences_of
 
 _LESS = "give more, or take a smaller --batch-size, shorter rows, or a bundle with a smaller adapter"
 _LESS_TEXT = "give more, or take a smaller --context"
@@ -38,18 +38,16 @@ _FEWEST_TOKENS, _STEP = 64, 64
 
 def budget_of_steps(
     bundle: Bundle,
-    contract: Contract,
-    examples: Sequence[Example],
+    shapes: Sequence[StepShape],
     limit: int | None,
     engine: EngineName = "auto",
     process: str = "this run",
 ) -> Budget | None:
-    """What `--memory` leaves for steps, or scores, of some rows; None without a bound.
+    """What `--memory` leaves for steps and scores; None without a bound.
 
     Args:
         bundle: an opened one.
-        contract: of the calls.
-        examples: rows, the longest of which decides; without any the contract's own sizes do.
+        shapes: of all that the process computes.
         limit: bytes that the process may take.
         engine: the one that is asked for.
         process: what it is called in a message.
@@ -62,47 +60,18 @@ def budget_of_steps(
     if limit is None:
         return None
     outline, weights = costs_of(bundle)
-    sequences = [sequence for example in examples for sequence in example.sequences]
-    if sequences:
-        longest = max(len(sequence.tokens) for sequence in sequences)
-        targets = max(len(sequence.targets) for sequence in sequences)
-        contract = replace(
-            contract,
-            sequence_length=min(contract.sequence_length, longest),
-            positions=min(contract.positions, max(targets, 1)),
-        )
     name = choose(engine).name
-    needed = _beside_what_is_held(
-        name, lambda loaded: run_memory(outline, contract, weights, bundle.chain.roles, name, loaded)
-    )
-    return budget_within(limit, needed, weights, process, _LESS)
+
+    def memory(loaded: int) -> RunMemory:
+        taken = (run_memory(outline, shape, weights, bundle.chain.roles, name, loaded) for shape in shapes)
+        return max(taken, key=lambda each: each.total)
+
+    return budget_within(limit, _beside_what_is_held(name, memory), weights, process, _LESS)
 
 
-def budget_of_scores(
-    bundle: Bundle,
-    examples: Sequence[Example],
-    limit: int | None,
-    engine: EngineName = "auto",
-    process: str = "this run",
-) -> tuple[Contract, Budget | None]:
-    """The largest calls that score some rows within `--memory`, and what it leaves for them.
-
-    Raises:
-        PrgeError: as `budget_of_steps`.
-    """
-    chain = bundle.chain
-    if limit is None:
-        return chain.scoring, None
-    widest = max((len(example.sequences) for example in examples), default=1)
-    rows = chain.scoring.rows
-    while True:
-        contract = chain.contract(STACK, rows)
-        try:
-            return contract, budget_of_steps(bundle, contract, examples, limit, engine, process)
-        except ConfigError:
-            if rows // 2 < widest:
-                raise
-            rows //= 2
+def shape_of_scores(bundle: Bundle, examples: Sequence[Example]) -> StepShape:
+    """The shape of scoring some rows."""
+    return shape_of(STACK, examples, len(sequences_of(examples)), bundle.chain.model)
 
 
 def budget_of_texts(
@@ -112,7 +81,7 @@ def budget_of_texts(
     slots: int = 1,
     context: int | None = None,
     precision: Precision = "float32",
-    steps: Contract | None = None,
+    steps: StepShape | None = None,
 ) -> tuple[int | None, Budget | None]:
     """The most tokens of a text within `--memory`, and what it leaves for weights.
 
@@ -123,7 +92,7 @@ def budget_of_texts(
         slots: sequences at once.
         context: tokens of each, by the user; None: as many as fit, all that the bundle has positions for.
         precision: of keys and values.
-        steps: of the calls of steps that the same process takes, if it learns.
+        steps: what the same process computes besides, if it learns or scores.
 
     Raises:
         PrgeError: as `budget_of_steps`.

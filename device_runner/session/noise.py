@@ -82,7 +82,7 @@ def noise_note(
             [
                 Differences(slopes(queries, epsilon)[name])
                 .measure(
-                    engine, Step(adapter, sampler.batches(step), settings.seed, step, head, None, objective)
+                    engine, Step(adapter, sampler.batch(step), settings.seed, step, head, None, objective)
                 )
                 .scalars
                 for step in range(STEPS_OF_A_NOTE)

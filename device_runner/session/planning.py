@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from device_runner.session.settings import RunSettings
-from prge.contract import Contract
 from prge.errors import ConfigError
 from prge.files.bundle import Bundle
-from prge.files.signatures import DECODE, PREFILL, STACK
+from prge.files.signatures import DECODE, PREFILL
+from prge.learning.costs import StepShape, shape_of
 from prge.learning.estimators.exact import check_single_sequences
 from prge.learning.estimators.table import DEFAULT_QUERIES, ESTIMATORS, fitting
 from prge.learning.examples import Example
+from prge.learning.objectives import CROSS_ENTROPY, Objective
 from prge.learning.sampling import Sampler, most_sequences
 
 # Sequences of a step where nobody names its examples.
@@ -27,23 +28,39 @@ class RunPlan:
     """What a run is going to do.
 
     `settings` have all that nobody need name: estimator, queries if it has directions, optimizer, beta2,
-    steps, warm-up, calls. `contract` is of the calls that take steps, `scoring` of those that score.
-    `batch_size` is how many examples an optimizer step has.
+    steps, warm-up, batch size. `role` is what a step computes, `shape` how large it is at most.
     """
 
     settings: RunSettings
-    contract: Contract
-    scoring: Contract
-    batch_size: int
+    role: str
+    shape: StepShape
+
+    @property
+    def batch_size(self) -> int:
+        """Examples of a step."""
+        if self.settings.batch_size is None:
+            raise ValueError("how many examples a step has is not settled")
+        return self.settings.batch_size
+
+    def sampler(self, examples: Sequence[Example]) -> Sampler:
+        """The examples of each step."""
+        settings = self.settings
+        return Sampler(examples, self.batch_size, settings.seed, settings.loss_normalisation)
 
 
-def plan_run(bundle: Bundle, examples: Sequence[Example], settings: RunSettings) -> RunPlan:
+def plan_run(
+    bundle: Bundle,
+    examples: Sequence[Example],
+    settings: RunSettings,
+    objective: Objective = CROSS_ENTROPY,
+) -> RunPlan:
     """Decide what nobody has named, and check that all of it goes together.
 
     Args:
         bundle: an opened bundle.
-        examples: training rows; a call has room for as many as it takes of the widest.
+        examples: training rows.
         settings: of the run.
+        objective: of the run.
 
     Raises:
         BundleError: the bundle lacks the estimator's role.
@@ -53,23 +70,27 @@ def plan_run(bundle: Bundle, examples: Sequence[Example], settings: RunSettings)
     if settings.estimator is None:
         raise ValueError("which estimator is not settled")
     entry, chain = ESTIMATORS[settings.estimator], bundle.chain
+    chain.check_role(entry.role)
     if settings.clip_examples and examples:
         check_single_sequences(examples)
-    batch = settings.batch_size or settings.calls * default_batch(examples)
-    # What is clipped is what a call computes.
-    calls = batch if settings.clip_examples else settings.calls
-    if batch % calls or settings.calls not in (1, calls):
+    batch = settings.batch_size or default_batch(examples)
+    shape = shape_of(
+        entry.role,
+        examples,
+        1 if settings.clip_examples else batch * most_sequences(examples),
+        chain.model,
+        copies=entry.copies(settings.queries),
+        queries=entry.directions(settings.queries),
+        is_separate=objective.is_separate,
+    )
+    if examples and shape.tokens > chain.longest(entry.role):
         raise _unfit(
-            f"--calls is {settings.calls}, and a step has {batch} examples (--batch-size)"
-            + (", of which --clip-examples takes one a call" if settings.clip_examples else ""),
-            f"--batch-size counts the examples of an optimizer step: give a multiple of {settings.calls}, or "
-            "leave --calls out",
+            f"a row has {shape.tokens} tokens, and steps of --estimator {settings.estimator} take "
+            f"{chain.longest(entry.role)}",
+            "give shorter rows, or export the bundle again",
         )
-    rows = batch // calls * most_sequences(examples)
-    contract = chain.contract(entry.role, rows, **entry.sizes(settings.queries, settings.copies))
-    scoring = chain.scoring if settings.memory is None else chain.contract(STACK, contract.rows)
-    settings = replace(settings, calls=calls)
-    return RunPlan(_paced(settings, batch, len(examples)), contract, scoring, batch)
+    settings = replace(settings, batch_size=batch)
+    return RunPlan(_paced(settings, batch, len(examples)), entry.role, shape)
 
 
 def settled(settings: RunSettings, bundle: Bundle) -> RunSettings:
@@ -135,24 +156,3 @@ def _paced(settings: RunSettings, batch: int, examples: int) -> RunSettings:
 def default_batch(examples: Sequence[Example]) -> int:
     """Examples of a step where nobody names a number: as many as have 4 sequences together, at least one."""
     return max(DEFAULT_BATCH // most_sequences(examples), 1)
-
-
-def sampler_of(plan: RunPlan, examples: Sequence[Example], contract: Contract, pad: int) -> Sampler:
-    """The batches of a plan's steps.
-
-    Args:
-        plan: of the run.
-        examples: training examples.
-        contract: of the engine that takes the steps.
-        pad: the token that fills rows up.
-    """
-    settings = plan.settings
-    return Sampler(
-        examples,
-        contract,
-        settings.seed,
-        settings.calls,
-        pad,
-        batch_size=plan.batch_size,
-        normalisation=settings.loss_normalisation,
-    )

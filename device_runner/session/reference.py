@@ -32,7 +32,7 @@ Scores = list[list[float]]
 
 
 def with_references(
-    folder: Path, bundle: str, engine: Engine, adapter: Adapter, examples: Sequence[Example], pad: int
+    folder: Path, bundle: str, engine: Engine, adapter: Adapter, examples: Sequence[Example]
 ) -> tuple[list[Example], str]:
     """Examples with their reference, kept in a run folder, and what to tell of it.
 
@@ -42,7 +42,6 @@ def with_references(
         engine: scores.
         adapter: that the run begins with.
         examples: of candidates that all have targets.
-        pad: token of padding.
 
     Raises:
         RunError: the storage refuses.
@@ -52,7 +51,7 @@ def with_references(
     scores = _kept(path, key, examples)
     if scores is None:
         is_there = os.path.lexists(path)
-        found = referred(engine, adapter, examples, pad)
+        found = referred(engine, adapter, examples)
         scores = [list(each.reference) for each in found]
         if not np.isfinite(scores).all():
             raise EngineError(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from device_runner.session.inputs import estimator_of, new_state, run_settings
-from prge.contract import AdaptedModule
 from prge.errors import RunError
 from prge.files.adapter import Adapter
 from prge.files.journal import Journal, Record, decode_array
 from prge.learning.checkpoint import TrainingState
 from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.protocol import Estimator
+from prge.model_spec import AdaptedModule
 
 
 def replay(journal: Journal, step: int | None = None) -> TrainingState:

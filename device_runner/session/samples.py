@@ -121,11 +121,10 @@ class Chooser:
         ]
         self._examples = examples
         self._engine = engine
-        self._pad = tokenizer.pad_id
 
     def answers(self, state: TrainingState) -> list[str]:
         """See Answerer."""
-        scored = score(self._engine, state.adapter, self._examples, state.head, self._pad)
+        scored = score(self._engine, state.adapter, self._examples, state.head)
         chosen = zip(self._examples, scored.predictions.tolist(), strict=True)
         return [example.choices[choice].strip() for example, choice in chosen]
 

@@ -105,8 +105,6 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, T
     batch_size: int | None = None
     """Examples of an optimizer step: texts, completions, chats, pairs, or rows of a task. Default: as many as
     have 4 sequences together, which is 2 pairs; at least 1."""
-    calls: int = 1
-    """Calls that the examples of a step are divided among; their gradients are added up."""
     head_learning_rate: float = 0.0
     """Encoders: train the fitted head by its exact gradient at this peak rate, without folds; 0 keeps it."""
 

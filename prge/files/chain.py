@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cache, cached_property
 from typing import Any, get_args, get_origin, get_type_hints
 
-from prge.contract import LARGEST_SIZE, STEP_ROLES, AdaptedModule, Contract
 from prge.errors import BundleError, ConfigError, shown
 from prge.files.relations import RELATIONS
 from prge.files.signatures import (
@@ -30,11 +29,13 @@ from prge.files.signatures import (
     SAVE,
     SAVED,
     STACK,
+    STEP_ROLES,
     Sharing,
     Signature,
     of_block,
     of_head,
 )
+from prge.model_spec import LARGEST_SIZE, AdaptedModule, ModelSpec
 
 TABLES = ("causal", "rotary", "positions", "zeros", "relative", *RELATIONS)
 # Those with a tensor in the tables file.
@@ -220,9 +221,8 @@ class Chain:
                 remedy=_REMEDY,
             )
         try:
-            self.contract(STACK, 1)
+            self.model  # noqa: B018
         except ConfigError as error:
-            # Not a run's choice: with the smallest call, what is wrong is the manifest's.
             raise BundleError(
                 f"the manifest describes no chain that can be run: {'; '.join(error.problems)}",
                 remedy=_REMEDY,
@@ -472,52 +472,24 @@ class Chain:
         """Number of the first block with an adapter."""
         return next((number for number, block in enumerate(self.blocks) if block.modules), len(self.blocks))
 
-    def contract(
-        self,
-        role: str,
-        batch_size: int,
-        *,
-        copies: int = 1,
-        queries: int = 0,
-        length: int = 0,
-    ) -> Contract:
-        """The contract of an engine that answers calls of a run's own choice.
+    @cached_property
+    def model(self) -> ModelSpec:
+        """What callers of an engine of this chain must know."""
+        return ModelSpec(
+            readout=self.readout,
+            width=self.width,
+            vocabulary_size=self.vocabulary_size,
+            sequence_length=max(self.longest(STACK), 1),
+            modules=self.modules,
+        )
 
-        Args:
-            role: `stack`, `tangent` or `back`.
-            batch_size: rows of one copy.
-            copies: of the adapter in a stack.
-            queries: tangents beside every row.
-            length: most tokens of a row; by default what the chain allows.
-
-        Raises:
-            BundleError: the bundle lacks the role.
-        """
+    def check_role(self, role: str) -> None:
+        """Raise BundleError if the bundle can't compute a role."""
         if role not in self.roles:
             raise BundleError(
                 f"the bundle lacks the role {role}, it has {', '.join(self.roles)}",
                 remedy="choose another estimator, or export it with that role",
             )
-        tokens = max(length, FEWEST_TOKENS) if length else self.longest(role)
-        return Contract(
-            role=role,
-            readout=self.readout,
-            copies=copies,
-            batch_size=batch_size,
-            sequence_length=tokens,
-            positions=0 if self.is_encoder else max(tokens - 1, 1),
-            width=self.width,
-            vocabulary_size=self.vocabulary_size,
-            modules=self.modules,
-            queries=queries,
-        )
-
-    @property
-    def scoring(self) -> Contract:
-        """The contract of calls that score: as many rows as pass a block together, fewer of long ones."""
-        bounds = self.bounds
-        rows = bounds.copies * bounds.batch * bounds.piece // bounds.tokens
-        return self.contract(STACK, max(rows, bounds.batch))
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `chain` block."""

@@ -20,7 +20,6 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from prge.contract import AdaptedModule
 from prge.engine import Array, FloatArray
 from prge.errors import AdapterError, RunError, shown
 from prge.files.adapter import Adapter
@@ -30,6 +29,7 @@ from prge.files.run_folder import FINAL, JOURNAL
 from prge.files.tuned import tuning_at
 from prge.host.atomic import new_folder
 from prge.host.memory import tells_no_memory
+from prge.model_spec import AdaptedModule
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -30,9 +30,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from prge.contract import STEP_ROLES
-
-STACK, TANGENT, BACK = STEP_ROLES
+STACK, TANGENT, BACK = STEP_ROLES = ("stack", "tangent", "back")
 PREFILL, DECODE = "prefill", "decode"
 PREFILL_TANGENT, PREFILL_BACK = "prefill_tangent", "prefill_back"
 SAVED = "saved"

@@ -16,13 +16,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from prge.contract import STEP_ROLES, AdaptedModule, Contract, matrices
+from prge.engine import STATES_AT_ONCE
 from prge.errors import BundleError, ConfigError, shown
 from prge.files.adapter import adapter_size
 from prge.files.bundle import Bundle
 from prge.files.chain import Bounds, Chain
-from prge.files.signatures import BACK, DECODE, PREFILL, SAVE, STACK, TANGENT
+from prge.files.signatures import BACK, DECODE, PREFILL, SAVE, STACK, STEP_ROLES, TANGENT
+from prge.learning.estimators.exact import MICROBATCH_TOKENS
+from prge.learning.evaluation import SCORED_TOKENS
+from prge.learning.examples import Example, sequences_of
 from prge.learning.vocabulary import pieces_of
+from prge.model_spec import AdaptedModule, ModelSpec, matrices
 
 MIB = 1 << 20
 # The most of a number that an outline is made of.
@@ -70,6 +74,52 @@ _CALIBRATED_SECONDS_OF_ROLE, _CALIBRATED_SECONDS = 5.0, 6e-7
 _SECONDS, _SECONDS_OF_ROLE, _SECONDS_OF_BLOCK, _SECONDS_OF_NUMBER = 10.0, 11.0, 0.2, 4.5e-8
 # What the two roles that `back` brings along take, in roles.
 _SAVING_ROLES = 1.5
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of a step, or of scoring, as far as its memory follows from them.
+
+    Attributes:
+        role: of its calls: `stack`, `tangent` or `back`.
+        sequences: of the step.
+        tokens: of its longest sequence.
+        targets: of a sequence, at most.
+        vocabulary_size: of the model.
+        copies: of the adapter in a `stack`; scoring has one.
+        queries: directions of a `tangent`.
+        is_separate: see prge.learning.objectives.Objective.
+    """
+
+    role: str
+    sequences: int
+    tokens: int
+    targets: int
+    vocabulary_size: int
+    copies: int = 1
+    queries: int = 0
+    is_separate: bool = True
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it computes the gradient itself."""
+        return self.role == BACK
+
+    @property
+    def together(self) -> int:
+        """Sequences whose states are there at once."""
+        if self.is_exact:
+            most = MICROBATCH_TOKENS // self.tokens if self.is_separate else self.sequences
+        elif self.copies == 1 and not self.queries:
+            most = SCORED_TOKENS // self.tokens
+        else:
+            most = STATES_AT_ONCE // (self.tokens * self.copies * (1 + self.queries))
+        return min(self.sequences, max(most, 1))
+
+    @property
+    def rows(self) -> int:
+        """The same with every copy of the adapter."""
+        return self.copies * self.together
 
 
 @dataclass(frozen=True)
@@ -234,6 +284,23 @@ class RunMemory:
         return {f"{name}_bytes": value for name, value in {**asdict(self), **sums}.items()}
 
 
+def shape_of(
+    role: str, examples: Sequence[Example], sequences: int, model: ModelSpec, **sizes: Any
+) -> StepShape:
+    """The shape of steps of so many sequences, of the largest sizes of examples; without any, of the model's.
+
+    Args:
+        role: of the steps.
+        examples: rows, the longest of which decides.
+        sequences: of a step.
+        model: of the bundle.
+        sizes: the others of a StepShape.
+    """
+    longest = max((len(each.tokens) for each in sequences_of(examples)), default=model.sequence_length)
+    targets = max((len(each.targets) for each in sequences_of(examples)), default=longest - 1)
+    return StepShape(role, sequences, longest, max(targets, 1), model.vocabulary_size, **sizes)
+
+
 def weights_of(outline: Outline, scheme: str, int8_table: bool, roles: Collection[str]) -> Weights:
     """Bytes of the weights of a bundle in a scheme (`fp32`, `8da8w`, `8da4w`) with some roles."""
     head = [outline.head] if outline.head else []
@@ -287,7 +354,7 @@ def programs_bytes(outline: Outline, roles: Collection[str]) -> int:
 
 def run_memory(
     outline: Outline,
-    contract: Contract,
+    shape: StepShape,
     weights: Weights,
     roles: Collection[str],
     engine: str,
@@ -297,7 +364,7 @@ def run_memory(
 
     Args:
         outline: the model.
-        contract: of a call, `sequence_length` the tokens of its longest row.
+        shape: of a step.
         weights: of the bundle.
         roles: of the bundle.
         engine: which way of calling the runtime.
@@ -305,41 +372,41 @@ def run_memory(
             all weights may, and all is saved.
     """
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
-    saved = _saved(outline, contract, weights, loaded) if contract.is_exact and engine == "native" else 0
-    methods = {STACK, BACK, *([SAVE] if saved else [])} if contract.is_exact else {contract.role}
-    call = _largest_call(contract, bounds)
+    saved = _saved(outline, shape, weights, loaded) if shape.is_exact and engine == "native" else 0
+    methods = {STACK, BACK, *([SAVE] if saved else [])} if shape.is_exact else {shape.role}
+    call = _largest_call(shape, bounds)
     if engine == "native":
-        arena = _arena(outline, contract, bounds, call)
+        arena = _arena(outline, shape, bounds, call)
     else:
-        arena = _torch_arena(outline, contract.role, methods, roles, bounds)
-    state = 4 * contract.rows * contract.sequence_length * (1 + contract.queries) * outline.width
-    checkpoints = _checkpoints(outline, contract, bounds, state) if contract.is_exact else 0
+        arena = _torch_arena(outline, shape.role, methods, roles, bounds)
+    state = 4 * shape.rows * shape.tokens * (1 + shape.queries) * outline.width
+    checkpoints = _checkpoints(outline, shape, bounds, state) if shape.is_exact else 0
     in_file = loaded is not None and checkpoints > loaded
     # What no adapter changes is computed once for all copies.
-    table = min(weights.table, contract.batch_size * contract.sequence_length * _READ_AROUND)
-    held = _kept(weights, contract.is_exact, loaded) + table
+    table = min(weights.table, shape.together * shape.tokens * _READ_AROUND)
+    held = _kept(weights, shape.is_exact, loaded) + table
     width = sum(matrix.rank + matrix.width for matrix in matrices(outline.modules))
     numbers = adapter_size(outline.modules)
-    if contract.is_exact:
+    if shape.is_exact:
         adapter = _BYTES_OF_TRAINING + BYTES_OF_A_NUMBER * numbers
     else:
-        adapter = 4 * contract.copies * numbers
+        adapter = 4 * shape.copies * numbers
     return RunMemory(
         runtime=RUNTIME_BYTES[engine],
         libraries=_LIBRARY_BYTES[engine],
-        tokenizer=_BYTES_OF_A_WORD * contract.vocabulary_size,
+        tokenizer=_BYTES_OF_A_WORD * shape.vocabulary_size,
         # Pages of a state in a file are given back as soon as it is written, or read.
         mapped=(state if in_file else 0) + (held if engine == "native" else 0),
         weights=0 if engine == "native" else held,
         methods=outline.blocks * sum(_METHOD_BYTES[name] for name in methods),
         arena=arena,
-        workspace=_run_workspace(outline, contract, call),
+        workspace=_run_workspace(outline, shape, call),
         # In and out, collected, and beside it what entered; then what an exact call keeps.
         states=3 * state + (0 if in_file else checkpoints),
         saved=saved,
         adapter=adapter,
         # Float32 inputs of the call, and the signs that they are filled from.
-        directions=contract.queries * contract.rows * width * (4 + 1),
+        directions=shape.queries * shape.rows * width * (4 + 1),
     )
 
 
@@ -353,41 +420,41 @@ class _Call:
     asked: int
 
 
-def _largest_call(contract: Contract, bounds: Bounds) -> _Call:
-    """The largest call of a block in a contract's steps: of a row in pieces one alone."""
-    queries, whole = min(contract.queries, bounds.queries), contract.sequence_length
-    rows = min(contract.copies, bounds.copies) * min(contract.batch_size, bounds.batch)
-    asked = min(contract.rows * contract.positions, bounds.states // (1 + queries))
+def _largest_call(shape: StepShape, bounds: Bounds) -> _Call:
+    """The largest call of a block in steps: of a row in pieces one alone."""
+    queries, whole = min(shape.queries, bounds.queries), shape.tokens
+    rows = min(shape.copies, bounds.copies) * min(shape.together, bounds.batch)
+    asked = min(shape.rows * shape.targets, bounds.states // (1 + queries))
     return _Call(1 if whole > bounds.piece else rows, queries, min(whole, bounds.piece), asked)
 
 
-def _arena(outline: Outline, contract: Contract, bounds: Bounds, call: _Call) -> int:
+def _arena(outline: Outline, shape: StepShape, bounds: Bounds, call: _Call) -> int:
     """Bytes that programs plan: a block's and the head's begin at one place, and spread over what is planned
     for the largest call."""
-    whole = contract.sequence_length
+    whole = shape.tokens
     past = _past(outline, bounds, call.queries, whole) if whole > call.length else 0
-    block = _block_arena(outline, contract.role, call.rows, call.queries, call.length)
+    block = _block_arena(outline, shape.role, call.rows, call.queries, call.length)
     head = _head_arena(outline, call.queries, call.asked)
     return past + max(block, head) + min(block, head) // 2
 
 
-def _run_workspace(outline: Outline, contract: Contract, call: _Call) -> int:
+def _run_workspace(outline: Outline, shape: StepShape, call: _Call) -> int:
     """Bytes of XNNPACK's workspace; one that grows has the smaller one beside it for a moment."""
     role = TANGENT if call.queries else STACK
     forward = max(
         _workspace(outline, role, call.rows, call.queries, call.length), _head_logits(outline, call.asked)
     )
-    back = _workspace(outline, BACK, call.rows, 0, call.length) if contract.is_exact else 0
+    back = _workspace(outline, BACK, call.rows, 0, call.length) if shape.is_exact else 0
     return forward + back if back > forward else forward
 
 
-def _checkpoints(outline: Outline, contract: Contract, bounds: Bounds, state: int) -> int:
+def _checkpoints(outline: Outline, shape: StepShape, bounds: Bounds, state: int) -> int:
     """Bytes of the states that an exact step keeps, and of a row in pieces its keys and values."""
     # Around experts lie what they see, what they say, and what passes by.
     states = 4 if outline.experts else 1
     kept = (states * outline.adapted_blocks + 1) * state
-    if contract.sequence_length > bounds.piece:
-        kept += outline.adapted_blocks * contract.rows * contract.sequence_length * 8 * outline.key_width
+    if shape.tokens > bounds.piece:
+        kept += outline.adapted_blocks * shape.rows * shape.tokens * 8 * outline.key_width
     return kept
 
 
@@ -408,7 +475,7 @@ def _past(outline: Outline, bounds: Bounds, queries: int, length: int) -> int:
     return 4 * (1 + queries) * (2 * keys + _SCORES_OF_A_PIECE * scores)
 
 
-def _saved(outline: Outline, contract: Contract, weights: Weights, loaded: int | None) -> int:
+def _saved(outline: Outline, shape: StepShape, weights: Weights, loaded: int | None) -> int:
     """Bytes of what an exact step saves at most: answers of frozen layers, and those of the head."""
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     frozen = sum(module.rank for module in outline.modules if not module.trains_a)
@@ -416,10 +483,10 @@ def _saved(outline: Outline, contract: Contract, weights: Weights, loaded: int |
         layer.outputs * layer.count for layer in outline.layers if not layer.below and not layer.of_experts
     )
     found = 0
-    if contract.sequence_length <= bounds.piece:
-        found = numbers * contract.rows * contract.sequence_length
+    if shape.tokens <= bounds.piece:
+        found = numbers * shape.rows * shape.tokens
     if outline.head is not None:
-        found += outline.head.outputs * contract.rows * contract.positions
+        found += outline.head.outputs * shape.rows * shape.targets
     left = 4 * found if loaded is None else max(0, loaded - weights.layers - weights.transposed)
     return min(4 * found, left)
 
@@ -568,13 +635,13 @@ def least_memory(bundle: Bundle, role: str, rows: int, length: int, held: int | 
         held: bytes that the process holds before it loads the engine; None: as on the machine of the figures.
     """
     outline, weights = costs_of(bundle)
-    contract = bundle.chain.contract(role, rows, length=length)
-    taken = run_memory(outline, contract, weights, bundle.chain.roles, "native", weights.largest)
+    shape = StepShape(role, rows, length, length - 1, bundle.chain.vocabulary_size)
+    taken = run_memory(outline, shape, weights, bundle.chain.roles, "native", weights.largest)
     return round(_ROOM * (taken.total if held is None else taken.beside(held, "native")))
 
 
 def memory_table(
-    outline: Outline, contracts: Mapping[Any, Contract], weights: Weights, roles: Collection[str]
+    outline: Outline, shapes: Mapping[Any, StepShape], weights: Weights, roles: Collection[str]
 ) -> list[dict[str, Any]]:
     """Memory of runs on the native engine: for each estimator's call with all weights and activations, and
     with the weights of one block.
@@ -583,9 +650,9 @@ def memory_table(
     `resident_bytes` the peak with pages of files, which `--memory` bounds.
     """
     rows = []
-    for estimator, contract in contracts.items():
+    for estimator, shape in shapes.items():
         for loaded in (None, weights.largest):
-            found = run_memory(outline, contract, weights, roles, "native", loaded)
+            found = run_memory(outline, shape, weights, roles, "native", loaded)
             sizes = {"anonymous_bytes": found.anonymous, "resident_bytes": found.total}
             rows.append({"estimator": estimator, "loaded_bytes": loaded, **sizes})
     return rows

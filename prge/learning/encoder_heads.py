@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prge.engine import Answering
+from prge.engine import ForwardEngine
 from prge.errors import ConfigError
 from prge.files.adapter import Adapter
 from prge.files.journal import Journal, Record, decode_array, encode_array
@@ -57,9 +57,7 @@ class Heads:
             return cls(decode(record["values"]), CrossFittedHeads(folds) if folds else None)
 
 
-def fit_heads(
-    engine: Answering, adapter: Adapter, examples: Sequence[Example], pad: int, folds: int = 0
-) -> Heads:
+def fit_heads(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Example], folds: int = 0) -> Heads:
     """Fit an encoder's head on examples, and with `folds` those that score the examples in its stead.
 
     Of equal examples one is taken: rows that are left out to measure a head's confidence must be new to it.
@@ -71,7 +69,7 @@ def fit_heads(
     examples = _distinct(examples)
     rows = [example.row for example in examples]
     labels = np.array([example.label for example in examples])
-    states = pooled_states(engine, adapter, examples, pad)
+    states = pooled_states(engine, adapter, examples)
     try:
         head = fit_head(states, labels, classes)
         return Heads(head, fit_cross_fitted(states, labels, rows, classes, folds) if folds else None)

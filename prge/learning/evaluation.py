@@ -1,19 +1,22 @@
-"""Scoring examples with one adapter: every row is another sequence."""
+"""Scoring examples with one adapter."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.engine import Answering, Float64Array
-from prge.files.adapter import Adapter, stack
-from prge.learning.examples import Example, make_batch, weights_of
+from prge.engine import Call, Float64Array, FloatArray, ForwardEngine
+from prge.files.adapter import Adapter
+from prge.learning.examples import Example, microbatches, sequences_of, weights_of
 from prge.learning.head import Classifier
-from prge.learning.objectives import CROSS_ENTROPY, BatchLoss, Objective
+from prge.learning.objectives import CROSS_ENTROPY, Loss, Objective
+
+# Tokens that are scored at once: no more than a step computes.
+SCORED_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -35,34 +38,30 @@ class Scores:
 
 
 def score(
-    engine: Answering,
+    engine: ForwardEngine,
     adapter: Adapter,
     examples: Sequence[Example],
     head: Classifier | None = None,
-    pad: int = 0,
     objective: Objective = CROSS_ENTROPY,
+    *,
+    on_progress: Callable[[int], object] = lambda sequences: None,
 ) -> Scores:
-    """Score every candidate of every example with one adapter: ceil(sequences / rows) calls.
+    """Score every candidate of every example with one adapter.
 
-    What an example is given doesn't depend on the others, nor on their order. Sequences of about one length
-    go together, as rows of one padded length pass an engine's programs together.
+    What an example is given doesn't depend on the others, nor on their order.
+
+    Args:
+        engine: computes the outputs.
+        adapter: to score with.
+        examples: at least one.
+        head: scores an encoder's states.
+        objective: makes losses of scores.
+        on_progress: called with the number of sequences that were computed.
     """
-    contract = engine.contract
-    inputs = stack(adapter, contract.copies)
     totals = [np.zeros(example.candidates) for example in examples]
-    # A sequence at a time, so that an example may have more candidates than a call has rows.
-    single = [
-        (index, replace(example, sequences=(sequence,)))
-        for index, example in enumerate(examples)
-        for sequence in example.sequences
-    ]
-    single.sort(key=lambda pair: _tokens(pair[1]), reverse=True)
-    for start in range(0, len(single), contract.rows):
-        chunk = single[start : start + contract.rows]
-        batch = make_batch([example for _, example in chunk], contract, rows=contract.rows, pad=pad)
-        outputs = engine.forward({**batch.inputs(1, contract.is_encoder), **inputs})
-        by_example = BatchLoss(batch, outputs[contract.answer], head=head).scores[0]
-        for (index, example), row in zip(chunk, by_example, strict=True):
+    for chunk, outputs in _outputs(engine, adapter, examples, on_progress):
+        found = Loss([single for _, single in chunk], outputs, head=head).scores[0]
+        for (index, example), row in zip(chunk, found, strict=True):
             totals[index] += row[: example.candidates]
     lengths = np.array([sum(len(s.targets) for s in example.sequences) for example in examples])
     most = max(len(total) for total in totals)
@@ -73,29 +72,45 @@ def score(
     return Scores(totals, losses, table[0].argmax(-1), lengths)
 
 
-def referred(engine: Answering, adapter: Adapter, examples: Sequence[Example], pad: int = 0) -> list[Example]:
+def referred(
+    engine: ForwardEngine,
+    adapter: Adapter,
+    examples: Sequence[Example],
+    on_progress: Callable[[int], object] = lambda sequences: None,
+) -> list[Example]:
     """Examples with the scores by the adapter that a run begins with as their reference."""
-    scores = score(engine, adapter, examples, pad=pad).scores
+    scores = score(engine, adapter, examples, on_progress=on_progress).scores
     pairs = zip(examples, scores, strict=True)
     return [replace(example, reference=tuple(values.tolist())) for example, values in pairs]
 
 
-def pooled_states(
-    engine: Answering, adapter: Adapter, examples: Sequence[Example], pad: int = 0
-) -> NDArray[np.float32]:
+def pooled_states(engine: ForwardEngine, adapter: Adapter, examples: Sequence[Example]) -> FloatArray:
     """An encoder's states of the examples, f32 [examples, width]: what a head is fitted on."""
-    contract = engine.contract
-    inputs = stack(adapter, contract.copies)
-    states = []
-    order = sorted(range(len(examples)), key=lambda index: _tokens(examples[index]), reverse=True)
-    for start in range(0, len(order), contract.rows):
-        chunk = order[start : start + contract.rows]
-        batch = make_batch([examples[index] for index in chunk], contract, rows=contract.rows, pad=pad)
-        outputs = engine.forward({**batch.inputs(1, True), **inputs})
-        states.append(outputs["pooled"][: len(chunk)])
-    return np.concatenate(states)[np.argsort(order)]
+    found = _outputs(engine, adapter, examples, lambda sequences: None)
+    order = [
+        (index, state)
+        for chunk, outputs in found
+        for (index, _), state in zip(chunk, outputs[0], strict=True)
+    ]
+    return np.stack([state for _, state in sorted(order, key=lambda pair: pair[0])])
 
 
-def _tokens(example: Example) -> int:
-    """Tokens of an example's longest sequence."""
-    return max(len(sequence.tokens) for sequence in example.sequences)
+def _outputs(
+    engine: ForwardEngine, adapter: Adapter, examples: Sequence[Example], on_progress: Callable[[int], object]
+) -> Iterator[tuple[list[tuple[int, Example]], FloatArray]]:
+    """Examples of one sequence each, with the index of their own, and their outputs, the longest first.
+
+    Sequences of about one length are computed together.
+    """
+    single = [
+        (index, replace(example, sequences=(sequence,)))
+        for index, example in enumerate(examples)
+        for sequence in example.sequences
+    ]
+    single.sort(key=lambda pair: len(pair[1].sequences[0].tokens), reverse=True)
+    done = 0
+    for chunk in microbatches([example for _, example in single], SCORED_TOKENS):
+        outputs = engine.forward(Call(sequences_of(chunk), adapter.values[None]))
+        yield single[done : done + len(chunk)], outputs
+        done += len(chunk)
+        on_progress(done)

@@ -1,6 +1,6 @@
-"""Examples as sequences with targets to read, and batches of them as the rows of one call.
+"""Examples: sequences of tokens with targets to read, and how their log-probabilities make scores.
 
-A target is one (position, token) of a sequence: the bundle returns its log-probability. Targets are summed
+A target is one (position, token) of a sequence: an engine returns its log-probability. Targets are summed
 with their weights into the score of a candidate:
 
     score[example, candidate] = sum over the targets of that candidate of weight * logprob
@@ -15,35 +15,16 @@ with their weights into the score of a candidate:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.contract import Contract
-from prge.engine import Array, IntArray
+from prge.engine import IntArray, TokenSequence
 
 LossNormalisation = Literal["example", "token"]
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where to read (`position`), what (`token`), its weight, and the candidate that it belongs to."""
-
-    position: int
-    token: int
-    weight: float
-    candidate: int
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSequence:
-    """One tokenized sequence with its targets."""
-
-    tokens: tuple[int, ...]
-    targets: tuple[Target, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +75,11 @@ def labels_of(examples: Sequence[Example]) -> IntArray:
     return np.array([-1 if example.label is None else example.label for example in examples], np.int64)
 
 
+def sequences_of(examples: Sequence[Example]) -> tuple[TokenSequence, ...]:
+    """The sequences of all examples, in order."""
+    return tuple(sequence for example in examples for sequence in example.sequences)
+
+
 def weights_of(examples: Sequence[Example]) -> NDArray[np.float64]:
     """How much each example counts, f64 [examples]."""
     return np.array([example.weight for example in examples], np.float64)
@@ -101,7 +87,7 @@ def weights_of(examples: Sequence[Example]) -> NDArray[np.float64]:
 
 def target_count(examples: Sequence[Example]) -> int:
     """Target tokens of some examples."""
-    return sum(len(sequence.targets) for example in examples for sequence in example.sequences)
+    return sum(len(sequence.targets) for sequence in sequences_of(examples))
 
 
 def weighted_by_tokens(examples: Sequence[Example]) -> list[Example]:
@@ -116,104 +102,16 @@ def weighted_by_tokens(examples: Sequence[Example]) -> list[Example]:
 
 def token_count(examples: Sequence[Example]) -> int:
     """Tokens of some examples: a candidate's sequence counts with the prompt that it begins with."""
-    return sum(len(sequence.tokens) for example in examples for sequence in example.sequences)
+    return sum(len(sequence.tokens) for sequence in sequences_of(examples))
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Sequences of some examples as the rows of one copy; rows beyond them are padding.
-
-    tokens i64 [batch_size, sequence_length]; attention_mask the same shape;
-    positions, targets i64 [batch_size, positions]; weights f64 and candidate i64 of the same shape;
-    owner i64 [batch_size]: index of the example that a row belongs to, -1 for padding;
-    members: the examples.
-    """
-
-    tokens: IntArray
-    attention_mask: IntArray
-    positions: IntArray
-    targets: IntArray
-    weights: NDArray[np.float64]
-    candidate: IntArray
-    owner: IntArray
-    members: tuple[Example, ...]
-
-    @property
-    def examples(self) -> int:
-        """How many examples the batch holds."""
-        return len(self.members)
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Number of each example in its data file."""
-        return tuple(example.row for example in self.members)
-
-    @property
-    def candidates(self) -> IntArray:
-        """Scores of each example, i64 [examples]."""
-        return np.array([example.candidates for example in self.members], np.int64)
-
-    @property
-    def labels(self) -> IntArray:
-        """See `labels_of`."""
-        return labels_of(self.members)
-
-    @property
-    def token_count(self) -> int:
-        """Tokens of its rows, without padding."""
-        return int(self.attention_mask[self.owner >= 0].sum())
-
-    def inputs(self, copies: int, is_encoder: bool) -> dict[str, Array]:
-        """Program inputs other than the adapter: the same rows for every copy."""
-        arrays = {"tokens": self.tokens}
-        if is_encoder:
-            arrays["attention_mask"] = self.attention_mask
-        else:
-            arrays["positions"] = self.positions
-            arrays["targets"] = self.targets
-        return {name: np.tile(array, (copies, 1)) for name, array in arrays.items()}
-
-
-def make_batch(
-    examples: Sequence[Example], contract: Contract, rows: int | None = None, pad: int = 0
-) -> Batch:
-    """Lay the sequences of `examples` out as `rows` rows (default: the contract's batch size).
-
-    Raises:
-        ValueError: the examples need more rows, positions or tokens than there are; the data module
-            checks these against the contract beforehand, with row numbers.
-    """
-    size = contract.batch_size if rows is None else rows
-    most = max(contract.positions, 1)
-    tokens = np.full((size, contract.sequence_length), pad, np.int64)
-    mask = np.zeros_like(tokens)
-    positions, targets, candidate = (np.zeros((size, most), np.int64) for _ in range(3))
-    weights = np.zeros((size, most), np.float64)
-    owner = np.full(size, -1, np.int64)
-    n = 0
+def microbatches(examples: Sequence[Example], tokens: int) -> Iterator[Sequence[Example]]:
+    """Examples in their order, of at most so many tokens together, or one alone."""
+    start, count = 0, 0
     for index, example in enumerate(examples):
-        for sequence in example.sequences:
-            length = len(sequence.tokens)
-            if n >= size or length > contract.sequence_length or len(sequence.targets) > most:
-                raise ValueError(f"row {example.row} doesn't fit the bundle")
-            tokens[n, :length] = sequence.tokens
-            mask[n, :length] = 1
-            for k, target in enumerate(sequence.targets):
-                positions[n, k] = target.position
-                targets[n, k] = target.token
-                weights[n, k] = target.weight
-                candidate[n, k] = target.candidate
-            owner[n] = index
-            n += 1
-    # An all-masked row would make an encoder's attention and pooling divide by zero.
-    mask[n:, 0] = 1
-    return Batch(
-        tokens,
-        mask,
-        positions,
-        targets,
-        weights,
-        candidate,
-        owner,
-        tuple(examples),
-    )
+        more = token_count([example])
+        if index > start and count + more > tokens:
+            yield examples[start:index]
+            start, count = index, 0
+        count += more
+    yield examples[start:]

@@ -47,6 +47,7 @@ class Preference(ABC):
     beta: float
     compares: ClassVar[bool] = True
     enough: ClassVar[float] = 0.0
+    is_separate: ClassVar[bool] = True
 
     def rewards(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """What each answer is worth, f64 in the shape of the scores; with a reference, what it gained.
@@ -171,10 +172,12 @@ class ORPO(Preference):
 
 @dataclass(frozen=True)
 class KTO(Preference):
-    """A liked answer gains more than the call's answers of other rows do on average, a disliked one less.
+    """A liked answer gains more than the step's answers of other rows do on average, a disliked one less.
 
     That average, at least 0, is a number without slope (Ethayarajh et al. 2024, arXiv 2402.01306).
     """
+
+    is_separate: ClassVar[bool] = False
 
     def losses(self, scores: Float64Array, examples: Sequence[Example]) -> Float64Array:
         """See Objective."""
@@ -212,8 +215,7 @@ class ObjectiveFlags:
     """simpo: margin to reach, in units of the reward."""
     loss_normalisation: LossNormalisation = "example"
     """Of completions, texts and chats. example: the loss of a step is the mean of its examples' means over
-    tokens; token: the mean over all target tokens of the step, accumulated calls included, as transformers
-    and TRL have it."""
+    tokens; token: the mean over all target tokens of the step, as transformers and TRL have it."""
 
 
 @dataclass(frozen=True)

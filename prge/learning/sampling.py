@@ -7,10 +7,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from prge.contract import Contract
 from prge.engine import IntArray
 from prge.learning.estimators.directions import philox
-from prge.learning.examples import Batch, Example, LossNormalisation, make_batch, weighted_by_tokens
+from prge.learning.examples import Example, LossNormalisation, weighted_by_tokens
 
 # Directions use streams counted from 0 under the key (seed, step); row orders take the last stream.
 _ROW_ORDER_STREAM = 2**64 - 1
@@ -29,62 +28,49 @@ def most_sequences(examples: Sequence[Example]) -> int:
 
 
 class Sampler:
-    """Batches of a step: the step's examples, divided among its calls.
+    """The examples of each step.
 
     Every epoch is a new permutation; a step may span the end of one and the start of the next.
 
     Args:
         examples: the training examples.
-        contract: of the calls.
+        batch_size: examples of a step.
         seed: of the order.
-        calls: batches of a step.
-        pad: the token that fills rows up.
-        batch_size: examples of a step, a multiple of `calls`; default: as many as the calls have room for.
-        normalisation: `token` weights the examples of a step by their target tokens, all calls together.
+        normalisation: `token` weights the examples of a step by their target tokens.
 
     Raises:
-        ValueError: a call has no room for its examples.
+        ValueError: a step has no example.
     """
 
     def __init__(
         self,
         examples: Sequence[Example],
-        contract: Contract,
+        batch_size: int,
         seed: int,
-        calls: int = 1,
-        pad: int = 0,
-        *,
-        batch_size: int | None = None,
         normalisation: LossNormalisation = "example",
     ) -> None:
-        room = contract.batch_size // most_sequences(examples)
-        self.per_call = room if batch_size is None else batch_size // calls
-        if not 1 <= self.per_call <= room:
-            raise ValueError(f"a call has {self.per_call} examples, and room for {room}")
-        self.normalisation = normalisation
+        if batch_size < 1:
+            raise ValueError(f"a step has {batch_size} examples, must be at least 1")
         self.examples = examples
-        self.contract = contract
+        self.batch_size = batch_size
         self.seed = seed
-        self.calls = calls
-        self.pad = pad
-
-    @property
-    def per_step(self) -> int:
-        """Examples of one step."""
-        return self.per_call * self.calls
+        self.normalisation = normalisation
+        self._sequences = [0]
 
     def chosen(self, step: int) -> list[Example]:
-        """The examples of step `step`, counted from 0, in the order of its batches."""
+        """The examples of step `step`, counted from 0, as they are."""
         count = len(self.examples)
-        cursor = range(step * self.per_step, (step + 1) * self.per_step)
+        cursor = range(step * self.batch_size, (step + 1) * self.batch_size)
         return [self.examples[row_order(self.seed, i // count, count)[i % count]] for i in cursor]
 
-    def batches(self, step: int) -> list[Batch]:
-        """The batches of step `step`, counted from 0."""
-        chosen: Sequence[Example] = self.chosen(step)
-        if self.normalisation == "token":
-            chosen = weighted_by_tokens(chosen)
-        return [
-            make_batch(chosen[start : start + self.per_call], self.contract, pad=self.pad)
-            for start in range(0, len(chosen), self.per_call)
-        ]
+    def batch(self, step: int) -> list[Example]:
+        """The examples of step `step`, weighted by the normalisation."""
+        chosen = self.chosen(step)
+        return weighted_by_tokens(chosen) if self.normalisation == "token" else chosen
+
+    def sequences(self, steps: int) -> int:
+        """How many sequences the first so many steps have."""
+        for step in range(len(self._sequences) - 1, steps):
+            count = sum(len(example.sequences) for example in self.chosen(step))
+            self._sequences.append(self._sequences[-1] + count)
+        return self._sequences[steps]

@@ -1,7 +1,7 @@
 """The loop: take a step, score development rows when they are due, keep what was learnt.
 
-    rows -> directions(seed, step) -> engine -> scalars -> gradient -> optimizer
-    rows -> engine -> gradient -> optimizer
+    examples -> directions(seed, step) -> engine -> scalars -> gradient -> optimizer
+    examples -> engine -> gradient -> optimizer
 
 A step that the journal already holds is taken from there instead of from the engine. So a resumed run walks
 the same loop as one that was never stopped and ends in the same bits, and a replay needs no engine at all.
@@ -22,6 +22,7 @@ from prge.errors import DivergenceError
 from prge.files.journal import Journal, Record
 from prge.learning.checkpoint import Progress, TrainingState
 from prge.learning.estimators.protocol import LEARNT, Estimator, Measurement, Step
+from prge.learning.examples import token_count
 from prge.learning.objectives import CROSS_ENTROPY, Objective
 from prge.learning.sampling import Sampler
 
@@ -110,7 +111,7 @@ def train(
 
 @dataclass(frozen=True)
 class AdapterLearner:
-    """Implements Learner: an adapter, along the gradients that an estimator makes of an engine's answers.
+    """Implements Learner: an adapter, along the gradients that an estimator makes of an engine's outputs.
 
     `state` is changed in place and handed to `keep` and `score`, which writes and scores it.
     """
@@ -154,16 +155,16 @@ class AdapterLearner:
 
     def _measured(self) -> tuple[Record, Measurement]:
         state, seed = self.state, self.settings.seed
-        batches = self.sampler.batches(state.step)
+        examples = self.sampler.batch(state.step)
         heads = state.training_classifier, state.trained_head
-        step = Step(state.adapter, batches, seed, state.step, *heads, self.objective)
+        step = Step(state.adapter, examples, seed, state.step, *heads, self.objective)
         measurement = self.estimator.measure(self.engine, step)
         record = {
             "kind": "step",
             "step": state.step,
             "seed": seed,
-            "rows": [row for batch in batches for row in batch.rows],
-            "tokens": sum(batch.token_count for batch in batches),
+            "rows": [example.row for example in examples],
+            "tokens": token_count(examples),
             "loss": measurement.loss,
             **measurement.learnt,
             **self.learning_rates(state.step),

@@ -135,7 +135,7 @@ def _unread(chat: ChatTemplate, variables: Mapping[str, Any]) -> list[str]:
 def _fitting(reading: Reading, chat: ChatTemplate, whole: Conversation, masked: Masked) -> Made:
     """Examples of an encoded conversation, between whose turns it is divided if it is too long."""
     targets = int(np.count_nonzero(masked.mask[1:]))
-    if reading.overflow == "error" or fits(masked.mask, reading.contract) or not targets:
+    if reading.overflow == "error" or fits(masked.mask, reading.model) or not targets:
         return learnt(reading, whole.row, masked)
     try:
         parts = _parts(reading, chat, whole)
@@ -180,7 +180,7 @@ def _parts(reading: Reading, chat: ChatTemplate, whole: Conversation) -> list[Ma
         part = _between(reading, chat, whole, first, start, end)
         while starts:
             longer = _between(reading, chat, whole, first, starts[-1], end)
-            if not fits(longer.mask, reading.contract):
+            if not fits(longer.mask, reading.model):
                 break
             start, part = starts.pop(), longer
         parts.insert(0, replace(part, events=()))

@@ -27,10 +27,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
-from prge.contract import Contract
 from prge.errors import DataError, shown
 from prge.learning.examples import Example
 from prge.learning.preferences import PREFERENCES, ObjectiveName, settled_objective
+from prge.model_spec import ModelSpec
 from prge.rows.control_tokens import ControlTokens
 from prge.rows.conversations import chat_examples
 from prge.rows.forms import (
@@ -101,7 +101,7 @@ class BuildOptions:
 def load_examples(
     source: Source | Path | str,
     tokenizer: Tokenizer,
-    contract: Contract,
+    model: ModelSpec,
     task: Task | None = None,
     selection: Selection | None = None,
     options: BuildOptions | None = None,
@@ -115,7 +115,7 @@ def load_examples(
     return build_examples(
         chosen,
         tokenizer,
-        contract,
+        model,
         task,
         options,
         training=training,
@@ -127,7 +127,7 @@ def load_examples(
 def build_examples(
     rows: Sequence[Row],
     tokenizer: Tokenizer,
-    contract: Contract,
+    model: ModelSpec,
     task: Task | None = None,
     options: BuildOptions | None = None,
     *,
@@ -154,14 +154,14 @@ def build_examples(
     make: Callable[[Reading, Row], Made]
     usual: Overflow
     if task is not None:
-        task = _settled_task(task, contract, options, source)
-        read, kind = task.needed_columns(contract.is_encoder), f"task {task.name}"
-        _check_task(task, contract, options.overflow, read, present, source)
+        task = _settled_task(task, model, options, source)
+        read, kind = task.needed_columns(model.is_encoder), f"task {task.name}"
+        _check_task(task, model, options.overflow, read, present, source)
         make = partial(task_examples, task, training)
         usual, objective = "truncate", cast(ObjectiveName, task.objective)
     else:
         asked = options.objective or "completion"
-        form = _form_of(rows, contract, source, renamed or {}, asked)
+        form = _form_of(rows, model, source, renamed or {}, asked)
         chat = _template_of(form, tokenizer, source, options.date, chat)
         if chat is not None:
             form = form.rendered_by(chat.variables, present)
@@ -174,7 +174,7 @@ def build_examples(
         is_split = form is TEXT or (chat is not None and objective == "completion")
         usual = "split" if is_split else "truncate"
     overflow = usual if options.overflow == "auto" else options.overflow
-    reading = Reading(tokenizer, contract, overflow, options.append_eos, options.control_tokens)
+    reading = Reading(tokenizer, model, overflow, options.append_eos, options.control_tokens)
     columns = columns_text(read, present, renamed or {})
     unread = tuple(column for column in present if column not in read)
     report = DataReport(
@@ -278,19 +278,19 @@ def _learnt_of(form: Form, chat: ChatTemplate | None, reading: Reading, row: Row
         whole = Masked(tokens, learnt_after(begin, len(tokens)), begin)
         ended = reading.ended(tokens)
         with_end = Masked(ended, learnt_after(begin, len(ended)), begin)
-        if fits(whole.mask, reading.contract) and not fits(with_end.mask, reading.contract):
+        if fits(whole.mask, reading.model) and not fits(with_end.mask, reading.model):
             return learnt(reading, row.number, replace(whole, events=(NO_ROOM_FOR_END,)))
         return learnt(reading, row.number, with_end)
     prompt, answer = (text_of(row.fields, column) for column in ("prompt", "completion"))
     return completion(reading, row.number, prompt, answer)
 
 
-def _settled_task(task: Task, contract: Contract, options: BuildOptions, source: str) -> Task:
+def _settled_task(task: Task, model: ModelSpec, options: BuildOptions, source: str) -> Task:
     """The task with the objective that is asked for, if one is."""
     asked = options.objective
     if asked in (None, "auto", task.objective):
         return task
-    known = asked in OBJECTIVES and not contract.is_encoder and not task.is_completion
+    known = asked in OBJECTIVES and not model.is_encoder and not task.is_completion
     if known:
         return replace(task, objective=cast(str, asked))
     raise DataError(
@@ -321,16 +321,16 @@ def _objective_of(form: Form, options: BuildOptions, source: str) -> ObjectiveNa
 
 def _form_of(
     rows: Sequence[Row],
-    contract: Contract,
+    model: ModelSpec,
     source: str,
     renamed: Mapping[str, str],
     objective: ObjectiveName,
 ) -> Form:
     """The form of rows without a task."""
-    if contract.readout != "logprobs":
+    if model.readout != "logprobs":
         raise DataError(
             f"{source} can't be used",
-            [f"the bundle's readout is {contract.readout}: it compares classes, learns no texts"],
+            [f"the bundle's readout is {model.readout}: it compares classes, learns no texts"],
             remedy="give a task (a name or a task file)",
         )
     return find_form(rows, source, renamed, objective=objective)
@@ -364,7 +364,7 @@ def compile_chat_template(source: str, tokenizer: Tokenizer, date: str | None) -
 
 def _check_task(
     task: Task,
-    contract: Contract,
+    model: ModelSpec,
     overflow: Overflow,
     needed: Sequence[str],
     present: Sequence[str],
@@ -380,7 +380,7 @@ def _check_task(
             f"{lacking[0]}=NAME with the name that the column has",
         )
     problems = []
-    if contract.is_encoder and not task.classes:
+    if model.is_encoder and not task.classes:
         problems.append(f"an encoder knows classes only; the task {task.name} has no label_words")
     if overflow == "split" and not task.is_completion:
         problems.append(

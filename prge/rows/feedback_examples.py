@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from prge.contract import Contract
 from prge.errors import BundleError, DataError, printable
 from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
+from prge.model_spec import ModelSpec
 from prge.rows.example_building import BuildOptions, build_examples, compile_chat_template
 from prge.rows.feedback import Fields, problem_of
 from prge.rows.feedback_rows import can_be_learnt, rows_of_feedback
@@ -35,7 +35,7 @@ class FeedbackExamples:
 
     Args:
         tokenizer: of this object alone.
-        contract: of the bundle's scores.
+        model: of the bundle.
         options: how rows become examples; the objective follows from the row.
 
     Raises:
@@ -43,8 +43,8 @@ class FeedbackExamples:
         DataError: it has one, and jinja2 isn't installed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, contract: Contract, options: BuildOptions | None = None) -> None:
-        self._tokenizer, self._contract = tokenizer, contract
+    def __init__(self, tokenizer: Tokenizer, model: ModelSpec, options: BuildOptions | None = None) -> None:
+        self._tokenizer, self._model = tokenizer, model
         self._options = options or BuildOptions(overflow="auto")
         self._chat = self._compiled()
 
@@ -66,7 +66,7 @@ class FeedbackExamples:
         try:
             self._chat = self._chat or self._compiled()
             examples, _ = build_examples(
-                rows, self._tokenizer, self._contract, None, options, source="feedback", chat=self._chat
+                rows, self._tokenizer, self._model, None, options, source="feedback", chat=self._chat
             )
         except BundleError as error:
             self._chat = None

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prge.learning.examples import Example, TokenSequence
+from prge.engine import TokenSequence
+from prge.learning.examples import Example
 from prge.rows.conversations import conversation_of, encoded, rendered
 from prge.rows.forms import SYSTEM, Form, template_variables, with_system
 from prge.rows.preferences import OTHER, pair_fields, rating_fields

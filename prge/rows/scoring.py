@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from prge.engine import Answering
+from prge.engine import ForwardEngine
 from prge.files.adapter import Adapter
 from prge.files.curves import SCORES
 from prge.learning.evaluation import Scores, score
@@ -26,15 +26,16 @@ METRIC_NAMES = (*SCORES, "margin", "chosen_change", "rejected_change", CUT_EXAMP
 
 
 def evaluate(
-    engine: Answering,
+    engine: ForwardEngine,
     adapter: Adapter,
     examples: Sequence[Example],
     task: Task | None,
+    *,
     head: Head | None = None,
-    pad: int = 0,
     select: Literal["metric", "loss"] = "metric",
     objective: Objective = CROSS_ENTROPY,
     normalisation: LossNormalisation = "example",
+    on_progress: Callable[[int], object] = lambda sequences: None,
 ) -> tuple[dict[str, Any], Scores]:
     """Score examples: a record with `loss`, the metric by its name, and `value`, where more is better.
 
@@ -45,7 +46,7 @@ def evaluate(
     figures; their value is that of the loss, less the nats a token that the chosen answers fell.
     `cut_examples` is there if some examples are not whole.
     """
-    scored = score(engine, adapter, examples, head, pad, objective)
+    scored = score(engine, adapter, examples, head, objective, on_progress=on_progress)
     record: dict[str, Any] = {"loss": scored.loss, "examples": len(examples)}
     if cut := sum(example.cut for example in examples):
         record[CUT_EXAMPLES] = cut

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from prge.learning.examples import Example, Target, TokenSequence
+from prge.engine import Target, TokenSequence
+from prge.learning.examples import Example
 from prge.rows.control_tokens import in_texts
 from prge.rows.conversations import INEXACT
 from prge.rows.readers import Row
@@ -52,7 +53,7 @@ def completed(reading: Reading, prompt: str, text: str) -> Masked:
 
 def task_examples(task: Task, training: bool, reading: Reading, row: Row) -> Made:
     """Examples of a task's row; in training an objective of completions has the right candidate alone."""
-    if reading.contract.is_encoder:
+    if reading.model.is_encoder:
         return _encoder_example(reading, task, row)
     prompt = task.prompt(row.fields)
     if task.is_completion:
@@ -89,10 +90,8 @@ def _candidates(
         if len(set(tokens)) < len(tokens):
             raise RowError(f"has two candidates that are one token: {_spelled(reading, texts, pairs)}")
         check_vocabulary(reading, [*prompt, *tokens])
-        targets = [Target(at, token, 1.0, index) for index, token in enumerate(tokens)]
-        size = reading.contract.positions
-        starts = range(0, len(targets), size)
-        return tuple(TokenSequence(prompt, tuple(targets[i : i + size])) for i in starts), is_cut
+        of_all = tuple(Target(at, token, 1.0, index) for index, token in enumerate(tokens))
+        return (TokenSequence(prompt, of_all),), is_cut
     sequences = []
     for index, pair in enumerate(pairs):
         check_vocabulary(reading, [*prompt, *pair.completion])

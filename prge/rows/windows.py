@@ -13,8 +13,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.contract import Contract
-from prge.learning.examples import Example, Target, TokenSequence
+from prge.engine import Target, TokenSequence
+from prge.learning.examples import Example
+from prge.model_spec import ModelSpec
 from prge.rows.control_tokens import ControlTokens, in_prompts, in_texts
 from prge.rows.report import END_CUT, PROMPT_CUT, SPLIT
 from prge.rows.task import RowError
@@ -32,7 +33,7 @@ class Reading:
     """
 
     tokenizer: Tokenizer
-    contract: Contract
+    model: ModelSpec
     overflow: Overflow
     append_eos: bool = True
     control_tokens: ControlTokens = "special"
@@ -40,7 +41,7 @@ class Reading:
     @property
     def length(self) -> int:
         """Most tokens of a sequence."""
-        return self.contract.sequence_length
+        return self.model.sequence_length
 
     def text(self, text: str) -> Ids:
         """Token ids of a whole text, after the model's `begin`."""
@@ -116,13 +117,12 @@ def learnt_after(context: int, count: int) -> Mask:
     return mask
 
 
-def fits(mask: Mask, contract: Contract) -> bool:
+def fits(mask: Mask, model: ModelSpec) -> bool:
     """Whether a bundle takes a sequence up to its last target."""
-    end = int(np.flatnonzero(mask).max(initial=-1)) + 1
-    return end <= contract.sequence_length and int(np.count_nonzero(mask[1:])) <= contract.positions
+    return int(np.flatnonzero(mask).max(initial=-1)) < model.sequence_length
 
 
-def windows(masked: Masked, contract: Contract, overflow: Overflow) -> Windows:
+def windows(masked: Masked, model: ModelSpec, overflow: Overflow) -> Windows:
     """Cut or split a sequence to fit a bundle.
 
     Every target is in at most one window and keeps at least the token before it. A cut completion leaves
@@ -132,8 +132,8 @@ def windows(masked: Masked, contract: Contract, overflow: Overflow) -> Windows:
         RowError: it doesn't fit, and overflow is `error`; or the bundle has no room to learn anything.
     """
     mask, begin, dropped = masked.mask, masked.begin, masked.dropped
-    room, limit = contract.sequence_length, contract.positions
-    if fits(mask, contract):
+    room = model.sequence_length
+    if fits(mask, model):
         return Windows([(begin, (1 + np.flatnonzero(mask[1:])).tolist())])
     count, end = int(np.count_nonzero(mask[1:])), len(mask) - int(mask[::-1].argmax())
     if overflow == "error":
@@ -147,7 +147,7 @@ def windows(masked: Masked, contract: Contract, overflow: Overflow) -> Windows:
     while done < count and not (cuts and overflow == "truncate"):
         first += int(mask[first:].argmax())
         context = min(first, max(begin + 1, room // 2 if overflow == "truncate" else 0))
-        chosen = (first + np.flatnonzero(mask[first : first + room - context])[:limit]).tolist()
+        chosen = (first + np.flatnonzero(mask[first : first + room - context])).tolist()
         if not chosen:
             raise RowError(f"the bundle takes {room} tokens, too few to learn anything: export a longer one")
         start = max(begin, chosen[-1] + 1 - (room - begin))
@@ -174,7 +174,7 @@ def learnt(reading: Reading, row: int, masked: Masked) -> Made:
     tokens, begin = masked.tokens, masked.begin
     check_vocabulary(reading, tokens)
     check_learnt(masked)
-    found = windows(masked, reading.contract, reading.overflow)
+    found = windows(masked, reading.model, reading.overflow)
     examples, unknown = [], 0
     for start, chosen in found.cuts:
         shift = start - begin
@@ -189,10 +189,10 @@ def learnt(reading: Reading, row: int, masked: Masked) -> Made:
 def check_vocabulary(reading: Reading, tokens: Ids | Sequence[int]) -> None:
     """Raise RowError if a token isn't the bundle's."""
     largest = int(np.max(tokens, initial=0))
-    if largest >= reading.contract.vocabulary_size:
+    if largest >= reading.model.vocabulary_size:
         raise RowError(
             f"has the token {reading.tokenizer.token(largest)!r} ({largest}), "
-            f"the bundle knows {reading.contract.vocabulary_size}: the tokenizer is not this bundle's"
+            f"the bundle knows {reading.model.vocabulary_size}: the tokenizer is not this bundle's"
         )
 
 

@@ -22,7 +22,8 @@ from prge.files.bundle import open_bundle, read_chain, read_manifest
 from prge.files.peft import read_peft
 from prge.learning.estimators.protocol import Estimator, Measurement, Step
 from prge.learning.estimators.table import EstimatorName, make_estimator
-from prge.learning.examples import Example, Target, TokenSequence, make_batch
+from prge.learning.examples import Example, make_batch
+from prge.engine import Target, TokenSequence
 from prge.verbs.starting import command_of
 
 

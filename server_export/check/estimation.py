@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prge.contract import Contract
 from prge.errors import ConfigError
 from prge.files.signatures import DECODE, PREFILL, STACK
 from prge.host.atomic import check_place
@@ -15,6 +14,7 @@ from prge.host.memory import available_memory, memory_info
 from prge.host.progress import duration
 from prge.learning.costs import (
     Outline,
+    StepShape,
     Weights,
     bytes_text,
     export_memory,
@@ -24,6 +24,7 @@ from prge.learning.costs import (
     weights_of,
 )
 from prge.learning.estimators.table import ESTIMATORS, EstimatorName, fitting
+from prge.model_spec import ModelSpec
 from server_export.settings import EstimateConfig, ExportConfig
 
 if TYPE_CHECKING:
@@ -77,10 +78,15 @@ class Estimate:
         """Those that the roles allow, the best first."""
         return fitting(self.roles)
 
-    def contract(
-        self, config: EstimateConfig, estimator: EstimatorName, tokens: int, learnt: int
-    ) -> Contract:
-        """Of a run's call, whose rows have so many tokens at most and are asked so many.
+    @property
+    def model(self) -> ModelSpec:
+        """What callers of an engine of the bundle must know."""
+        return ModelSpec(
+            self.readout, self.outline.width, self.vocabulary_size, self.outline.longest, self.outline.modules
+        )
+
+    def shape(self, config: EstimateConfig, estimator: EstimatorName, tokens: int, targets: int) -> StepShape:
+        """Of a run's steps, whose sequences have so many tokens and targets at most.
 
         Raises:
             ConfigError: rows are longer than the bundle's, or it lacks the estimator's role.
@@ -93,17 +99,14 @@ class Estimate:
             problems.append(f"estimator is {estimator}, but roles lack {entry.role}")
         if problems:
             raise ConfigError("the run doesn't fit the bundle:", problems)
-        is_encoder = self.readout == "pooled"
-        return Contract(
-            role=entry.role,
-            readout=self.readout,
-            batch_size=config.batch_size,
-            sequence_length=tokens,
-            positions=0 if is_encoder else max(learnt, 1),
-            width=self.outline.width,
-            vocabulary_size=self.vocabulary_size,
-            modules=self.outline.modules,
-            **entry.sizes(config.queries),
+        return StepShape(
+            entry.role,
+            config.batch_size,
+            tokens,
+            max(targets, 1),
+            self.vocabulary_size,
+            copies=entry.copies(config.queries),
+            queries=entry.directions(config.queries),
         )
 
 

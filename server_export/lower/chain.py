@@ -9,12 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from prge.contract import STEP_ROLES
 from prge.files import chain as manifest
 from prge.files.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.files.chain import Bounds
 from prge.files.layers import StoredLayer
-from prge.files.signatures import DECODE, IN_PIECES, OF_STEPS, PREFILL, STACK, TANGENT
+from prge.files.signatures import DECODE, IN_PIECES, OF_STEPS, PREFILL, STACK, STEP_ROLES, TANGENT
 from server_export.derive.tangent.transform import check_rules
 from server_export.graph.cutting import STATE, ModelBlock, moves
 from server_export.lower.cache import ProgramCache

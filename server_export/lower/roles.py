@@ -15,7 +15,6 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from prge.contract import Matrix
 from prge.errors import told_as_bundle_error
 from prge.files.chain import (
     PAST_KEYS,
@@ -45,6 +44,7 @@ from prge.files.signatures import (
     of_block,
     of_head,
 )
+from prge.model_spec import Matrix
 from server_export.derive.backprop.joint import SLOPE, backpropagate
 from server_export.derive.backprop.layers import transposed_names, with_transposed
 from server_export.derive.backprop.partition import SAVED_PREFIX, partition

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from prge.contract import AdaptedModule
 from prge.errors import AdapterError, BundleError, ConfigError
 from prge.files.peft import PeftAdapter
+from prge.model_spec import AdaptedModule
 from server_export.model.blocks import block_names
 from server_export.model.experts import expert_layers
 from server_export.model.indexers import indexers

@@ -12,9 +12,9 @@ from types import MappingProxyType
 import torch
 from torch.fx import GraphModule
 
-from prge.contract import AdaptedModule, Matrix, matrices
 from prge.errors import BundleError
 from prge.learning.vocabulary import pieces_of
+from prge.model_spec import AdaptedModule, Matrix, matrices
 from server_export.graph.cutting import STATE, ModelBlock, cut, kinds
 from server_export.graph.heads import join_heads
 from server_export.graph.modules import give_memory

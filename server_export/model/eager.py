@@ -10,9 +10,9 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate
 
-from prge.contract import matrices
 from prge.engine import FloatArray
 from prge.learning.experts import Routing
+from prge.model_spec import matrices
 from server_export.graph.cutting import TABLE_PREFIX, TAKEN_PREFIX
 from server_export.graph.modules import attribute
 from server_export.graph.shapes import resized

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from prge.contract import AdaptedModule
 from prge.learning.costs import Layer, Outline
+from prge.model_spec import AdaptedModule
 from server_export.model.blocks import block_names, blocks_below
 from server_export.model.experts import expert_layers, weight_names
 from server_export.model.loading import parameter_count

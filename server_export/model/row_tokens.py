@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prge.contract import Contract
 from prge.learning.examples import Example, token_count
+from prge.model_spec import ModelSpec
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.readers import Selection, select_rows
 from prge.rows.sources import read_source
@@ -24,7 +24,7 @@ def row_tokens(
     *,
     seed: int,
     tokenizer: Tokenizer,
-    contract: Contract,
+    model: ModelSpec,
 ) -> list[tuple[int, ...]]:
     """Tokens of the sequences of a random choice of rows, `most` in all.
 
@@ -34,7 +34,7 @@ def row_tokens(
         most: tokens.
         seed: of the choice.
         tokenizer: the device's.
-        contract: of a run of these rows.
+        model: of a run of these rows.
 
     Raises:
         PrgeError: the rows or their task can't be used.
@@ -47,7 +47,7 @@ def row_tokens(
     found: list[Example] = []
     for start in range(0, len(rows), _ROWS):
         part = rows[start : start + _ROWS]
-        examples, _ = build_examples(part, tokenizer, contract, loaded, options, source=source.name)
+        examples, _ = build_examples(part, tokenizer, model, loaded, options, source=source.name)
         found += examples
         if token_count(found) >= most:
             break

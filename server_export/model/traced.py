@@ -17,8 +17,8 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
-from prge.contract import Matrix
 from prge.errors import BundleError, PrgeError, told_as_bundle_error
+from prge.model_spec import Matrix
 from server_export.graph.experts import choose_experts
 from server_export.graph.functional import functional_graph
 from server_export.graph.modules import remove_unused_attributes, replace_tensor

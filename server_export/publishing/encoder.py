@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from prge.contract import TensorSpec
 from prge.engine import Array
 from server_export.check.engine import loaded_method
 from server_export.lower.program import write_program
@@ -102,9 +100,9 @@ def build_encoder(
         return torch.stack([loaded_method(program, METHOD, row)()[0] for row in rows])
 
     quantization, checks = quantized_and_checked(module, scheme, reference, eager, lower, layers)
-    inputs = [TensorSpec(name, "int64", (1, length)) for name in ("tokens", "attention_mask")]
-    output = TensorSpec("pooled" if layer is None else "scores", "float32", tuple(reference.shape[1:]))
-    facts = {"inputs": [asdict(spec) for spec in inputs], "outputs": [asdict(output)]}
+    inputs = [{"name": name, "dtype": "int64", "shape": (1, length)} for name in ("tokens", "attention_mask")]
+    name, shape = "pooled" if layer is None else "scores", tuple(reference.shape[1:])
+    facts = {"inputs": inputs, "outputs": [{"name": name, "dtype": "float32", "shape": shape}]}
     return Built("inference", facts, quantization, checks)
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prge.contract import AdaptedModule
 from prge.engine import Array
 from prge.errors import AdapterError, BundleError, ConfigError, RunError
 from prge.files.bundle import MANIFEST, Bundle, open_bundle
@@ -33,6 +32,7 @@ from prge.files.peft import (
 )
 from prge.files.run_folder import CONFIG as RUN_CONFIG
 from prge.files.tuned import bundle_at, bundle_in, tuning_at
+from prge.model_spec import AdaptedModule
 from prge.rows.tokenizer import CHAT_TEMPLATE_FILE
 from server_export.model.base import (
     BaseModel,

@@ -11,7 +11,7 @@ from prge.errors import PrgeError
 from prge.files.adapter import adapter_size
 from prge.files.bundle import Bundle
 from prge.host.memory import available_memory
-from prge.learning.costs import BYTES_OF_A_TOKEN, budget_within, costs_of, run_memory
+from prge.learning.costs import BYTES_OF_A_TOKEN, StepShape, budget_within, costs_of, run_memory
 from prge.learning.estimators.table import ESTIMATORS, fitting
 from prge.learning.examples import Example
 from prge.rows.readers import Row
@@ -55,8 +55,7 @@ class Choosing:
         settings, model = self._settings, str(self._settings.model)
         estimated = self._decide_adapter(model, rows)
         check_room(estimated, settings.out)
-        contract = estimated.contract(EstimateConfig(model=model), estimated.estimators[0], 2, 1)
-
+        spec = estimated.model
         tokenizing = Tokenizing(model, estimated)
 
         def template() -> Decision | None:
@@ -66,17 +65,17 @@ class Choosing:
         self.decide("chat_template", settings.chat_template, template)
         chat_template = self._record.value("chat_template")
         tokenizer = tokenizing.on_device(chat_template, None)
-        longest = rows.check(tokenizer, contract)
+        longest = rows.check(tokenizer, spec)
 
         def some(tokenizer: Tokenizer) -> Sequence[Example]:
-            return rows.some(ROWS, tokenizer, contract)
+            return rows.some(ROWS, tokenizer, spec)
 
         self.decide("prepend_bos", settings.prepend_bos, lambda: tokenizing.decide_bos(chat_template, some))
         if begins := self._record.value("prepend_bos"):
             why = next(each.why for each in self._record.decisions if each.name == "prepend_bos")
             rows.notes.append(f"prepend_bos is {begins}: {why}")
             tokenizer = tokenizing.on_device(chat_template, begins)
-            longest = rows.check(tokenizer, contract)
+            longest = rows.check(tokenizer, spec)
         self.decide(
             "sequence_length",
             settings.sequence_length,
@@ -92,8 +91,7 @@ class Choosing:
             # In seconds, and not after minutes of an export.
             needed = _on_a_row(estimated, model, min(length, longest))
             budget_within(limit, needed, estimated.weights, "a run of this model", _LESS)
-        positions = max(length - 1, 1) if contract.positions else 0
-        return rows.split(tokenizer, replace(contract, sequence_length=length, positions=positions))
+        return rows.split(tokenizer, replace(spec, sequence_length=length))
 
     def _decide_adapter(self, model: str, rows: NamedRows) -> Estimate:
         """Scheme, adapted layers and roles; returns what a bundle of them costs, with rows of any length."""
@@ -130,34 +128,41 @@ class Choosing:
         settings, record = self._settings, self._record
 
         def measure() -> dict[str, Any]:
-            return asdict(rows.facts(bundle_tokenizer(bundle), bundle.chain.scoring, settings.overflow))
+            return asdict(rows.facts(bundle_tokenizer(bundle), bundle.chain.model, settings.overflow))
 
         facts = RowFacts(**record.found("facts", measure))
         self.decide("estimator", settings.estimator, lambda: _best_estimator(bundle))
-        self.decide("batch_size", settings.batch_size, lambda: decisions.batch_size(facts))
+        self.decide("batch_size", settings.batch_size, lambda: self._batch_size(bundle, facts))
         batch = record.value("batch_size")
-        if record.value("rows_of_a_call") is None:
-            record.decide(self._rows_of_a_call(bundle, facts, batch))
         self.decide("head_folds", settings.head_folds, lambda: decisions.head_folds(facts))
         self.decide("beta", settings.beta, lambda: decisions.beta(facts))
         self.decide("steps", settings.steps, lambda: decisions.steps(facts, batch, settings.epochs))
         return facts
 
-    def _rows_of_a_call(self, bundle: Bundle, facts: RowFacts, batch: int) -> Decision:
-        """Rows of a call that keep the bound of a run's process, by the bundle's own outline."""
-        chain, entry, limit = bundle.chain, ESTIMATORS[self._record.value("estimator")], self._limit()
+    def _batch_size(self, bundle: Bundle, facts: RowFacts) -> Decision:
+        """Examples of a step that keep the bound of a run's process, by the bundle's own outline."""
+        wanted, limit = decisions.batch_size(facts), self._limit()
         if limit is None:
-            return decisions.rows_of_a_call(batch, facts.widest)
+            return wanted
+        chain, entry = bundle.chain, ESTIMATORS[self._record.value("estimator")]
         outline, weights = costs_of(bundle)
         length = min(facts.longest, chain.bounds.tokens)
 
-        def needed(rows: int, everything: bool) -> int:
-            contract = chain.contract(entry.role, rows, **entry.sizes(), length=length)
-            loaded = weights.layers + weights.transposed if everything else weights.largest
-            taken = run_memory(outline, contract, weights, chain.roles, "native", loaded).total
+        def needed(examples: int) -> int:
+            sequences = examples * facts.widest
+            shape = StepShape(
+                entry.role,
+                sequences,
+                length,
+                length - 1,
+                chain.vocabulary_size,
+                copies=entry.copies(),
+                queries=entry.directions(),
+            )
+            taken = run_memory(outline, shape, weights, chain.roles, "native", weights.largest).total
             return taken + BYTES_OF_A_TOKEN * facts.tokens
 
-        return decisions.rows_of_a_call(batch, facts.widest, limit, needed)
+        return decisions.within_memory(wanted, limit, needed)
 
 
 def _on_a_row(estimated: Estimate, model: str, length: int) -> Callable[[int], int]:
@@ -165,11 +170,11 @@ def _on_a_row(estimated: Estimate, model: str, length: int) -> Callable[[int], i
     loaded."""
     estimated = replace(estimated, outline=replace(estimated.outline, longest=length))
     config = EstimateConfig(model=model, batch_size=1)
-    contract = estimated.contract(config, estimated.estimators[0], length, length - 1)
+    shape = estimated.shape(config, estimated.estimators[0], length, length - 1)
 
     def needed(loaded: int) -> int:
         return run_memory(
-            estimated.outline, contract, estimated.weights, estimated.roles, "native", loaded
+            estimated.outline, shape, estimated.weights, estimated.roles, "native", loaded
         ).total
 
     return needed

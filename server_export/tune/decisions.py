@@ -37,7 +37,6 @@ _CLEARLY = 0.98
 # The share of a limit that an estimate may come up to: the run itself measures what it holds already.
 _MARGIN = 0.95
 # Sequences that a call computes as fast as more.
-_SEQUENCES = 4
 # The share of the time that is left that an estimate may come up to; and of all of it that training has.
 _MARGIN_OF_TIME, _LEAST_SHARE = 0.95, 1 / 3
 # Of the final run: with fewer steps those of a search differ in nothing but chance.
@@ -283,34 +282,24 @@ def evaluate_every(count: int) -> int:
     return math.ceil(count / _EVALUATIONS)
 
 
-def rows_of_a_call(
-    rows: int,
-    widest: int,
-    limit: int | None = None,
-    needed: Callable[[int, bool], int] = lambda sequences, everything: 0,
-) -> Decision:
-    """Rows of one call: at most 4 sequences, or one row.
+def within_memory(batch: Decision, limit: int, needed: Callable[[int], int]) -> Decision:
+    """Examples of a step whose memory has a bound: as many as wanted, or a half, a quarter, ... of them.
 
     Args:
-        rows: of a step.
-        widest: sequences of the row that has most of them.
-        limit: most bytes of the run's process; None: no bound.
-        needed: bytes that it takes with so many sequences in a call, and with all weights loaded, or with the
-            largest block alone.
+        batch: what is wanted.
+        limit: most bytes of the run's process.
+        needed: bytes that it takes with so many examples in a step.
 
     Raises:
-        ConfigError: nothing fits.
+        ConfigError: one is too many.
     """
-    sizes = [size for size in (4, 2, 1) if rows % size == 0 and (size == 1 or size * widest <= _SEQUENCES)]
-    if limit is None:
-        return Decision("rows_of_a_call", sizes[0], "there is no --memory")
-    bound = f"--memory is {megabytes(limit)}"
-    for everything, told in ((True, "with all weights loaded"), (False, "with one block's weights loaded")):
-        for size in sizes:
-            if (taken := needed(size * widest, everything)) <= _MARGIN * limit:
-                why = f"{bound}, about {megabytes(taken)} are taken {told}"
-                return Decision("rows_of_a_call", size, why)
-    least = math.ceil(needed(widest, False) / _MARGIN / 1e6) * 10**6
+    count = int(batch.value)
+    while count >= 1:
+        if (taken := needed(count)) <= _MARGIN * limit:
+            bound = f"; --memory is {megabytes(limit)}, about {megabytes(taken)} are taken"
+            return Decision("batch_size", count, batch.why + bound)
+        count //= 2
+    least = math.ceil(needed(1) / _MARGIN / 1e6) * 10**6
     raise ConfigError(
         f"--memory {megabytes(limit)} is too little:",
         [f"a run of this model needs at least {megabytes(least)}"],

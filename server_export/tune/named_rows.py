@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from prge.contract import Contract
 from prge.errors import DataError
 from prge.learning.examples import Example
 from prge.learning.preferences import make_objective
+from prge.model_spec import ModelSpec
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.forms import find_form
 from prge.rows.readers import Row, Selection, select_rows
@@ -65,19 +65,19 @@ class NamedRows:
         """Whether a model learns to write what the rows hold, and not to choose among candidates."""
         return self._task is None or self._task.generate is not None
 
-    def some(self, count: int, tokenizer: Tokenizer, contract: Contract) -> list[Example]:
-        """Examples of a random choice of training rows as a run of the contract takes them."""
+    def some(self, count: int, tokenizer: Tokenizer, model: ModelSpec) -> list[Example]:
+        """Examples of a random choice of training rows as a run of the model takes them."""
         rows = select_rows(self._sources["train"].rows, Selection(limit=count, shuffle_seed=0))
         examples, _ = self._built(
             "train",
             rows,
             tokenizer,
-            _unbounded(contract),
+            _unbounded(model),
             self._options("auto"),
         )
         return examples
 
-    def check(self, tokenizer: Tokenizer, contract: Contract) -> int:
+    def check(self, tokenizer: Tokenizer, model: ModelSpec) -> int:
         """Leave out rows that can't be used; returns the tokens of the longest training row.
 
         Raises:
@@ -88,7 +88,7 @@ class NamedRows:
         problems: dict[str, list[str]] = {}
         for part, source in self._sources.items():
             options = self._options("auto", skip_unusable=True)
-            examples, report = self._built(part, source.rows, tokenizer, _unbounded(contract), options)
+            examples, report = self._built(part, source.rows, tokenizer, _unbounded(model), options)
             found = [
                 *self._broken.pop(part, ()),
                 *(f"row {row}: {why}" for row, why in report.unusable.items()),
@@ -104,7 +104,7 @@ class NamedRows:
             if part == "train":
                 make_objective(report.objective, self._settings)
                 longest = max(report.lengths)
-                self._classes = {each.row: each for each in examples} if contract.is_encoder else {}
+                self._classes = {each.row: each for each in examples} if model.is_encoder else {}
         if problems and self._settings.on_bad_row == "stop":
             several = len(problems) > 1
             raise DataError(
@@ -114,12 +114,12 @@ class NamedRows:
             )
         return longest
 
-    def split(self, tokenizer: Tokenizer, contract: Contract) -> dict[Part, list[Row]]:
+    def split(self, tokenizer: Tokenizer, model: ModelSpec) -> dict[Part, list[Row]]:
         """The rows of all parts; development rows are split off where none are named.
 
         Args:
             tokenizer: of the bundle.
-            contract: of its evaluations: what it has no room for is noted.
+            model: of its evaluations: what it has no room for is noted.
 
         Raises:
             DataError: more target tokens than the settings allow would be left out, or a class of an encoder
@@ -128,7 +128,7 @@ class NamedRows:
         settings = self._settings
         options = self._options(settings.overflow, max_dropped=settings.max_dropped)
         for part, source in self._sources.items():
-            _, report = self._built(part, source.rows, tokenizer, contract, options)
+            _, report = self._built(part, source.rows, tokenizer, model, options)
             self.notes.append(f"{source.name}: columns: {report.columns}")
             self.notes += [f"{source.name}: {event}" for event in report.events()]
             if not self._task:
@@ -139,7 +139,7 @@ class NamedRows:
             made = split_rows(parts["train"], columns=columns)
             parts |= {"train": made.train, "dev": made.dev}
             self.notes += made.notes
-        if contract.is_encoder:
+        if model.is_encoder:
             self._check_classes([self._classes[row.number] for row in parts["train"]])
         return parts
 
@@ -180,14 +180,14 @@ class NamedRows:
         part: Part,
         rows: Sequence[Row],
         tokenizer: Tokenizer,
-        contract: Contract,
+        model: ModelSpec,
         options: BuildOptions,
     ) -> tuple[list[Example], DataReport]:
         source = self._sources[part]
         return build_examples(
             rows,
             tokenizer,
-            contract,
+            model,
             self._task,
             options,
             training=part == "train",
@@ -201,5 +201,5 @@ def _only(row: Row, columns: Sequence[str]) -> Row:
     return Row(row.number, {name: row.fields[name] for name in columns if name in row.fields})
 
 
-def _unbounded(contract: Contract) -> Contract:
-    return replace(contract, sequence_length=_NO_BOUND, positions=_NO_BOUND)
+def _unbounded(model: ModelSpec) -> ModelSpec:
+    return replace(model, sequence_length=_NO_BOUND)

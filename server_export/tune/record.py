@@ -24,7 +24,7 @@ _NOT_IDENTITY = {"out", "resume", "json", "threads"}
 # The stage that first depends on a setting or has to do with a decision; all others: the bundle.
 _OF_SEARCH = (
     *("minutes", "steps", "epochs", "batch_size", "head_folds", "seed", "on", "phone_folder", "memory"),
-    *("rows_of_a_call", "loss_normalisation", "weight_decay"),
+    *("loss_normalisation", "weight_decay"),
 )
 _STAGE_OF = {**dict.fromkeys(_OF_SEARCH, "search"), "learning_rate": "run"}
 

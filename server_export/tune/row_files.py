@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prge.contract import Contract
 from prge.host.atomic import new_folder, write_file
 from prge.learning.preferences import ObjectiveName
+from prge.model_spec import ModelSpec
 from prge.rows.control_tokens import ControlTokens
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.forms import find_form, present_columns
@@ -85,8 +85,8 @@ class RowFiles:
         """Whether rows are, or with a chat template become, messages."""
         return not self._task() and bool(find_form(read_rows(self.train), str(self.train)).chat)
 
-    def facts(self, tokenizer: Tokenizer, contract: Contract, overflow: Overflow) -> RowFacts:
-        """Measure the training rows as a run of the contract takes them.
+    def facts(self, tokenizer: Tokenizer, model: ModelSpec, overflow: Overflow) -> RowFacts:
+        """Measure the training rows as a run of the model takes them.
 
         Raises:
             DataError: rows can't be used.
@@ -94,7 +94,7 @@ class RowFiles:
         examples, report = build_examples(
             read_rows(self.train),
             tokenizer,
-            contract,
+            model,
             self._task(),
             BuildOptions(
                 overflow,
@@ -108,7 +108,7 @@ class RowFiles:
         lengths = [len(sequence.tokens) for example in examples for sequence in example.sequences]
         widest = max(len(example.sequences) for example in examples)
         fewest = None
-        if contract.is_encoder:
+        if model.is_encoder:
             different = {(example.sequences[0].tokens, example.label) for example in examples}
             fewest = min(Counter(label for _, label in different).values())
         return RowFacts(

@@ -179,9 +179,9 @@ class _Tuning:
                 self._parts = self._choosing.for_export(rows)
             else:
                 bundle = open_bundle(self._folder)
-                tokenizer, contract = bundle_tokenizer(bundle), bundle.chain.scoring
-                rows.check(tokenizer, contract)
-                self._parts = rows.split(tokenizer, contract)
+                tokenizer, model = bundle_tokenizer(bundle), bundle.chain.model
+                rows.check(tokenizer, model)
+                self._parts = rows.split(tokenizer, model)
             notes = self._notes = rows.notes
         print("\n".join(notes))
 
@@ -405,7 +405,6 @@ class _Tuning:
     def _shared(self) -> dict[str, Any]:
         """Settings of every run."""
         value, rows = self._record.value, self._rows
-        batch, of_a_call = value("batch_size"), value("rows_of_a_call")
         heads = self._settings.out / (self._record.known("heads") or "")
         return {
             **self._given("overflow", "max_dropped", "weight_decay", *_EXAMPLES, *_OBJECTIVE),
@@ -419,8 +418,7 @@ class _Tuning:
             "dev_limit": None if rows.dev is None else _DEV_ROWS,
             "estimator": value("estimator"),
             "head_folds": value("head_folds"),
-            "batch_size": batch,
-            "calls": batch // of_a_call,
+            "batch_size": value("batch_size"),
             "memory": self._settings.memory or value("memory"),
             # Of few development rows a metric is often the same.
             "select": "loss",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prge.contract import AdaptedModule, Matrix
+from prge.model_spec import AdaptedModule, Matrix
 from prge.errors import ConfigError
 from tests.bundles import make_contract
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prge.contract import AdaptedModule
+from prge.model_spec import AdaptedModule
 from prge.files.peft import read_lora, write_peft
 from tests.templates import random_adapter
 

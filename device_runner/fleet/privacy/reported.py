@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.privacy.discrete_gaussian import discrete_gaussian
-from prge.contract import AdaptedModule, Contract
 from prge.engine import Engine, Float64Array, FloatArray
 from prge.learning.estimators.protocol import Estimator, Measurement, Step
+from prge.model_spec import AdaptedModule
 
 SPENT = "privacy_epsilon would be"
 GRID_BITS = 20
@@ -109,9 +109,11 @@ class Reported:
         """Whatever the rows are, nothing but the noisy sum leaves this, not even a refusal."""
         plan, unit = self._plan, grid(self._plan)
         total: Any = 0
-        for batch in step.batches:
+        # An exact gradient is an example's where there is no other.
+        groups = [step.examples] if plan.by_scalars else [[example] for example in step.examples]
+        for examples in groups:
             with np.errstate(all="ignore"):
-                measured = self._inner.measure(engine, replace(step, batches=[batch]))
+                measured = self._inner.measure(engine, replace(step, examples=examples))
             derivatives: Float64Array = np.asarray(measured.derivatives, np.float64)
             # Scalars are [queries, examples], or [queries] of one example as a gradient is [size].
             parts = derivatives.T if derivatives.ndim == 2 else derivatives[None]
@@ -121,10 +123,6 @@ class Reported:
         if measured.gradient is not None:
             return replace(hidden, gradient=noisy.astype(np.float32))
         return _told(hidden, noisy.reshape(plan.shape))
-
-    def rows(self, contract: Contract, batches: int) -> int:
-        """See Estimator.rows."""
-        return self._inner.rows(contract, batches)
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]

@@ -2,11 +2,7 @@
 
     variants (query, +-eps) -> losses -> scalar per query -> gradient = mean_i scalar_i * z_i
 
-The variants of a step are laid out in one list and run `copies` at a time, so the number of copies of a call
-changes its speed and nothing else:
-
-    copies = 2q   the paper's P-RGE, one call        copies = 2   inner loop parallel, q calls
-    copies = q    outer loop parallel, two calls     copies = 1   MeZO's sequence, 2q calls
+All variants of a step are the copies of one call: the paper's outer and inner loop at once.
 """
 
 from __future__ import annotations
@@ -17,11 +13,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from prge.contract import AdaptedModule, Contract
-from prge.engine import Engine, Float64Array, FloatArray
-from prge.files.adapter import Adapter, AdapterStack, adapter_size
+from prge.engine import Call, Engine, Float64Array, FloatArray
+from prge.files.adapter import Adapter, adapter_size
 from prge.learning.estimators.directions import Directions
-from prge.learning.estimators.protocol import Calls, Measurement, Step, clipped
+from prge.learning.estimators.protocol import Measurement, Step, clipped
+from prge.learning.examples import sequences_of
+from prge.model_spec import AdaptedModule
 
 
 @dataclass(frozen=True)
@@ -100,45 +97,23 @@ class Differences:
     def __init__(self, rule: Rule, clip: float = 0.0) -> None:
         self.rule = rule
         self.clip = clip
-        self._stack: AdapterStack | None = None
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """Loss of every variant over all batches: ceil(variants / copies) calls per batch."""
-        contract = engine.contract
+        """The loss of every variant over all examples, in one call."""
         variants = self.rule.variants()
         directions = Directions(step.seed, step.number, step.adapter.size)
-        stack = self._stack_of(contract)
-        answers: list[list[FloatArray]] = [[] for _ in step.batches]
-        calls = Calls(engine, step.trained_head)
-        for start in range(0, len(variants), contract.copies):
-            chunk = variants[start : start + contract.copies]
-            for copy in range(contract.copies):
-                # Copies beyond the last variant repeat it; their rows are computed and not read.
-                variant = chunk[min(copy, len(chunk) - 1)]
-                stack.fill(copy, perturbed(step.adapter, variant, directions))
-            for batch, parts in zip(step.batches, answers, strict=True):
-                inputs = batch.inputs(contract.copies, contract.is_encoder)
-                outputs = calls.forward({**inputs, **stack.inputs})
-                parts.append(outputs[contract.answer][: len(chunk) * contract.batch_size])
-        total = np.zeros(len(variants))
-        # All variants at once: what a loss takes of other examples must be the same for each of them.
-        for batch, parts in zip(step.batches, answers, strict=True):
-            loss = step.loss(batch, np.concatenate(parts), len(variants))
-            total += loss.losses.sum(-1)
-            calls.learn_head(loss)
-        mean = total / step.examples
+        adapters = np.empty((len(variants), step.adapter.size), np.float32)
+        for copy, variant in enumerate(variants):
+            adapters[copy] = perturbed(step.adapter, variant, directions)
+        begin = engine.seconds
+        loss = step.loss(engine.forward(Call(sequences_of(step.examples), adapters)))
+        mean = loss.losses.sum(-1) / len(step.examples)
         return Measurement(
             float(mean.mean()),
             clipped(self.rule.scalars(mean), self.clip),
-            calls.head_gradient(step.examples * len(variants)),
-            calls.seconds,
-            self.rows(contract, len(step.batches)),
+            step.head_gradient([loss]),
+            engine.seconds - begin,
         )
-
-    def rows(self, contract: Contract, batches: int) -> int:
-        """See protocol.Estimator.rows."""
-        rounds = -(-len(self.rule.variants()) // contract.copies)
-        return contract.computed_rows * rounds * batches
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
@@ -152,12 +127,6 @@ class Differences:
             term *= np.float32(scalar / len(scalars))
             total += term
         return total
-
-    def _stack_of(self, contract: Contract) -> AdapterStack:
-        stack = self._stack
-        if stack is None or (stack.modules, stack.copies) != (contract.modules, contract.copies):
-            self._stack = stack = AdapterStack(contract.modules, contract.copies)
-        return stack
 
 
 def perturbed(adapter: Adapter, variant: Variant, directions: Callable[[int], FloatArray]) -> FloatArray:

@@ -10,15 +10,15 @@ any direction of a run can be made again from its journal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.contract import AdaptedModule, Matrix, matrices
 from prge.engine import Float64Array, FloatArray, IntArray
+from prge.model_spec import AdaptedModule, Matrix, matrices
 
 SignArray = NDArray[np.int8]
 
@@ -79,18 +79,17 @@ class RankOneDirections:
         """Every matrix with the signs of its u [queries, examples, rank] and v [queries, examples, width]."""
         return self._cut(self._signs)
 
-    def fill(self, inputs: Mapping[str, FloatArray], owner: IntArray) -> None:
-        """Write the directions of a call's rows into its inputs.
+    def of(self, owner: IntArray) -> dict[str, FloatArray]:
+        """The factors of sequences' directions, f32 [queries, sequences, width] by name.
 
         Args:
-            inputs: f32 [queries, rows, width] by input name, written in place.
-            owner: i64 [rows], the example of the step that a row belongs to; the rows of -1 become zeros.
+            owner: i64 [sequences], the example that each belongs to.
         """
-        rows = self._signs[:, np.maximum(owner, 0)]
-        rows[:, owner < 0] = 0
-        for matrix, u, v in self._cut(rows):
-            inputs[matrix.u][...] = u
-            inputs[matrix.v][...] = v
+        found = {}
+        for matrix, u, v in self.factors():
+            found[matrix.u] = u[:, owner].astype(np.float32)
+            found[matrix.v] = v[:, owner].astype(np.float32)
+        return found
 
     def gradient(self, scalars: Float64Array) -> FloatArray:
         """Mean of scalar * u v^T over queries and examples, f32 [size of the adapter].

@@ -1,31 +1,35 @@
-"""Backpropagation on the engine: the gradient itself, in one call per batch.
+"""Backpropagation on the engine: the gradient itself.
 
-    batch -> engine -> answers -> slope of the mean loss by them -> engine -> gradient by the adapter
+    examples -> engine -> outputs -> derivative of the mean loss by them -> engine -> gradient by the adapter
 
-Batches add up to the gradient of the step's mean loss. A journal keeps the gradient: nothing smaller would do
-to make it again.
+A step's examples are computed in microbatches, whose gradients add up: the memory of a step has a bound,
+however many examples it has. A journal keeps the gradient: nothing smaller would do to make it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from prge.contract import AdaptedModule, Contract, matrices
-from prge.engine import Array, Engine, Float64Array, FloatArray
+from prge.engine import Array, Call, Engine, Float64Array, FloatArray
 from prge.errors import ConfigError, RunError
 from prge.files.journal import GRADIENT, decode_array
-from prge.learning.estimators.protocol import Calls, Measurement, Step
-from prge.learning.examples import Batch, Example
+from prge.learning.estimators.protocol import Measurement, Step
+from prge.learning.examples import Example, microbatches, sequences_of
+from prge.learning.objectives import Loss
+from prge.model_spec import AdaptedModule
+
+# Tokens whose activations are kept at once.
+MICROBATCH_TOKENS = 512
 
 
 class Exact:
     """Implements protocol.Estimator with the gradient itself.
 
     `clip` bounds the norm of a step's gradient, `clip_examples` that of every example's before they are added
-    up, for batches of one example; 0 leaves them.
+    up; 0 leaves them.
     """
 
     def __init__(self, clip: float = 0.0, clip_examples: float = 0.0) -> None:
@@ -33,42 +37,36 @@ class Exact:
         self.clip_examples = clip_examples
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """Loss of every example and the gradient of their mean: one call per batch.
+        """Loss of every example and the gradient of their mean, one microbatch after the other."""
+        gradient, losses, count = np.zeros(step.adapter.size), list[Loss](), len(step.examples)
+        begin = engine.seconds
+        for examples in self._microbatches(step):
 
-        Raises:
-            ValueError: examples are clipped, and a batch has several.
-        """
-        if self.clip_examples and any(batch.examples != 1 for batch in step.batches):
-            raise ValueError("only the gradient of a batch of one example is an example's")
-        contract = engine.contract
-        adapter = step.adapter.inputs()
-        gradient = np.zeros(step.adapter.size)
-        calls, loss = Calls(engine, step.trained_head), 0.0
-        for batch in step.batches:
+            def grad_fn(outputs: FloatArray, examples: Sequence[Example] = examples) -> Array:
+                return step.loss(outputs[None], examples).by_output / count
 
-            def slope(answers: FloatArray, batch: Batch = batch) -> Array:
-                return step.loss(batch, answers).by_answer / step.examples
-
-            answers, gradients = calls.gradient({**batch.inputs(1, contract.is_encoder), **adapter}, slope)
-            parts = (gradients[matrix.name].ravel() for matrix in matrices(contract.modules))
-            of_batch = np.concatenate([*parts])
-            # What the engine answers is the example's share of the mean.
-            gradient += shortened(of_batch.astype(float), self.clip_examples / step.examples)
-            found = step.loss(batch, answers)
-            loss += float(found.losses.sum())
-            calls.learn_head(found)
+            call = Call(sequences_of(examples), step.adapter.values[None])
+            outputs, found = engine.vjp(call, grad_fn)
+            # What the engine returns is the example's share of the mean.
+            gradient += shortened(found.astype(float), self.clip_examples / count)
+            losses.append(step.loss(outputs[None], examples))
         return Measurement(
-            loss / step.examples,
+            sum(float(loss.losses.sum()) for loss in losses) / count,
             np.zeros(0),
-            calls.head_gradient(step.examples),
-            calls.seconds,
-            self.rows(contract, len(step.batches)),
+            step.head_gradient(losses),
+            engine.seconds - begin,
             gradient=shortened(gradient, self.clip).astype(np.float32),
         )
 
-    def rows(self, contract: Contract, batches: int) -> int:
-        """See protocol.Estimator.rows."""
-        return contract.computed_rows * batches
+    def _microbatches(self, step: Step) -> Iterator[Sequence[Example]]:
+        """Examples that are computed together: one where it is clipped, all where the loss compares them."""
+        if self.clip_examples:
+            return iter([[example] for example in step.examples])
+        return (
+            microbatches(step.examples, MICROBATCH_TOKENS)
+            if step.objective.is_separate
+            else iter([step.examples])
+        )
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
@@ -92,7 +90,7 @@ def shortened(gradient: Float64Array, limit: float) -> Float64Array:
 
 
 def check_single_sequences(examples: Sequence[Example]) -> None:
-    """Raise ConfigError if an example whose gradient is to be clipped takes several rows of a call."""
+    """Raise ConfigError if an example whose gradient is to be clipped has several sequences."""
     widest = max(examples, key=lambda example: len(example.sequences))
     if len(widest.sequences) > 1:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""The Estimator protocol: what a step learns from its batches, and the gradient that follows from it.
+"""The Estimator protocol: what a step learns from its examples, and the gradient that follows from it.
 
-    measure    batches -> engine -> scalars, one per query (and example), or a gradient; and the loss
+    measure    examples -> engine -> scalars, one per query (and example), or a gradient; and the loss
     gradient   scalars -> mean of scalar * direction, or the gradient as it is
 
 `gradient` needs no engine: directions are made again from (seed, step). So what a journal keeps of a step is
@@ -10,21 +10,22 @@ exact.py has the gradient from the engine.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from prge.contract import AdaptedModule, Contract
-from prge.engine import Array, Engine, Float64Array, FloatArray, Slope
+from prge.engine import Array, Engine, Float64Array, FloatArray
 from prge.files.adapter import Adapter
 from prge.files.journal import GRADIENT, Record, encode_array
-from prge.learning.examples import Batch
+from prge.learning.examples import Example
 from prge.learning.head import Classifier, Head
-from prge.learning.objectives import CROSS_ENTROPY, BatchLoss, Objective
+from prge.learning.objectives import CROSS_ENTROPY, Loss, Objective
+from prge.model_spec import AdaptedModule
 
+# Forward passes that an exact gradient counts as wherever costs are compared.
+PASSES_OF_BACKPROPAGATION = 3
 # What a journal can have of a step for `Estimator.gradient`.
 LEARNT = frozenset({"scalars", GRADIENT})
 
@@ -33,28 +34,31 @@ LEARNT = frozenset({"scalars", GRADIENT})
 class Step:
     """What one step is measured on.
 
-    `adapter`: where the gradient is asked for. `batches`: the step's examples, each batch the rows of one
-    copy. `seed` with `number`, that of the step, makes its directions. `classifier` scores an encoder's
-    states; `trained_head` is the head whose exact gradient is wanted, where it is trained. `objective` is the
-    loss.
+    `adapter`: where the gradient is asked for. `examples`: of the step. `seed` with `number`, that of the
+    step, makes its directions. `classifier` scores an encoder's states; `trained_head` is the head whose
+    exact gradient is wanted, where it is trained. `objective` is the loss.
     """
 
     adapter: Adapter
-    batches: Sequence[Batch]
+    examples: Sequence[Example]
     seed: int
     number: int
     classifier: Classifier | None = None
     trained_head: Head | None = None
     objective: Objective = CROSS_ENTROPY
 
-    @property
-    def examples(self) -> int:
-        """Examples of all batches."""
-        return sum(batch.examples for batch in self.batches)
+    def loss(self, outputs: Array, examples: Sequence[Example] | None = None) -> Loss:
+        """The loss of the step's examples, or of some, at an engine's outputs [copies, ...]."""
+        given = self.examples if examples is None else examples
+        return Loss(given, outputs, self.objective, self.classifier)
 
-    def loss(self, batch: Batch, answers: Array, copies: int = 1) -> BatchLoss:
-        """The loss of a batch at what an engine answered for so many copies."""
-        return BatchLoss(batch, answers, self.objective, self.classifier, copies)
+    def head_gradient(self, losses: Sequence[Loss]) -> FloatArray | None:
+        """The gradient of the mean of losses by a trained head's values, f32 [size]; None without one."""
+        if self.trained_head is None:
+            return None
+        total = sum((loss.by_head(self.trained_head) for loss in losses), np.zeros(self.trained_head.size))
+        count = sum(len(loss.outputs) * len(loss.examples) for loss in losses)
+        return (total / count).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -63,15 +67,14 @@ class Measurement:
 
     `loss`: mean over the step's examples. `scalars`: f64 [queries] or [queries, examples]; without directions
     none, but the `gradient` by the adapter's values, f32 [size]. `head_gradient`: exact derivative of the
-    mean loss by the head's values, f32 [size]; None without a trained head. `rows`: how many the engine
-    computed. `largest_tangent`: largest derivative that it computed, if it computes any.
+    mean loss by the head's values, f32 [size]; None without a trained head. `engine_seconds`: time in the
+    engine. `largest_tangent`: largest derivative that it computed, if it computes any.
     """
 
     loss: float
     scalars: Float64Array
     head_gradient: FloatArray | None
     engine_seconds: float
-    rows: int
     largest_tangent: float | None = None
     gradient: FloatArray | None = None
 
@@ -93,48 +96,11 @@ class Measurement:
         return record
 
 
-class Calls:
-    """The calls of one step: their time, and the gradient of a trained head that they add up to."""
-
-    def __init__(self, engine: Engine, head: Head | None) -> None:
-        self.engine = engine
-        self.head = head
-        self.seconds = 0.0
-        self._head_gradient = np.zeros(0 if head is None else head.size)
-
-    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Compute a call."""
-        begin = time.perf_counter()
-        outputs = self.engine.forward(inputs)
-        self.seconds += time.perf_counter() - begin
-        return outputs
-
-    def gradient(self, inputs: Mapping[str, Array], slope: Slope) -> tuple[FloatArray, dict[str, FloatArray]]:
-        """Compute an exact call; see Engine.gradient."""
-        begin = time.perf_counter()
-        found = self.engine.gradient(inputs, slope)
-        self.seconds += time.perf_counter() - begin
-        return found
-
-    def learn_head(self, loss: BatchLoss) -> None:
-        """Add the head's gradient of a call."""
-        if self.head is not None:
-            self._head_gradient += loss.by_head(self.head)
-
-    def head_gradient(self, examples: int) -> FloatArray | None:
-        """The gradient of the mean loss of so many examples, f32 [size]; None without a trained head."""
-        return None if self.head is None else (self._head_gradient / examples).astype(np.float32)
-
-
 class Estimator(Protocol):
-    """How a step gets its gradient from calls of an engine."""
+    """How a step gets its gradient from an engine."""
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """Make the calls of one step, on an engine of the kind that the estimator is for."""
-        ...
-
-    def rows(self, contract: Contract, batches: int) -> int:
-        """Rows that the engine computes for a step of so many batches."""
+        """Compute one step."""
         ...
 
     def gradient(
@@ -157,10 +123,6 @@ class InTurn:
     def measure(self, engine: Engine, step: Step) -> Measurement:
         """See Estimator.measure."""
         return self._of(step.number).measure(engine, step)
-
-    def rows(self, contract: Contract, batches: int) -> int:
-        """See Estimator.rows; of the steps to come."""
-        return self._since[-1][1].rows(contract, batches)
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]

@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from prge.contract import ROWS_OF_A_WAY_BACK
 from prge.files.signatures import BACK, STACK, TANGENT
 from prge.learning.estimators.differences import Antithetic, Differences, OneSided
 from prge.learning.estimators.exact import Exact
-from prge.learning.estimators.protocol import Estimator
+from prge.learning.estimators.protocol import PASSES_OF_BACKPROPAGATION, Estimator
 from prge.learning.estimators.tangents import Tangents
 
 EstimatorName = Literal["exact", "tangent", "antithetic", "fzoo"]
@@ -30,8 +29,6 @@ class EstimatorFlags:
     losses' deviation. Default: exact, or of a bundle without that role tangent, or antithetic."""
     queries: int | None = None
     """Random directions a step; default: 4. An exact gradient has none."""
-    copies: int | None = None
-    """antithetic, fzoo: copies of the adapter in one call; default: all of a step."""
     share_directions: bool = False
     """tangent: one direction a query for all examples of a step, instead of one for each."""
     epsilon: float = 1e-2
@@ -41,7 +38,7 @@ class EstimatorFlags:
     gradient's norm; exact: largest norm of a step's gradient; 0: no clipping. Helps where a step has few
     examples and they differ much."""
     clip_examples: float = 0.0
-    """exact: largest norm of each example's gradient; every example is a call of its own. For differential
+    """exact: largest norm of each example's gradient; every example is computed alone. For differential
     privacy, which needs noise too, or where few examples are outliers; 0: no clipping."""
 
 
@@ -73,18 +70,19 @@ class Entry:
         """Whether its steps follow random directions."""
         return "queries" in self.settings
 
-    def sizes(self, queries: int | None = None, copies: int | None = None) -> dict[str, int]:
-        """Copies and queries of the contract of its calls."""
-        queries = queries or DEFAULT_QUERIES
-        return {
-            "copies": copies or self.variants(queries) if self.role == STACK else 1,
-            "queries": queries if self.role == TANGENT else 0,
-        }
+    def copies(self, queries: int | None = None) -> int:
+        """Copies of the adapter in a call of so many queries."""
+        return self.variants(queries or DEFAULT_QUERIES) if self.role == STACK else 1
 
-    def rows(self, queries: int) -> int:
-        """Rows that a step computes for each example."""
+    def directions(self, queries: int | None = None) -> int:
+        """Directions that a call of so many queries has derivatives along."""
+        return queries or DEFAULT_QUERIES if self.role == TANGENT else 0
+
+    def passes(self, queries: int | None = None) -> int:
+        """Forward passes that a step of so many queries costs for each sequence."""
+        queries = queries or DEFAULT_QUERIES
         if self.role == BACK:
-            return ROWS_OF_A_WAY_BACK
+            return PASSES_OF_BACKPROPAGATION
         return 1 + queries if self.role == TANGENT else self.variants(queries)
 
 
@@ -93,7 +91,8 @@ def _exact(settings: EstimatorFlags) -> Estimator:
 
 
 def _tangents(settings: EstimatorFlags) -> Estimator:
-    return Tangents(settings.share_directions, settings.clip)
+    queries = settings.queries or DEFAULT_QUERIES
+    return Tangents(queries, settings.share_directions, settings.clip)
 
 
 def _antithetic(settings: EstimatorFlags) -> Estimator:
@@ -127,7 +126,7 @@ ESTIMATORS: dict[EstimatorName, Entry] = {
     ),
     "antithetic": Entry(
         role=STACK,
-        settings=("queries", "copies", "epsilon"),
+        settings=("queries", "epsilon"),
         make=_antithetic,
         variants=lambda queries: 2 * queries,
         tag="zeroth-order",
@@ -136,7 +135,7 @@ ESTIMATORS: dict[EstimatorName, Entry] = {
     ),
     "fzoo": Entry(
         role=STACK,
-        settings=("queries", "copies", "epsilon"),
+        settings=("queries", "epsilon"),
         make=_fzoo,
         variants=lambda queries: 1 + queries,
         tag="zeroth-order",

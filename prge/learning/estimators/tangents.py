@@ -1,6 +1,6 @@
 """Exact derivatives along directions: one scalar per query and example.
 
-    u v^T per (query, example) -> tangents of the answers -> chain rule -> scalar[query, example]
+    u v^T per (query, example) -> derivatives of the outputs -> chain rule -> scalar[query, example]
     gradient = mean over queries and examples of scalar * u v^T
 
 A scalar is the derivative of its example's loss along its direction, without an epsilon. The engine returns
@@ -14,57 +14,42 @@ from typing import Any
 
 import numpy as np
 
-from prge.contract import AdaptedModule, Contract, matrices
-from prge.engine import Engine, Float64Array, FloatArray
+from prge.engine import Call, Engine, Float64Array, FloatArray
 from prge.learning.estimators.directions import RankOneDirections, on_grid
-from prge.learning.estimators.protocol import Calls, Measurement, Step, clipped
+from prge.learning.estimators.protocol import Measurement, Step, clipped
+from prge.learning.examples import sequences_of
+from prge.model_spec import AdaptedModule
 
 
 class Tangents:
-    """Implements protocol.Estimator on tangents; the contract has the number of queries.
+    """Implements protocol.Estimator on derivatives along `queries` directions of a step.
 
     `shared`: one direction a query for all examples, instead of one for each. `clip` bounds the norm of every
     example's gradient.
     """
 
-    def __init__(self, shared: bool = False, clip: float = 0.0) -> None:
+    def __init__(self, queries: int, shared: bool = False, clip: float = 0.0) -> None:
+        self.queries = queries
         self.shared = shared
         self.clip = clip
-        self._factors: dict[str, FloatArray] = {}
-        self._contract: Contract | None = None
         self._directions = RankOneDirections(0, 0, 0, 0, ())
 
     def measure(self, engine: Engine, step: Step) -> Measurement:
-        """Loss of every example and its derivatives: one call per batch."""
-        contract = engine.contract
-        directions = self._directions_of(
-            step.seed, step.number, (contract.queries, step.examples), contract.modules
-        )
-        factors = self._factors_of(contract)
-        adapter = step.adapter.inputs()
-        scalars = np.zeros((contract.queries, step.examples))
-        calls, loss, largest, first = Calls(engine, step.trained_head), 0.0, 0.0, 0
-        for batch in step.batches:
-            directions.fill(factors, np.where(batch.owner < 0, -1, first + batch.owner))
-            outputs = calls.forward({**batch.inputs(1, contract.is_encoder), **adapter, **factors})
-            found, tangents = step.loss(batch, outputs[contract.answer]), outputs["d" + contract.answer]
-            loss += float(found.losses.sum())
-            scalars[:, first : first + batch.examples] = found.along(tangents)
-            largest = float(np.maximum(largest, found.largest(tangents)))
-            calls.learn_head(found)
-            first += batch.examples
+        """Loss of every example and its derivatives, in one call."""
+        shape, modules = (self.queries, len(step.examples)), step.adapter.modules
+        directions = self._directions_of(step.seed, step.number, shape, modules)
+        owner = np.repeat(np.arange(shape[1]), [len(example.sequences) for example in step.examples])
+        call = Call(sequences_of(step.examples), step.adapter.values[None])
+        begin = engine.seconds
+        outputs, derivatives = engine.jvp(call, directions.of(owner))
+        loss = step.loss(outputs[None])
         return Measurement(
-            loss / step.examples,
-            on_grid(clipped(scalars, self.clip), axis=0),
-            calls.head_gradient(step.examples),
-            calls.seconds,
-            self.rows(contract, len(step.batches)),
-            largest,
+            float(loss.losses.sum()) / len(step.examples),
+            on_grid(clipped(loss.along(derivatives), self.clip), axis=0),
+            step.head_gradient([loss]),
+            engine.seconds - begin,
+            float(np.abs(derivatives).max(initial=0.0)),
         )
-
-    def rows(self, contract: Contract, batches: int) -> int:
-        """See protocol.Estimator.rows."""
-        return contract.computed_rows * batches
 
     def gradient(
         self, learnt: Mapping[str, Any], seed: int, step: int, modules: Sequence[AdaptedModule]
@@ -82,14 +67,3 @@ class Tangents:
         if wanted != self._directions:
             self._directions = wanted
         return self._directions
-
-    def _factors_of(self, contract: Contract) -> dict[str, FloatArray]:
-        """Buffers of the inputs of directions, allocated once."""
-        if contract is self._contract:
-            return self._factors
-        self._contract = contract
-        names = {name for matrix in matrices(contract.modules) for name in (matrix.u, matrix.v)}
-        specs = [spec for spec in contract.inputs if spec.name in names]
-        if {name: array.shape for name, array in self._factors.items()} != {s.name: s.shape for s in specs}:
-            self._factors = {spec.name: np.zeros(spec.shape, np.float32) for spec in specs}
-        return self._factors

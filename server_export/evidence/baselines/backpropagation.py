@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from prge.contract import ROWS_OF_A_WAY_BACK
+from prge.learning.estimators.protocol import PASSES_OF_BACKPROPAGATION
 from prge.learning.examples import Example
 from server_export.evidence.baselines.adapter import insert_adapter, save_adapter
 from server_export.evidence.baselines.method import Method, StepResult
@@ -47,7 +47,7 @@ class Backpropagation(Method):
         loss = self.problem.loss(examples)
         torch.autograd.backward(loss)
         self._optimizer.step()
-        return StepResult(loss.item(), ROWS_OF_A_WAY_BACK * self.problem.rows(examples))
+        return StepResult(loss.item(), PASSES_OF_BACKPROPAGATION * self.problem.rows(examples))
 
 
 class AdapterBackpropagation(Backpropagation):

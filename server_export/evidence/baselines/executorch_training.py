@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from prge.contract import ROWS_OF_A_WAY_BACK, Contract
 from prge.errors import ConfigError
-from prge.learning.examples import Batch, Example, make_batch
+from prge.learning.estimators.protocol import PASSES_OF_BACKPROPAGATION
+from prge.learning.examples import Example, labels_of, sequences_of
 from server_export.evidence.baselines.adapter import AdaptedLinear, insert_adapter, save_adapter
 from server_export.evidence.baselines.method import Method, StepResult
 from server_export.evidence.baselines.problem import ModelProblem
@@ -47,11 +46,11 @@ class LossProgram(nn.Module):
         compared f32 [E]             1 for candidates, 0 for a completion, whose score has no normalizer
     """
 
-    def __init__(self, problem: ModelProblem, contract: Contract) -> None:
+    def __init__(self, problem: ModelProblem, length: int) -> None:
         super().__init__()
         self.model = problem.model
         self.accepted = problem.accepted
-        self.register_buffer("position_ids", problem.positions[:, : contract.sequence_length])
+        self.register_buffer("position_ids", problem.positions[:, :length])
         self.asked: torch.Tensor | None = None
         self.model.get_output_embeddings().register_forward_pre_hook(self._keep_asked)
 
@@ -84,27 +83,24 @@ class ExecutorchTraining(Method):
     """Steps of ExecuTorch's SGD; what is `trained` are copies of parameters in the engine's memory."""
 
     def __init__(self, problem: ModelProblem, settings: BaselineSettings) -> None:
-        if problem.contract.is_encoder:
+        if problem.is_encoder:
             raise _unfit("bundle", "it learns log-probabilities, the bundle is of an encoder")
         counts = {len(example.sequences) for example in problem.train}
         most = max(counts)
         if len(counts) > 1:
             raise _unfit("rows", f"they have from {min(counts)} to {most} sequences, it needs one number")
-        examples = problem.contract.batch_size // most
+        examples = problem.batch_size
         self._rows = examples * most
         self._candidates = max(example.candidates for example in problem.train)
-        sequences = [sequence for example in problem.train for sequence in example.sequences]
-        self._contract = replace(
-            problem.contract,
-            sequence_length=max(len(sequence.tokens) for sequence in sequences),
-            positions=max(len(sequence.targets) for sequence in sequences),
-        )
+        sequences = sequences_of(problem.train)
+        self._length = max(len(sequence.tokens) for sequence in sequences)
+        self._targets = max(len(sequence.targets) for sequence in sequences)
         self._parameters = {
             f"model.{name}.lora_b": layer.lora_b for name, layer in insert_adapter(problem).items()
         }
         super().__init__(problem, list(self._parameters.values()))
         # The engine reads the program where it lies.
-        self._program = _export(LossProgram(problem, self._contract), self._inputs(problem.train[:examples]))
+        self._program = _export(LossProgram(problem, self._length), self._inputs(problem.train[:examples]))
         from executorch.extension.training import _load_for_executorch_for_training_from_buffer
 
         with quiet_engine(), warnings.catch_warnings():
@@ -131,7 +127,7 @@ class ExecutorchTraining(Method):
         with torch.no_grad():
             for name, inside in self._module.named_parameters().items():
                 self._parameters[name].copy_(inside)
-        return StepResult(float(loss), ROWS_OF_A_WAY_BACK * self.problem.rows(examples))
+        return StepResult(float(loss), PASSES_OF_BACKPROPAGATION * self.problem.rows(examples))
 
     def save(self, folder: Path) -> None:
         """Write the adapter as PEFT does."""
@@ -144,14 +140,24 @@ class ExecutorchTraining(Method):
 
     def _inputs(self, examples: Sequence[Example]) -> tuple[torch.Tensor, ...]:
         """What the program takes for a step's examples; see `LossProgram`."""
-        batch = make_batch(examples, self._contract, rows=self._rows, pad=self.problem.pad)
-        scores = np.zeros((batch.examples, self._candidates), np.float32)
-        absent, chosen = scores.copy(), scores.copy()
-        absent[np.arange(self._candidates) >= batch.candidates[:, None]] = _NO_CANDIDATE
-        chosen[np.arange(batch.examples), np.maximum(batch.labels, 0)] = 1
-        compared = (batch.labels >= 0).astype(np.float32)
-        weights = _weights(batch, self._candidates)
-        arrays = (batch.tokens, batch.positions, batch.targets, weights, absent, chosen, compared)
+        sequences = sequences_of(examples)
+        tokens = np.full((self._rows, self._length), self.problem.pad, np.int64)
+        positions, targets = (np.zeros((self._rows, self._targets), np.int64) for _ in range(2))
+        scores = np.zeros((len(examples), self._candidates), np.float32)
+        weights = np.zeros((scores.size, positions.size), np.float32)
+        owners = np.repeat(np.arange(len(examples)), [len(example.sequences) for example in examples])
+        for row, (owner, sequence) in enumerate(zip(owners.tolist(), sequences, strict=True)):
+            tokens[row, : len(sequence.tokens)] = sequence.tokens
+            for place, target in enumerate(sequence.targets):
+                positions[row, place], targets[row, place] = target.position, target.token
+                cell = owner * self._candidates + target.candidate
+                weights[cell, row * self._targets + place] = target.weight
+        absent, chosen, labels = scores.copy(), scores.copy(), labels_of(examples)
+        candidates = np.array([example.candidates for example in examples])
+        absent[np.arange(self._candidates) >= candidates[:, None]] = _NO_CANDIDATE
+        chosen[np.arange(len(examples)), np.maximum(labels, 0)] = 1
+        compared = (labels >= 0).astype(np.float32)
+        arrays = (tokens, positions, targets, weights, absent, chosen, compared)
         return tuple(torch.from_numpy(array) for array in arrays)
 
 
@@ -161,15 +167,6 @@ def _unfit(what: str, problem: str) -> ConfigError:
         [problem],
         remedy="take another method, such as backprop-lora-fa",
     )
-
-
-def _weights(batch: Batch, candidates: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    rows, positions = batch.weights.shape
-    weights = np.zeros((batch.examples * candidates, rows * positions), np.float32)
-    row, place = np.nonzero(batch.weights)
-    cell = batch.owner[row] * candidates + batch.candidate[row, place]
-    weights[cell, row * positions + place] = batch.weights[row, place]
-    return weights
 
 
 def _export(program: LossProgram, inputs: tuple[torch.Tensor, ...]) -> bytes:

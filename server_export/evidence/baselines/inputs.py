@@ -44,14 +44,14 @@ def read_inputs(bundle: Bundle, settings: BaselineSettings) -> BaselineInputs:
         control_tokens=settings.control_tokens,
         date=settings.date,
     )
-    contract, seed, texts = bundle.chain.scoring, settings.shuffle_seed, []
+    model, seed, texts = bundle.chain.model, settings.shuffle_seed, []
 
     def read(where: Paths | None, part: Part, chosen: Selection) -> list[Example]:
         if where is None:
             return []
         rows = read_source(where, part, settings.columns, task=task)
         training = part == "train"
-        examples, report = load_examples(rows, tokenizer, contract, task, chosen, options, training=training)
+        examples, report = load_examples(rows, tokenizer, model, task, chosen, options, training=training)
         texts.append(report.text())
         return examples
 

@@ -7,7 +7,7 @@ that the same quantization leaves of the weights, as floats; activations are not
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +15,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from prge.engine import Array
+from prge.engine import Array, Call, FloatArray, IntArray, TokenSequence
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.peft import read_lora
-from prge.files.signatures import STACK
 from prge.learning.encoder_heads import Heads, fit_heads
-from prge.learning.examples import Example, make_batch
+from prge.learning.examples import Example, sequences_of
 from prge.learning.head import Head
-from prge.learning.objectives import BatchLoss
-from prge.learning.sampling import most_sequences
+from prge.learning.objectives import Loss
+from prge.model_spec import ModelSpec
 from server_export.model import readout
 from server_export.model.classifier import states_of
 from server_export.model.loading import LoadedModel
@@ -32,7 +31,7 @@ from server_export.model.positions import position_numbers
 
 
 class ModelProblem:
-    """A bundle's model with its training rows; also the engine that the driver's own code scores with.
+    """A bundle's model with its training rows; `engine` is what the driver's own code scores with.
 
     `modules` are the layers that the bundle adapts. By their names, `lora_a` [rank, in] are its frozen
     matrices, unscaled, `lora_b` [out, rank] is where training starts, and `scales` are alpha / rank.
@@ -42,7 +41,7 @@ class ModelProblem:
         base: the model, as `open_base` gives it; a method changes it in place.
         train: training rows as examples of the bundle.
         pad: token to fill rows up with.
-        batch_size: examples of a step, and a scoring call has as many sequences as the widest take.
+        batch_size: examples of a step.
         seed: of the run.
         head_folds: encoders: folds of the heads for the training rows.
         head: the checkpoint's own, in the place of fitted ones.
@@ -68,9 +67,8 @@ class ModelProblem:
         self.heads = Heads(head)
         # A method trains what it says, whatever the bundle's own adapter is.
         self.modules = tuple(replace(module, trains_a=False) for module in bundle.chain.modules)
-        # Evaluations take no more rows at once than steps, so that none of them is what memory peaks at.
-        self.contract = bundle.chain.contract(STACK, batch_size * most_sequences(train))
-        self.positions = position_numbers(base, self.contract.sequence_length)
+        self.engine = ProblemEngine(self, bundle.chain.model)
+        self.positions = position_numbers(base, bundle.chain.model.sequence_length)
         self.accepted = frozenset(inspect.signature(self.model.forward).parameters)
         start, names = read_lora(bundle.adapter), [module.name for module in self.modules]
         self.lora_a = {name: torch.from_numpy(start.lora_a[name]) for name in names}
@@ -79,48 +77,48 @@ class ModelProblem:
         self._head_folds = head_folds
         self._asked: torch.Tensor | None = None
         self._pool = readout.pooling_of(bundle.pooling)
-        if not self.contract.is_encoder:
+        if not self.is_encoder:
             self.model.get_output_embeddings().register_forward_pre_hook(self._keep_asked)
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the model has pooled states."""
+        return self.bundle.chain.is_encoder
 
     def rows(self, examples: Sequence[Example]) -> int:
         """Rows that one forward of these examples computes."""
-        return sum(len(example.sequences) for example in examples)
+        return len(sequences_of(examples))
 
     def loss(self, examples: Sequence[Example]) -> torch.Tensor:
         """Mean loss of training examples as prge/learning/objectives.py has it, f64 []."""
-        batch, head = make_batch(examples, self.contract, rows=self.rows(examples), pad=self.pad), None
-        if self.contract.is_encoder:
+        head = None
+        if self.is_encoder:
             # The heads of the training rows are constants of the loss.
             heads = self.prepare_heads()
             head = heads.cross_fitted or heads.head
-            answers = self._pooled(batch.tokens, batch.attention_mask)
-        else:
-            row, place = np.nonzero(batch.weights)
-            asked = batch.positions[row, place], batch.targets[row, place]
-            logprobs = self._log_probabilities(batch.tokens, row, *asked)
-            where = torch.from_numpy(row), torch.from_numpy(place)
-            answers = logprobs.new_zeros(batch.weights.shape).index_put(where, logprobs)
-        loss = BatchLoss(batch, answers.detach().numpy(), head=head)
-        # The answers times their slopes: it has the loss's derivatives, and gets its value.
-        slopes = torch.from_numpy(loss.by_answer / batch.examples)
-        along = (answers.double() * slopes).sum()
+        outputs = self.outputs(sequences_of(examples))
+        loss = Loss(examples, outputs.detach().numpy()[None], head=head)
+        # The outputs times their slopes: it has the loss's derivatives, and gets its value.
+        slopes = torch.from_numpy(loss.by_output / len(examples))
+        along = (outputs.double() * slopes).sum()
         return along + (float(loss.losses.mean()) - along.detach())
 
-    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """See prge.engine.Answering; the adapter is the one inside the model, whatever is given."""
-        tokens = inputs["tokens"]
-        with torch.no_grad():
-            if self.contract.is_encoder:
-                return {"pooled": self._pooled(tokens, inputs["attention_mask"]).numpy()}
-            positions, targets = inputs["positions"], inputs["targets"]
-            row = np.repeat(np.arange(len(tokens)), positions.shape[1])
-            logprobs = self._log_probabilities(tokens, row, positions.ravel(), targets.ravel())
-        return {"logprobs": logprobs.numpy().reshape(positions.shape)}
+    def outputs(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
+        """What an engine answers of sequences: f32 [targets], or [sequences, width] of an encoder."""
+        tokens, mask = padded(sequences, self.pad)
+        if self.is_encoder:
+            return self._pooled(tokens, mask)
+        counts = [len(sequence.targets) for sequence in sequences]
+        targets = [target for sequence in sequences for target in sequence.targets]
+        positions = np.array([target.position for target in targets])
+        asked = np.array([target.token for target in targets])
+        return self._log_probabilities(tokens, np.repeat(np.arange(len(counts)), counts), positions, asked)
 
     def prepare_heads(self) -> Heads:
         """Fit an encoder's heads on the training rows with the model as it is, unless they are there."""
-        if self.contract.is_encoder and self.heads.head is None:
-            self.heads = fit_heads(self, Adapter.zeros(self.modules), self.train, self.pad, self._head_folds)
+        if self.is_encoder and self.heads.head is None:
+            zeros = Adapter.zeros(self.modules)
+            self.heads = fit_heads(self.engine, zeros, self.train, self._head_folds)
         return self.heads
 
     def merge_adapter(self) -> None:
@@ -161,3 +159,28 @@ class ModelProblem:
             return inputs
         states = inputs[0]
         return (states.reshape(-1, states.shape[-1]).index_select(0, self._asked)[None],)
+
+
+class ProblemEngine:
+    """Implements prge.engine.ForwardEngine; the adapter is the one inside the model, whatever is given."""
+
+    def __init__(self, problem: ModelProblem, model: ModelSpec) -> None:
+        self._problem = problem
+        self.model = model
+
+    def forward(self, call: Call) -> FloatArray:
+        """See ForwardEngine."""
+        with torch.no_grad():
+            outputs: FloatArray = self._problem.outputs(call.sequences).numpy()[None]
+        return outputs
+
+
+def padded(sequences: Sequence[TokenSequence], pad: int) -> tuple[IntArray, IntArray]:
+    """Tokens of sequences, and a mask of them, i64 [sequences, longest]."""
+    longest = max(len(sequence.tokens) for sequence in sequences)
+    tokens = np.full((len(sequences), longest), pad, np.int64)
+    mask = np.zeros_like(tokens)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence.tokens)] = sequence.tokens
+        mask[row, : len(sequence.tokens)] = 1
+    return tokens, mask

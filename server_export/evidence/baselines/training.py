@@ -117,7 +117,7 @@ class BaselineLearner:
         self._settings = settings
         self._inputs = inputs
         self._file = settings.out / BEST
-        self._batch = Sampler(inputs.train, problem.contract, settings.seed, pad=problem.pad).chosen
+        self._batch = Sampler(inputs.train, problem.batch_size, settings.seed).chosen
         self._rate = schedule(settings.schedule, settings.learning_rate, settings.steps, settings.rising)
 
     @property
@@ -141,7 +141,7 @@ class BaselineLearner:
             raise DivergenceError(problem, remedy="start a new run with a lower learning rate")
         figures = {"tokens": token_count(examples), "loss": result.loss, "learning_rate": rate}
         record = {"kind": "step", "step": number, **figures}
-        return record, Measurement(result.loss, np.zeros(0), None, seconds, result.rows)
+        return record, Measurement(result.loss, np.zeros(0), None, seconds)
 
     def evaluate(self) -> tuple[Record, bool] | None:
         """See Learner."""
@@ -158,7 +158,7 @@ class BaselineLearner:
         problem = self.method.problem
         zeros, head = Adapter.zeros(problem.modules), problem.heads.head
         select, task = self._settings.select, self._inputs.task
-        record, _ = evaluate(problem, zeros, examples, task, head, problem.pad, select)
+        record, _ = evaluate(problem.engine, zeros, examples, task, head=head, select=select)
         return record
 
     def save(self, best: bool = False) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prge.contract import ROWS_OF_A_WAY_BACK
 from prge.errors import ConfigError
+from prge.learning.estimators.protocol import PASSES_OF_BACKPROPAGATION
 from prge.learning.estimators.table import ESTIMATORS, EstimatorName
 from server_export.evidence.baselines.methods import METHODS as PYTORCH
 from server_export.evidence.baselines.methods import MethodEntry
@@ -41,9 +41,9 @@ class Method:
     def rows(self, batch_size: int) -> int:
         """Rows that a step computes; a backward counts as two forwards."""
         if self.estimator is not None:
-            each = ESTIMATORS[self.estimator].rows(self.run.get("queries", self.queries))
+            each = ESTIMATORS[self.estimator].passes(self.run.get("queries", self.queries))
         else:
-            each = 2 if self.forward_only else ROWS_OF_A_WAY_BACK
+            each = 2 if self.forward_only else PASSES_OF_BACKPROPAGATION
         return each * self.examples(batch_size)
 
 
@@ -53,10 +53,9 @@ def _on_engine(
     queries: int,
     title: str,
     directions: int | None = None,
-    copies: int | None = None,
 ) -> Method:
     """A method with random directions, by default as many as queries share its batch."""
-    run = {"queries": directions or queries, "copies": copies}
+    run = {"queries": directions or queries}
     return Method(name, title, 5e-3, True, run, estimator, queries)
 
 
@@ -67,7 +66,6 @@ def _in_pytorch(name: str, entry: MethodEntry) -> Method:
 
 _DIFFERENCES = "P-RGE: differences between the losses of {} of perturbed adapters, all in one call"
 _DERIVATIVES = "forward-mode differentiation: exact derivatives of the loss along {} random directions"
-_COPIES = "MeZO on the same adapter: a pair of perturbed adapters, one in a call"
 _ONE_SIDED = "FZOO: 7 perturbed adapters against an unperturbed one, divided by their losses' deviation"
 _EXACT = "backpropagation through the same adapter, as a graph that the engine runs"
 
@@ -80,8 +78,6 @@ METHODS: dict[str, Method] = {
         _on_engine("p-rge-q16", "antithetic", 16, _DIFFERENCES.format("16 pairs")),
         _on_engine("tangent", "tangent", 4, _DERIVATIVES.format(4)),
         _on_engine("tangent-q16", "tangent", 16, _DERIVATIVES.format(16)),
-        # The scalars of p-rge-q1: its two copies in calls of their own.
-        _on_engine("mezo-lora-fa", "antithetic", 1, _COPIES, copies=1),
         # Seven perturbed copies and a clean one: as many as p-rge has.
         _on_engine("fzoo", "fzoo", 4, _ONE_SIDED, directions=7),
         Method("exact", _EXACT, 1e-2, False, {}, "exact"),

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from prge.contract import AdaptedModule
+from prge.model_spec import AdaptedModule
 from server_export.evidence.leak.rows import Form
 from server_export.evidence.leak.victim import Victim
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from prge.contract import AdaptedModule, Contract
 from prge.errors import ConfigError, DataError
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.peft import read_lora
 from prge.learning.examples import Example
+from prge.model_spec import AdaptedModule, ModelSpec
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.report import warn_unread
 from prge.rows.sources import read_source
@@ -91,21 +91,21 @@ def open_target(settings: LeakSettings) -> Target:
             remedy="export it with --adapter lora-fa",
         )
     if bundle is not None:
-        tokenizer, contract = bundle_tokenizer(bundle), bundle.chain.scoring
-        if contract.is_encoder:
+        tokenizer, model = bundle_tokenizer(bundle), bundle.chain.model
+        if model.is_encoder:
             raise _encoder(settings.model_path)
     else:
         vocabulary = int(_load(settings).model.get_input_embeddings().weight.shape[0])
         tokenizer = on_device(load_tokenizer(settings.model_path), "auto", vocabulary)
-        # Of what a contract has, rows are read by the lengths and the vocabulary alone.
+        # Rows are read by the length and the vocabulary alone.
         some = (AdaptedModule("", 1, 1, 1),)
-        contract = Contract("stack", "logprobs", 1, 1, _LENGTH, _LENGTH, 0, vocabulary, some)
+        model = ModelSpec("logprobs", 0, vocabulary, _LENGTH, some)
     task = load_task(settings.task) if settings.task else None
     rows = read_source(settings.rows_path, "test", settings.columns, task=task)
     options = BuildOptions(
         "truncate", settings.append_eos, control_tokens=settings.control_tokens, date=settings.date
     )
-    examples, report = load_examples(rows, tokenizer, contract, task, options=options)
+    examples, report = load_examples(rows, tokenizer, model, task, options=options)
     warn_unread(report)
     return Target(settings, bundle, tokenizer, examples)
 

@@ -16,7 +16,8 @@ from torch.func import functional_call
 
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.engines.speaking import open_speaker
-from prge.contract import Contract, matrices
+from prge.contract import Contract
+from prge.model_spec import matrices
 from prge.engine import Array, Engine
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.peft import write_peft

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Interpreter
 
 from device_runner.engines.interfaces import AttentionHeads, read_routings
-from prge.contract import STEP_ROLES
+from prge.files.signatures import STEP_ROLES
 from prge.engine import Array
 from prge.files import chain as manifest
 from prge.files.chain import PAST_KEYS, PAST_VALUES, Bounds, Interface

@@ -21,7 +21,8 @@ from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.engines.planning import padded_length
 from device_runner.engines.trunk_cache import TrunkCache
-from prge.contract import Contract, matrices
+from prge.contract import Contract
+from prge.model_spec import matrices
 from prge.engine import Array, FloatArray
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.signatures import BACK, STACK, TANGENT

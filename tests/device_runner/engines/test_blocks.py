@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 from device_runner.engines import packed_files
-from prge.contract import LARGEST_SIZE
+from prge.model_spec import LARGEST_SIZE
 from prge.errors import BundleError, PrgeError
 from prge.files.bundle import TABLES, open_bundle
 from tests.bundles import read_json, rehash, write_manifest

@@ -15,7 +15,8 @@ import torch
 
 from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.opening import Engines
-from prge.contract import Contract, matrices
+from prge.contract import Contract
+from prge.model_spec import matrices
 from prge.errors import EngineError
 from prge.files.bundle import Bundle, open_bundle
 from tests.compilers import needs_compiler

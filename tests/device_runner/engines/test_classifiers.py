@@ -11,7 +11,8 @@ import torch
 from torch.func import functional_call
 
 from device_runner.engines.chain_engine import ChainEngine
-from prge.contract import Contract, matrices
+from prge.contract import Contract
+from prge.model_spec import matrices
 from prge.engine import Array
 from prge.files.chain import Bounds
 from server_export.model.adapted import default_target_modules, match_target_modules

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from device_runner.engines.chain_engine import ChainEngine, Part
-from prge.contract import Contract, matrices
+from prge.contract import Contract
+from prge.model_spec import matrices
 from prge.engine import Array
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.signatures import BACK, BACK_SAVED, STACK

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from prge.contract import Contract, matrices
+from prge.contract import Contract
+from prge.model_spec import matrices
 from prge.errors import BundleError
 from prge.files import chain
 from prge.files.bundle import Bundle, open_bundle

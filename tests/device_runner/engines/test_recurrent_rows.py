@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.speaking import ChainSpeaker
-from prge.contract import Contract, matrices
+from prge.contract import Contract
+from prge.model_spec import matrices
 from prge.files import chain as manifest
 from prge.files.chain import Chain
 from server_export.model.adapted import match_target_modules

@@ -15,7 +15,8 @@ from device_runner.engines import speaking
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.saved_values import SavedValues
 from device_runner.engines.speaking import ChainSpeaker
-from prge.contract import Contract, matrices
+from prge.contract import Contract
+from prge.model_spec import matrices
 from prge.files import chain
 from prge.files.chain import Bounds
 from server_export.model.adapted import match_target_modules

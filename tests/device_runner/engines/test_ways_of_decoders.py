@@ -11,7 +11,7 @@ import torch
 
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.speaking import ChainSpeaker
-from prge.contract import matrices
+from prge.model_spec import matrices
 from prge.files import chain
 from prge.files.chain import Bounds
 from server_export.model.adapted import default_target_modules, match_target_modules, read_by_rows

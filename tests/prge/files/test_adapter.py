@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prge.contract import AdaptedModule
+from prge.model_spec import AdaptedModule
 from prge.files.adapter import Adapter, AdapterStack, stack
 from tests.templates import random_adapter
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prge.contract import LARGEST_SIZE, STEP_ROLES
+from prge.model_spec import LARGEST_SIZE
+from prge.files.signatures import STEP_ROLES
 from prge.errors import BundleError
 from prge.files.bundle import open_bundle
 from prge.files.chain import Bounds, Chain

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from prge.contract import AdaptedModule
+from prge.model_spec import AdaptedModule
 from prge.errors import AdapterError, RunError
 from prge.files.adapter import Adapter
 from prge.files.peft import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prge.contract import STEP_ROLES
+from prge.files.signatures import STEP_ROLES
 from prge.files import signatures
 from prge.files.signatures import (
     ALL_ROLES,

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prge.contract import AdaptedModule
+from prge.model_spec import AdaptedModule
 from prge.errors import AdapterError
 from prge.files.adapter import Adapter
 from prge.files.peft import HASHES

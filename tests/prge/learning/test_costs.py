@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from prge.contract import AdaptedModule
+from prge.model_spec import AdaptedModule
 from prge.errors import BundleError
 from prge.files.signatures import ROLES
 from prge.learning.costs import (

@@ -6,7 +6,8 @@ import numpy as np
 
 from prge.files.adapter import Adapter
 from prge.learning.encoder_heads import digest_of, fit_heads
-from prge.learning.examples import Example, TokenSequence
+from prge.learning.examples import Example
+from prge.engine import TokenSequence
 from tests.numpy_engine import NumpyEngine
 
 

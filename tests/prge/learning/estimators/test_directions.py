@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from prge.contract import AdaptedModule
+from prge.model_spec import AdaptedModule
 from prge.learning.estimators.directions import (
     Directions,
     RankOneDirections,

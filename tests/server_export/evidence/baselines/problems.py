@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from prge.contract import AdaptedModule, Contract
+from prge.model_spec import AdaptedModule
+from prge.contract import Contract
 from prge.engine import Array
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle

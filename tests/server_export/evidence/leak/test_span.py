@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from prge.contract import AdaptedModule
+from prge.model_spec import AdaptedModule
 from server_export.evidence.leak.span import read_prefixes, residuals, spans_of
 from tests.server_export.evidence.leak.victims import make_rows, make_victim, task_form, text_form
 

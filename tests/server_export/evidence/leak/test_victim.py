@@ -13,7 +13,8 @@ from prge.files.bundle import open_bundle
 from prge.files.peft import read_peft
 from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.protocol import Step
-from prge.learning.examples import Example, Target, TokenSequence, make_batch
+from prge.learning.examples import Example, make_batch
+from prge.engine import Target, TokenSequence
 from server_export.evidence.leak.rows import Form, Rows
 from server_export.evidence.leak.settings import LeakSettings
 from server_export.evidence.leak.target import open_target

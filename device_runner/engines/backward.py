@@ -1,0 +1,96 @@
+"""The backward pass of a call's parts through the blocks of a bundle, the last block first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from device_runner.engines.experts import Experts
+from device_runner.engines.forward import Forward
+from device_runner.engines.kept_states import KeptStates
+from device_runner.engines.parts import Part
+from device_runner.engines.saved_values import SavedValues, read
+from prge.engine import FloatArray
+from prge.files.adapter import adapter_size, views
+from prge.files.signatures import BACK, BACK_SAVED
+
+
+class Backward:
+    """Goes back through the blocks that a forward pass went through.
+
+    Args:
+        forward: of the call, whose parts have what was kept.
+        kept: what entered the blocks.
+        saved: what forward passes saved, of some blocks.
+    """
+
+    def __init__(self, forward: Forward, kept: KeptStates, saved: SavedValues | None) -> None:
+        self._forward = forward
+        self._chain = forward.chain
+        self._blocks = forward.blocks
+        self._kept = kept
+        self._saved = saved
+        self._experts = Experts(forward.blocks)
+        self.gradient: FloatArray = np.zeros(adapter_size(self._chain.modules), np.float32)
+        self._gradients = views(self._chain.modules, self.gradient)
+
+    def through(self, parts: Sequence[Part], slopes: Sequence[FloatArray], numbers: range) -> FloatArray:
+        """The gradient by the adapter's values, f32 [size]; NaN where something on the way isn't finite.
+
+        Args:
+            parts: of one copy, as they left the last of the blocks.
+            slopes: of the loss by their states, [batch, tokens, width].
+            numbers: of the blocks.
+        """
+        parts = [part.of_one_copy({"slope": slope}) for part, slope in zip(parts, slopes, strict=True)]
+        is_finite = all(bool(np.isfinite(slope).all()) for slope in slopes)
+        for experts in reversed(self._chain.turns(numbers)):
+            number = experts.start
+            if self._chain.is_expert(number):
+                is_finite &= self._through_experts(number, parts)
+            else:
+                is_finite &= self._through_block(number, parts)
+        if not is_finite:
+            # A layer that rounds to int8 makes a number of what is none: nobody would see it in the gradient.
+            self.gradient[:] = np.nan
+        return self.gradient
+
+    def _through_block(self, number: int, parts: Sequence[Part]) -> bool:
+        """The slopes of all parts before a block; whether they are finite.
+
+        Gradients of single rows are added up part by part and row by row. So a sum's bits depend on nothing
+        but the rows: shorter ones come first, those of one padded length in the order of the call.
+        """
+        is_finite = True
+        for turn, part in enumerate(parts):
+            kept = part.kept.pop()
+            given = {name: array.astype(np.float32, copy=False) for name, array in kept.items()}
+            part.values |= {**given, "state": given["state"][0]}
+            places = self._saved.places(number, turn) if self._saved else {}
+            found = self._forward.run(number, BACK_SAVED if places else BACK, part, read(places))
+            part.shared.keep(number, found)
+            passed = (part.values["state"], found["slope"])
+            is_finite &= all(bool(np.isfinite(array).all()) for array in passed)
+            self._forward.release(part.values)
+            for array in kept.values():
+                self._kept.leave(array)
+            part.values = {"slope": found["slope"]}
+            for ours, its in self._forward.matrices(number):
+                of_rows = found[its.gradient]
+                for of_row in of_rows:
+                    self._gradients[ours.name][...] += of_row
+                self._blocks.release(of_rows)
+        return is_finite
+
+    def _through_experts(self, number: int, parts: Sequence[Part]) -> bool:
+        """The slopes of all parts before the experts of a layer; whether what it read is finite."""
+        kept = [part.kept.pop()["state"] for part in parts]
+        states = [array[0].astype(np.float32, copy=False) for array in kept]
+        slopes = self._experts.back(number, states, [part.values["slope"] for part in parts])
+        is_finite = all(bool(np.isfinite(array).all()) for array in (*states, *slopes))
+        for part, array, slope in zip(parts, kept, slopes, strict=True):
+            self._forward.release(part.values)
+            self._kept.leave(array)
+            part.values = {"slope": slope}
+        return is_finite

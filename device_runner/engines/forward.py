@@ -1,0 +1,262 @@
+"""The forward pass of a call's parts through the blocks of a bundle.
+
+What no adapter changes is computed once for all copies. All parts pass a block before the next block is
+loaded. A row that is longer than the bundle's pieces is a part of its own, which passes each block in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from device_runner.engines.blocks import Blocks
+from device_runner.engines.experts import Experts
+from device_runner.engines.kept_states import KeptStates
+from device_runner.engines.parts import Arrays, Part, padding_of, tokens_of
+from device_runner.engines.pieces import Pieces
+from device_runner.engines.planning import (
+    copies_together,
+    groups,
+    groups_of_one_adapter,
+    padded_lengths,
+    slices,
+)
+from device_runner.engines.saved_values import SavedValues, written
+from device_runner.engines.shared_values import SharedValues, beside, parted
+from device_runner.engines.trunk_cache import TrunkCache
+from prge.engine import Array, Call, Directions, FloatArray, IntArray, TokenSequence
+from prge.files.adapter import views
+from prge.files.chain import GIVEN, KEYS, TABLE, VALUES
+from prge.files.signatures import BACK, SAVE, STACK, TANGENT
+from prge.model_spec import Matrix
+
+_NOTHING: Mapping[str, Array] = MappingProxyType({})
+
+
+class Forward:
+    """Takes the sequences of a call through the blocks.
+
+    Args:
+        blocks: of the bundle.
+        call: with its sequences and adapters.
+        cache: keeps the states that enter the lowest adapted block.
+    """
+
+    def __init__(self, blocks: Blocks, call: Call, cache: TrunkCache | None = None) -> None:
+        self.blocks = blocks
+        self.chain = blocks.chain
+        self.call = call
+        self.lengths = padded_lengths(call.sequences, self.chain.bounds, self.chain.is_encoder)
+        self._cache = cache
+        self._adapters = views(self.chain.modules, call.adapters)
+        self._pieces = Pieces(blocks)
+        self._experts = Experts(blocks)
+        # Shared values that enter the lowest adapted block, and their widths.
+        self._entering = self.chain.shared_at(self.chain.lowest_adapted)
+        self._widths = [blocks.shared_width(value) for value in self._entering]
+
+    # The parts of some sequences
+
+    def with_copies(self, numbers: IntArray) -> list[Part]:
+        """Sequences with every copy of the adapter, before the lowest adapted block."""
+        bounds, copies = self.chain.bounds, len(self.call.adapters)
+        below = self._below(numbers)
+        if copies == 1:
+            grids = groups_of_one_adapter(numbers, self.lengths, bounds)
+            return [self._part(rows, np.zeros(len(rows), np.int64), below) for rows in grids]
+        return [
+            self._part(np.tile(rows, (mine.stop - mine.start, 1)), np.arange(mine.start, mine.stop), below)
+            for rows in groups(numbers, self.lengths, bounds)
+            for mine in slices(copies, copies_together(int(self.lengths[rows[0]]), bounds))
+        ]
+
+    def of_one_copy(self, numbers: IntArray) -> list[Part]:
+        """Sequences with the only adapter, each part as many rows as a call takes."""
+        below, one = self._below(numbers), np.zeros(1, np.int64)
+        return [
+            self._part(rows[None], one, below) for rows in groups(numbers, self.lengths, self.chain.bounds)
+        ]
+
+    def with_directions(self, parts: Sequence[Part], directions: Directions, mine: slice) -> list[Part]:
+        """The same rows with tangents of 0 along some queries' directions."""
+        found = []
+        for part in parts:
+            state, rows = part.values["state"][0].copy(), part.rows[0]
+            tangents = np.zeros((mine.stop - mine.start, *state.shape), np.float32)
+            moved = part.of_one_copy({"state": state, "d_state": tangents})
+            moved.directions = {
+                name: np.ascontiguousarray(array[mine][:, rows]) for name, array in directions.items()
+            }
+            found.append(moved)
+        return found
+
+    def _part(self, rows: IntArray, copy: IntArray, below: Mapping[int, FloatArray]) -> Part:
+        states = np.stack([below[number] for number in rows.ravel().tolist()])
+        state, *entering = parted(states.reshape(*rows.shape, *states.shape[1:]), self._widths)
+        shared = SharedValues(self.chain)
+        shared.values = dict(zip(self._entering, entering, strict=True))
+        return self._new_part(rows, copy, {"state": state}, shared)
+
+    def _new_part(self, rows: IntArray, copy: IntArray, values: Arrays, shared: SharedValues) -> Part:
+        length = int(self.lengths[rows.flat[0]])
+        given: Arrays = {"ones": np.ones((1, length, 1), np.float32)}
+        if self.chain.is_encoder:
+            given["padding"] = padding_of(self.call.sequences, rows, length)
+        return Part(rows, copy, values, given, shared)
+
+    # Below the lowest adapted block
+
+    def _below(self, numbers: IntArray) -> dict[int, FloatArray]:
+        """What enters the lowest adapted block, f32 [length, width], and behind it shared values."""
+        if self._cache is None:
+            return self._computed(numbers)
+        return {number: self._cached(number, self._cache) for number in numbers.tolist()}
+
+    def _cached(self, number: int, cache: TrunkCache) -> FloatArray:
+        """That of a sequence, kept for its own length: what follows from the sequence alone."""
+        sequence, length = self.call.sequences[number], int(self.lengths[number])
+        width = self.blocks.width(self.chain.lowest_adapted) + sum(self._widths)
+        seen = [np.array(sequence.tokens[:length], np.int64), np.array([length])]
+        return cache.states(
+            self.blocks.sha256,
+            seen,
+            (length, width),
+            lambda: self._computed(np.array([number]))[number],
+        )
+
+    def _computed(self, numbers: IntArray) -> dict[int, FloatArray]:
+        parts = []
+        for rows in groups_of_one_adapter(numbers, self.lengths, self.chain.bounds):
+            tokens = tokens_of(self.call.sequences, rows, int(self.lengths[rows.flat[0]]))
+            copy = np.zeros(len(rows), np.int64)
+            parts.append(self._new_part(rows, copy, {"tokens": tokens}, SharedValues(self.chain)))
+        self.through(parts, STACK, range(self.chain.lowest_adapted))
+        found: dict[int, FloatArray] = {}
+        for part in parts:
+            shared = [part.shared.values[value] for value in self._entering]
+            states = beside(part.values["state"], shared)
+            found |= {int(number): states[place].copy() for place, number in np.ndenumerate(part.rows)}
+            self.release(part.values)
+        return found
+
+    # Through the blocks
+
+    def through(
+        self,
+        parts: Sequence[Part],
+        role: str,
+        numbers: range,
+        kept: KeptStates | None = None,
+        saved: SavedValues | None = None,
+    ) -> None:
+        """Take all parts through some blocks, in place.
+
+        Args:
+            parts: before the first of them.
+            role: `stack` or `tangent`.
+            numbers: of the blocks.
+            kept: keeps what a way back needs, if there is one.
+            saved: has places for what it needs of some blocks.
+        """
+        for experts in self.chain.turns(numbers):
+            number = experts.start
+            if self.chain.is_expert(number):
+                self._through_experts(number, parts, kept)
+                continue
+            for turn, part in enumerate(parts):
+                places = saved.places(number, turn) if saved else {}
+                if places:
+                    alone = part.of_one_copy({"state": part.values["state"][0]})
+                    answer = self.run(number, SAVE, alone, into=written(places))
+                    found = {name: array[None] for name, array in answer.items() if name not in places}
+                else:
+                    found = self.run(number, role, part)
+                part.shared.keep(number, found)
+                of_pieces = (KEYS, VALUES, *self.chain.carried(number))
+                needed = {name: found.pop(name) for name in of_pieces if name in found}
+                if kept is None:
+                    part.shared.leave(number, self.blocks.release)
+                else:
+                    needed["state"] = part.values["state"]
+                    part.kept.append({name: kept.keep(array) for name, array in needed.items()})
+                self.release(part.values)
+                part.values = found
+
+    def _through_experts(self, number: int, parts: Sequence[Part], kept: KeptStates | None) -> None:
+        """All parts at once, so that an expert is loaded once."""
+        names = ("state", "d_state") if "d_state" in parts[0].values else ("state",)
+        given = [[part.values[name] for part in parts] for name in names]
+        if kept is not None:
+            read = self.blocks.routing(number).read
+            for part, state in zip(parts, given[0], strict=True):
+                part.kept.append({"state": kept.keep(state[..., :read])})
+        found = self._experts.forward(number, *given)
+        for turn, part in enumerate(parts):
+            self.release(part.values)
+            part.values = dict(zip(names, found[turn :: len(parts)], strict=True))
+
+    def run(
+        self,
+        number: int,
+        role: str,
+        part: Part,
+        more: Mapping[str, Array] = _NOTHING,
+        into: Mapping[str, Array] = _NOTHING,
+    ) -> Arrays:
+        """What a block answers of a part in a role; see `Blocks.run`."""
+        inputs: Arrays = {**part.values, **part.beside, **part.shared.inputs(number), **more}
+        inputs |= self._adapter_inputs(number, role, part)
+        if self.in_pieces(part):
+            in_pieces = {STACK: self._pieces.stack, TANGENT: self._pieces.tangent, BACK: self._pieces.back}
+            found = in_pieces[role](number, inputs)
+        else:
+            for index, table in enumerate(self.chain.blocks[number].tables):
+                inputs[f"{TABLE}{index}"] = self.blocks.tables.of(table, part.length)
+            found = self.blocks.run(number, role, inputs, into)
+        if role == STACK and number < self.chain.end:
+            for name, array in found.items():
+                if name == "state" or name.startswith(GIVEN):
+                    found[name] = array.reshape(*part.rows.shape, *array.shape[1:])
+        return found
+
+    def _adapter_inputs(self, number: int, role: str, part: Part) -> Arrays:
+        """A block's adapter: of each copy, of each row on the way back, or one with directions."""
+        inputs: Arrays = {}
+        for ours, its in self.matrices(number):
+            matrix = self._adapters[ours.name]
+            if role == STACK:
+                inputs[its.name] = np.ascontiguousarray(matrix[part.copy])
+            elif role == TANGENT:
+                inputs[its.name] = np.ascontiguousarray(matrix[0])
+                inputs |= {its.u: part.directions[ours.u], its.v: part.directions[ours.v]}
+            else:
+                of_rows = np.broadcast_to(matrix[0], (part.rows.size, *matrix.shape[1:]))
+                inputs[its.name] = np.ascontiguousarray(of_rows)
+        return inputs
+
+    def matrices(self, number: int) -> Iterator[tuple[Matrix, Matrix]]:
+        """A block's trained matrices, as calls name them and as its programs do."""
+        for index, module in enumerate(self.chain.blocks[number].modules):
+            adapted = self.chain.modules[module]
+            yield from zip(adapted.matrices, adapted.matrices_of(str(index)), strict=True)
+
+    def in_pieces(self, part: Part) -> bool:
+        """Whether the rows of a part are longer than a call."""
+        return part.length > self.chain.bounds.piece
+
+    def kept_numbers(self, part: Part, number: int) -> list[int]:
+        """Numbers of each array that a way back needs of a part before a block."""
+        of_states = part.rows.size * part.length * self.blocks.width(number)
+        return [of_states, *(self._pieces.kept_numbers(number, part.length) if self.in_pieces(part) else ())]
+
+    def release(self, values: Mapping[str, Array]) -> None:
+        """Let the memory of outputs be used again."""
+        for array in values.values():
+            self.blocks.release(array)
+
+
+def mask_of(sequence: TokenSequence, length: int) -> FloatArray:
+    """1 for a token and 0 for padding, f32 [length, 1]."""
+    return (np.arange(length) < len(sequence.tokens)).astype(np.float32)[:, None]

@@ -1,0 +1,65 @@
+"""Sequences of a call that pass the blocks together, and what the blocks are given for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from device_runner.engines.shared_values import SharedValues
+from prge.engine import Array, FloatArray, IntArray, TokenSequence
+from prge.files.chain import MASKED
+
+Arrays = dict[str, Array]
+
+
+@dataclass
+class Part:
+    """Rows that pass the blocks together, all of one padded length.
+
+    Attributes:
+        rows: numbers of their sequences, i64 [copies, batch].
+        copy: which of the call's adapters each copy has, i64 [copies].
+        values: the state by name, in the shape that blocks take.
+        beside: what every block is given beside it.
+        shared: values that several blocks read.
+        directions: factors of the rows' directions, by their names in the call.
+        kept: of a way back, the states that entered the blocks, and of a row in pieces what it needs besides.
+    """
+
+    rows: IntArray
+    copy: IntArray
+    values: Arrays
+    beside: Arrays
+    shared: SharedValues
+    directions: Arrays = field(default_factory=dict)
+    kept: list[Arrays] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens of its rows, with padding."""
+        return int(self.beside["ones"].shape[1])
+
+    def of_one_copy(self, values: Arrays) -> Part:
+        """The same rows without the axis of copies, with values that lack it."""
+        beside = {name: array[0] if name == "padding" else array for name, array in self.beside.items()}
+        shared = self.shared.of_one_copy()
+        return Part(self.rows, self.copy, values, beside, shared, self.directions, self.kept)
+
+
+def tokens_of(sequences: Sequence[TokenSequence], rows: IntArray, length: int) -> IntArray:
+    """Tokens of rows, i64 [copies, batch, length], with zeros behind a sequence's end."""
+    tokens = np.zeros((*rows.shape, length), np.int64)
+    for place, number in np.ndenumerate(rows):
+        given = sequences[int(number)].tokens[:length]
+        tokens[place][: len(given)] = given
+    return tokens
+
+
+def padding_of(sequences: Sequence[TokenSequence], rows: IntArray, length: int) -> FloatArray:
+    """What an encoder's attention adds, f32 [copies, batch, 1, 1, length]: nothing for a token."""
+    ends = np.array([len(sequences[number].tokens) for number in rows.ravel().tolist()]).reshape(
+        *rows.shape, 1, 1, 1
+    )
+    return np.where(np.arange(length) < ends, np.float32(0), np.float32(MASKED))

@@ -1,0 +1,182 @@
+"""Outputs of a call from states behind the blocks, and the states' gradient from that of the outputs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from device_runner.engines.blocks import Blocks
+from device_runner.engines.forward import mask_of
+from device_runner.engines.head import VocabularyHead
+from device_runner.engines.parts import Part
+from device_runner.engines.saved_values import SavedValues
+from prge.engine import FloatArray, IntArray, TokenSequence
+
+GradOfOutputs = Callable[[FloatArray], FloatArray]
+
+
+class Readout(ABC):
+    """Reads the states of parts.
+
+    Args:
+        blocks: of the bundle.
+        sequences: of the call.
+    """
+
+    def __init__(self, blocks: Blocks, sequences: Sequence[TokenSequence]) -> None:
+        self._blocks = blocks
+        self._sequences = sequences
+
+    @abstractmethod
+    def empty(self, *lead: int) -> FloatArray:
+        """Outputs of the call to be filled in, f32 [*lead, ...]."""
+
+    @abstractmethod
+    def forward(self, parts: Sequence[Part], outputs: FloatArray) -> None:
+        """Write the outputs [copies, ...] of parts."""
+
+    @abstractmethod
+    def jvp(self, parts: Sequence[Part], outputs: FloatArray, derivatives: FloatArray) -> None:
+        """Write the outputs [...] of parts of one copy, and their derivatives [queries, ...]."""
+
+    @abstractmethod
+    def vjp(
+        self, parts: Sequence[Part], grad_fn: GradOfOutputs, saved: SavedValues | None
+    ) -> tuple[FloatArray, list[FloatArray]]:
+        """The outputs [...] of all parts, and the gradient of each part's states [batch, length, width]."""
+
+
+class LogProbabilities(Readout):
+    """A decoder's: log-probabilities of targets, [..., targets]."""
+
+    def __init__(self, blocks: Blocks, sequences: Sequence[TokenSequence]) -> None:
+        super().__init__(blocks, sequences)
+        self._head = VocabularyHead(blocks)
+        counts = [len(sequence.targets) for sequence in sequences]
+        self._ends = np.cumsum([0, *counts])
+        targets = [target for sequence in sequences for target in sequence.targets]
+        self._positions = np.array([target.position for target in targets], np.int64)
+        self._tokens = np.array([target.token for target in targets], np.int64)
+
+    def empty(self, *lead: int) -> FloatArray:
+        """See Readout."""
+        return np.empty((*lead, len(self._tokens)), np.float32)
+
+    def forward(self, parts: Sequence[Part], outputs: FloatArray) -> None:
+        """See Readout."""
+        copies, asked = self._asked(parts)
+        states = self._picked(parts, "state")
+        if len(asked):
+            outputs[copies, asked] = self._head.read(states, self._tokens[asked]).logprobs
+
+    def jvp(self, parts: Sequence[Part], outputs: FloatArray, derivatives: FloatArray) -> None:
+        """See Readout."""
+        _, asked = self._asked(parts)
+        states, tangents = self._picked(parts, "state"), self._picked(parts, "d_state")
+        if len(asked):
+            reading = self._head.read(states, self._tokens[asked], tangents)
+            outputs[asked], derivatives[:, asked] = reading.logprobs, reading.changes
+
+    def vjp(
+        self, parts: Sequence[Part], grad_fn: GradOfOutputs, saved: SavedValues | None
+    ) -> tuple[FloatArray, list[FloatArray]]:
+        """See Readout."""
+        _, asked = self._asked(parts)
+        states, outputs = self._picked(parts, "state"), self.empty()
+        reading = self._head.read(states, self._tokens[asked], saved=saved)
+        outputs[asked] = reading.logprobs
+        picked = self._head.back(states, reading, grad_fn(outputs)[asked], saved)
+        found, start = [], 0
+        for part in parts:
+            grads = np.zeros((part.rows.size, part.length, picked.shape[-1]), np.float32)
+            for row, number in enumerate(part.rows.ravel().tolist()):
+                positions = self._positions[self._ends[number] : self._ends[number + 1]]
+                np.add.at(grads[row], positions, picked[start : start + len(positions)])
+                start += len(positions)
+            found.append(grads)
+        return outputs, found
+
+    def _asked(self, parts: Sequence[Part]) -> tuple[IntArray, IntArray]:
+        """Copies and numbers of the targets of all rows of parts, one part after the other."""
+        copies, asked = [], []
+        for part in parts:
+            for (place, _), number in np.ndenumerate(part.rows):
+                of_row = np.arange(self._ends[number], self._ends[number + 1])
+                asked.append(of_row)
+                copies.append(np.full(len(of_row), part.copy[place]))
+        return np.concatenate(copies), np.concatenate(asked)
+
+    def _picked(self, parts: Sequence[Part], name: str) -> FloatArray:
+        """States at the targets of all rows of parts, [..., targets, width]; the parts lose theirs."""
+        picked = []
+        for part in parts:
+            values = part.values.pop(name)
+            # Rows are the axes before tokens and width; what is before them are queries.
+            lead = values.shape[: 1 if name == "d_state" else 0]
+            rows = values.reshape(*lead, part.rows.size, *values.shape[-2:])
+            for row, number in enumerate(part.rows.ravel().tolist()):
+                positions = self._positions[self._ends[number] : self._ends[number + 1]]
+                picked.append(rows[..., row, positions, :])
+            self._blocks.release(values)
+        return np.concatenate(picked, -2)
+
+
+class PooledStates(Readout):
+    """An encoder's: one vector for each sequence, [..., sequences, width]."""
+
+    def empty(self, *lead: int) -> FloatArray:
+        """See Readout."""
+        width = self._blocks.chain.width
+        return np.empty((*lead, len(self._sequences), width), np.float32)
+
+    def forward(self, parts: Sequence[Part], outputs: FloatArray) -> None:
+        """See Readout."""
+        for part in parts:
+            states = part.values.pop("state")
+            for (place, column), number in np.ndenumerate(part.rows):
+                pooled = self._pooled(states[place, column], number)
+                outputs[part.copy[place], number] = pooled
+            self._blocks.release(states)
+
+    def jvp(self, parts: Sequence[Part], outputs: FloatArray, derivatives: FloatArray) -> None:
+        """See Readout."""
+        for part in parts:
+            states, tangents = part.values.pop("state"), part.values.pop("d_state")
+            for row, number in enumerate(part.rows.ravel().tolist()):
+                outputs[number] = self._pooled(states[row], number)
+                derivatives[:, number] = self._pooled(tangents[:, row], number)
+            self._blocks.release(states)
+            self._blocks.release(tangents)
+
+    def vjp(
+        self, parts: Sequence[Part], grad_fn: GradOfOutputs, saved: SavedValues | None
+    ) -> tuple[FloatArray, list[FloatArray]]:
+        """See Readout."""
+        outputs = self.empty()
+        self.forward(parts, outputs[None])
+        grads = grad_fn(outputs)
+        found = []
+        for part in parts:
+            numbers = part.rows.ravel().tolist()
+            of_rows = [self._share(number, part.length) * grads[number] for number in numbers]
+            found.append(np.stack(of_rows))
+        return outputs, found
+
+    def _pooled(self, states: FloatArray, number: int) -> FloatArray:
+        """Of states [..., length, width] of a sequence, [..., width]."""
+        if self._blocks.chain.pooling != "mean":
+            return states[..., 0, :]
+        mask = mask_of(self._sequences[number], states.shape[-2])
+        # Added up token by token: a matrix product may add in another order for another shape.
+        total: FloatArray = (mask * states).sum(-2) / mask.sum()
+        return total
+
+    def _share(self, number: int, length: int) -> FloatArray:
+        """How much of each state a sequence's vector has, f32 [length, 1]."""
+        if self._blocks.chain.pooling == "mean":
+            mask = mask_of(self._sequences[number], length)
+            share: FloatArray = mask / mask.sum()
+            return share
+        return (np.arange(length) == 0).astype(np.float32)[:, None]
