@@ -35,7 +35,6 @@ VERBS = {
     "export": Verb("server_export.export", "turn a model into a bundle that a device can train", "export"),
     "estimate": Verb("server_export.estimate", "tell what an export and its runs would cost", "export"),
     "inspect": Verb("device_runner.inspect_bundle", "show what a bundle holds and needs", ""),
-    "probe": Verb("device_runner.probe", "measure the signal of estimators and epsilons", "device"),
     "run": Verb("device_runner.run", "fine-tune the adapter of a bundle", "device"),
     "eval": Verb("device_runner.evaluate", "measure an adapter on rows of a task", "device"),
     "generate": Verb("device_runner.generate", "write what a model answers to prompts", "device"),

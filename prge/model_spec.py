@@ -12,6 +12,7 @@ READOUTS = ("logprobs", "pooled")
 # Far beyond any model; what a manifest asks for is checked before it is allocated.
 LARGEST_SIZE = 1 << 24
 MOST_MODULES = 10_000
+MOST_TRAINED = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,9 @@ class ModelSpec:
             for module in self.modules
             if not all(1 <= n <= LARGEST_SIZE for n in (module.rank, module.in_features, module.out_features))
         ]
+        trained = sum(matrix.size for matrix in matrices(self.modules))
+        if not problems and trained > MOST_TRAINED:
+            problems.append(f"the adapter has {trained} numbers, must have at most {MOST_TRAINED}")
         if problems:
             raise ConfigError("the sizes of the model can't be used:", problems)
 

@@ -96,7 +96,7 @@ class Fleet(Simulation):
 def trained(settings: SimulateSettings, liars: int, lie: Lie) -> dict[str, Any]:
     """Train a fleet; its figures and what its last lines say of problems."""
     simulation = Fleet(settings, liars, lie)
-    with open_fleet(settings, simulation.engines) as fleet:
+    with open_fleet(settings, simulation.opened) as fleet:
         simulation.go_on(fleet)
         while not fleet.finished:
             report = simulation.take_round(fleet)

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prge.model_spec import AdaptedModule
-from prge.contract import Contract
 from prge.files.bundle import (
     ADAPTER,
     FORMAT,
@@ -21,6 +19,7 @@ from prge.files.bundle import (
 )
 from prge.files.chain import Block, Bounds, Chain, Interface, Kind, Table
 from prge.files.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
+from prge.model_spec import AdaptedModule, ModelSpec
 
 PROGRAM = "programs/block.pte"
 FILES = {
@@ -31,20 +30,16 @@ FILES = {
 MODULES = (AdaptedModule("layers.0.q_proj", 4, 8, 8), AdaptedModule("layers.0.v_proj", 4, 8, 6))
 
 
-def make_contract(**changes: Any) -> Contract:
-    """A decoder's contract with two adapted modules: 4 copies of 2 examples, 16 tokens, 3 positions."""
+def make_spec(**changes: Any) -> ModelSpec:
+    """A decoder with two adapted modules, and sequences of up to 16 tokens."""
     fields: dict[str, Any] = {
-        "role": "stack",
         "readout": "logprobs",
-        "copies": 4,
-        "batch_size": 2,
-        "sequence_length": 16,
-        "positions": 3,
         "width": 0,
         "vocabulary_size": 64,
+        "sequence_length": 16,
         "modules": MODULES,
     }
-    return Contract(**{**fields, **changes})
+    return ModelSpec(**{**fields, **changes})
 
 
 def _methods(is_encoder: bool) -> tuple[dict[str, Interface], dict[str, Interface]]:

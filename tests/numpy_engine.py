@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-
-from prge.model_spec import AdaptedModule
 from prge.contract import Contract
+
 from prge.engine import Array, Slope
 from prge.files.adapter import Adapter
 from prge.learning.examples import Batch
 from prge.learning.head import Classifier, Head
 from prge.learning.objectives import BatchLoss
+from prge.model_spec import AdaptedModule
 from tests.templates import random_adapter
 
 MODULE = "layer"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from prge.learning.examples import Example
 from prge.engine import Target, TokenSequence
+from prge.learning.examples import Example
 
 
 def completion(row: int, tokens: list[int], prompt: int) -> Example:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from prge.model_spec import AdaptedModule
 from prge.engine import FloatArray
 from prge.errors import EngineError
 from prge.files.adapter import Adapter
+from prge.model_spec import AdaptedModule
 from tests.templates import random_adapter
 
 MODULES = (AdaptedModule("layer", 2, 8, 6),)

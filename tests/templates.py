@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from prge.model_spec import AdaptedModule
 from prge.files.adapter import Adapter
+from prge.model_spec import AdaptedModule
 
 
 def random_adapter(modules: Sequence[AdaptedModule], seed: int = 0, size: float = 1.0) -> Adapter:

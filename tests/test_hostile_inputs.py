@@ -162,10 +162,10 @@ def rows_of_a_format(folder: Path, text: str | bytes) -> Iterator[Path]:
 
 @pytest.mark.parametrize("text", [*SURROGATES, *NOT_UTF8])
 def test_rows_that_are_no_utf8(speaking: Speaking, call: Call, tmp_path: Path, text: str | bytes) -> None:
-    contract = speaking.bundle.chain.scoring
+    model = speaking.bundle.chain.model
     for path in rows_of_a_format(tmp_path, text):
         with pytest.raises(DataError):
-            load_examples(path, speaking.tokenizer, contract, options=BuildOptions(objective="auto"))
+            load_examples(path, speaking.tokenizer, model, options=BuildOptions(objective="auto"))
         assert call("generate", "--data", path)[0] == 2, path
         with pytest.raises(DataError):
             read_prompts(path, Prompts(speaking.tokenizer))
@@ -183,12 +183,12 @@ def test_values_that_json_has_no_type_for(speaking: Speaking, tmp_path: Path) ->
         path = tmp_path / "a.parquet"
         parquet.write_table(pyarrow.table({"messages": [messages]}), path)
         with pytest.raises(DataError, match="which JSON has no type for"):
-            load_examples(path, speaking.tokenizer, speaking.bundle.chain.scoring)
+            load_examples(path, speaking.tokenizer, speaking.bundle.chain.model)
 
 
 @pytest.mark.parametrize("text", SURROGATES)
 def test_feedback_that_is_no_utf8(speaking: Speaking, text: str) -> None:
-    examples = FeedbackExamples(speaking.tokenizer, speaking.bundle.chain.scoring)
+    examples = FeedbackExamples(speaking.tokenizer, speaking.bundle.chain.model)
     messages = [{"role": "user", "content": text}]
     for row in (
         {"prompt": "a", "answer": "b", "correction": text},

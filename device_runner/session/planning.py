@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
+from prge.files.adapter import adapter_size
 from prge.files.bundle import Bundle
 from prge.files.signatures import DECODE, PREFILL
 from prge.learning.costs import StepShape, shape_of
@@ -16,11 +17,13 @@ from prge.learning.estimators.table import DEFAULT_QUERIES, ESTIMATORS, fitting
 from prge.learning.examples import Example
 from prge.learning.objectives import CROSS_ENTROPY, Objective
 from prge.learning.sampling import Sampler, most_sequences
+from prge.model_spec import matrices
 
 # Sequences of a step where nobody names its examples.
 DEFAULT_BATCH = 4
 # Gradients of so many steps and the checkpoint before them take about as much room.
 STEPS_OF_GRADIENTS = 4
+_MOST_STEP_BYTES = 1 << 36
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,14 @@ def plan_run(
             f"a row has {shape.tokens} tokens, and steps of --estimator {settings.estimator} take "
             f"{chain.longest(entry.role)}",
             "give shorter rows, or export the bundle again",
+        )
+    factors = sum(matrix.rank + matrix.width for matrix in matrices(chain.modules))
+    numbers = shape.copies * adapter_size(chain.modules) + shape.queries * shape.sequences * factors
+    if 4 * numbers > _MOST_STEP_BYTES:
+        raise _unfit(
+            f"the perturbed adapters or directions of a step take {4 * numbers:,} bytes, at most "
+            f"{_MOST_STEP_BYTES:,} are possible",
+            "choose fewer --queries or a smaller --batch-size",
         )
     settings = replace(settings, batch_size=batch)
     return RunPlan(_paced(settings, batch, len(examples)), entry.role, shape)

@@ -25,7 +25,7 @@ import prge.cli
 from prge.errors import INTERRUPTED
 from prge.host.memory import resident_bytes
 
-DEVICE_VERBS = ("run", "eval", "inspect", "probe", "replay", "report", "rows")
+DEVICE_VERBS = ("run", "eval", "inspect", "replay", "report", "rows")
 # What the verbs import when they are called.
 _IMPORTED_LATE = ("jinja2", "tokenizers", "tqdm", "yaml")
 _TAIL, _MOST_OUTPUT = 3000, 4 << 20

@@ -29,7 +29,6 @@ from workshop import REPOSITORY, Bench, Workshop, enlarge_disk, mount_disk, unmo
 
 from device_runner.evaluate import EvaluateSettings
 from device_runner.inspect_bundle import InspectSettings
-from device_runner.probe import ProbeSettings
 from device_runner.replay import ReplaySettings
 from device_runner.report import ReportSettings
 from device_runner.session.settings import RunSettings
@@ -209,13 +208,6 @@ _VERBS: dict[str, tuple[type[Any], Callable[[Workshop, Path], list[object]]]] = 
     "run": (RunSettings, _run),
     "eval": (EvaluateSettings, lambda workshop, _: _eval(workshop)),
     "inspect": (InspectSettings, lambda workshop, _: ["inspect", workshop.bundle("decoder")]),
-    "probe": (
-        ProbeSettings,
-        lambda workshop, _: [
-            *("probe", "--bundle", workshop.bundle("decoder"), "--data", workshop.folder / "dev.jsonl"),
-            *("--task", workshop.folder / "task.yaml", "--batches", 1, "--epsilons", "0.01", "--threads", 1),
-        ],
-    ),
     "replay": (ReplaySettings, lambda _, folder: ["replay", folder / "nothing", "--out", folder / "out"]),
     "report": (ReportSettings, lambda _, folder: ["report", folder / "nothing"]),
 }

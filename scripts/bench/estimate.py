@@ -23,7 +23,7 @@ from serve import ENGINE
 from timing import all_loaded, export, folder_bytes, least_loaded, random_model
 
 from prge.files.bundle import open_bundle
-from prge.learning.costs import costs_of, run_memory
+from prge.learning.costs import StepShape, costs_of, run_memory
 from prge.learning.estimators.table import ESTIMATORS
 from prge.verbs.starting import answer_of
 
@@ -46,12 +46,14 @@ def compare(scheme: str, arguments: argparse.Namespace, folder: Path) -> dict[st
     for method, (estimator, kind) in ENGINE.items():
         for rows, tokens in arguments.shapes:
             entry = ESTIMATORS[estimator]
-            contract = chain.contract(entry.role, rows, **entry.sizes(QUERIES), length=tokens)
-            expected = run_memory(outline, contract, weights, chain.roles, "native", bounds[kind])
-            sizes = (rows, tokens, THREADS, QUERIES)
-            with serving(method, folder, *sizes) as packing:
+            copies, directions = entry.copies(QUERIES), entry.directions(QUERIES)
+            sizes = (rows, tokens, tokens - 1, chain.vocabulary_size)
+            shape = StepShape(entry.role, *sizes, copies=copies, queries=directions)
+            expected = run_memory(outline, shape, weights, chain.roles, "native", bounds[kind])
+            served = (rows, tokens, THREADS, QUERIES)
+            with serving(method, folder, *served) as packing:
                 packing.answer()
-            with serving(method, folder, *sizes) as step:
+            with serving(method, folder, *served) as step:
                 found = step.memory(3)
             name = f"{method}_{rows}x{tokens}"
             # These processes have no tokenizer.

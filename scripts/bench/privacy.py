@@ -32,10 +32,11 @@ from unittest.mock import patch
 
 import numpy as np
 from auditing import audit
+from numpy.typing import NDArray
 from reports import parser_of, report
 from timing import export
 
-from device_runner.engines.opening import Engines, open_engines
+from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.fleet import device, local
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.common import first_state, pack_state
@@ -45,7 +46,7 @@ from device_runner.fleet.messages import Answer, Refusal, Task, parse_answer
 from device_runner.fleet.privacy import reported
 from device_runner.fleet.privacy.ledger import Ledger
 from device_runner.fleet.privacy.reported import Reported
-from prge.engine import Array, Engine, Float64Array, FloatArray, Slope
+from prge.engine import Call, Directions, Engine, Float64Array, FloatArray, GradFn
 from prge.errors import DivergenceError
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
@@ -69,32 +70,28 @@ class Hiding:
 
     def __init__(self, inner: Engine, hidden: set[tuple[int, ...]]) -> None:
         self._inner = inner
-        self.contract = inner.contract
+        self.model, self.forward = inner.model, inner.forward
         self._hidden = hidden
 
-    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    @property
+    def seconds(self) -> float:
         """See prge.engine.Engine."""
-        outputs = dict(self._inner.forward(inputs))
-        if rows := self._hidden_rows(inputs):
-            name = f"d{self.contract.answer}"
-            outputs[name] = outputs[name].copy()
-            outputs[name][:, rows] = 0
-        return outputs
+        return self._inner.seconds
 
-    def gradient(self, inputs: Mapping[str, Array], slope: Slope) -> tuple[FloatArray, dict[str, FloatArray]]:
-        """See prge.engine.Engine; a call has one row where examples are clipped."""
-        answers, gradients = self._inner.gradient(inputs, slope)
-        if self._hidden_rows(inputs):
-            gradients = {name: np.zeros_like(array) for name, array in gradients.items()}
-        return answers, gradients
+    def jvp(self, call: Call, directions: Directions) -> tuple[FloatArray, FloatArray]:
+        """See prge.engine.Engine."""
+        outputs, derivatives = self._inner.jvp(call, directions)
+        counts = [len(sequence.targets) for sequence in call.sequences]
+        derivatives[:, np.repeat(self._is_hidden(call), counts)] = 0
+        return outputs, derivatives
 
-    def _hidden_rows(self, inputs: Mapping[str, Array]) -> list[int]:
-        rows = enumerate(inputs["tokens"].tolist())
-        return [
-            row
-            for row, tokens in rows
-            if any(tuple(tokens[: len(own)]) == own and not any(tokens[len(own) :]) for own in self._hidden)
-        ]
+    def vjp(self, call: Call, grad_fn: GradFn) -> tuple[FloatArray, FloatArray]:
+        """See prge.engine.Engine; a call has one sequence where examples are clipped."""
+        outputs, gradient = self._inner.vjp(call, grad_fn)
+        return outputs, np.zeros_like(gradient) if self._is_hidden(call).any() else gradient
+
+    def _is_hidden(self, call: Call) -> NDArray[np.bool_]:
+        return np.array([sequence.tokens in self._hidden for sequence in call.sequences])
 
 
 class Server:
@@ -146,14 +143,14 @@ class Server:
         state.progress.step = step
         return pack_state(state)
 
-    def _opened(self, *arguments: Any) -> tuple[Local, Engines]:
-        with patch.object(local, "open_engines", self._once(open_engines)):
-            made, engines = open_local(*arguments)
+    def _opened(self, *arguments: Any) -> tuple[Local, OpenEngine]:
+        with patch.object(local, "open_engine", self._once(open_engine)):
+            made, opened = open_local(*arguments)
         canary = {sequence.tokens for each in made.examples if each.row == 1 for sequence in each.sequences}
         engine: Engine = made.engine if self.has_canary else Hiding(made.engine, canary)
         if self.is_silent:
             made = replace(made, draw=_silence)
-        return replace(made, engine=engine), engines
+        return replace(made, engine=engine), opened
 
     def _once(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def kept(*arguments: Any, **named: Any) -> Any:

@@ -12,14 +12,17 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from products import Call, Products, load_products
+from products import Call as ProductsCall
+from products import Products, load_products
 from reports import in_turns, parser_of, report
 from timing import TimedStep, export, random_model, timed_step
 
+from prge.engine import Call, Engine, FloatArray
 from server_export.model.random_models import CONFIGURATIONS
 
 
@@ -30,11 +33,11 @@ def bench(arguments: argparse.Namespace, scheme: str, model: Path, folder: Path)
     length = ["--sequence-length", str(arguments.seq_len), "--roles", "stack", "tangent"]
     export(model, folder / "bundle", "--quantize", scheme, *adapter, *length)
 
-    def step(estimator: Any, copies: int | None = None) -> TimedStep:
-        return timed_step(folder / "bundle", estimator, *shape, arguments.threads, arguments.queries, copies)
+    def step(estimator: Any) -> TimedStep:
+        return timed_step(folder / "bundle", estimator, *shape, arguments.threads, arguments.queries)
 
     def limit(values: int, is_tangent: bool) -> Products:
-        call = Call(values, *shape, is_tangent)
+        call = ProductsCall(values, *shape, is_tangent)
         place = folder / f"limit-{values}-{is_tangent}"
         place.mkdir()
         return load_products(
@@ -43,10 +46,34 @@ def bench(arguments: argparse.Namespace, scheme: str, model: Path, folder: Path)
 
     queries = arguments.queries
     steps: dict[str, Any] = {
-        **{"stack": step("antithetic"), "sequential": step("antithetic", 1), "tangent": step("tangent")},
+        **{"stack": step("antithetic"), "tangent": step("tangent")},
+        "sequential": one_copy_a_call(step("antithetic")),
         **{"stack_limit": limit(2 * queries, False), "tangent_limit": limit(1 + queries, True)},
     }
     return figures_of(in_turns(steps, arguments.repeats))
+
+
+class OneCopyACall:
+    """Implements prge.engine.Engine by another one, with a call for each copy, as MeZO has it."""
+
+    def __init__(self, inner: Engine) -> None:
+        self._inner = inner
+        self.model, self.jvp, self.vjp = inner.model, inner.jvp, inner.vjp
+
+    @property
+    def seconds(self) -> float:
+        """See Engine."""
+        return self._inner.seconds
+
+    def forward(self, call: Call) -> FloatArray:
+        """See Engine."""
+        calls = [replace(call, adapters=call.adapters[copy : copy + 1]) for copy in range(len(call.adapters))]
+        return np.concatenate([self._inner.forward(each) for each in calls])
+
+
+def one_copy_a_call(step: TimedStep) -> TimedStep:
+    """The same step with a call for each copy of the adapter."""
+    return replace(step, opened=replace(step.opened, engine=OneCopyACall(step.opened.engine)))
 
 
 def figures_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

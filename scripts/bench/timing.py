@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from device_runner.engines.opening import Engines, open_engines
+from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.session.planning import plan_run
 from device_runner.session.settings import RunSettings
+from prge.engine import Target, TokenSequence
 from prge.files.bundle import open_bundle, read_chain, read_manifest
 from prge.files.peft import read_peft
 from prge.learning.estimators.protocol import Estimator, Measurement, Step
 from prge.learning.estimators.table import EstimatorName, make_estimator
-from prge.learning.examples import Example, make_batch
-from prge.engine import Target, TokenSequence
+from prge.learning.examples import Example
 from prge.verbs.starting import command_of
 
 
@@ -73,14 +73,14 @@ def folder_bytes(folder: Path) -> int:
 class TimedStep:
     """A step on an opened bundle, always the same."""
 
-    engines: Engines
+    opened: OpenEngine
     estimator: Estimator
     step: Step
 
     def __call__(self) -> tuple[float, Measurement]:
         """Take it once: seconds, and what was measured."""
         begin = time.perf_counter()
-        measurement = self.estimator.measure(self.engines.step, self.step)
+        measurement = self.estimator.measure(self.opened.engine, self.step)
         return time.perf_counter() - begin, measurement
 
     def seconds(self) -> float:
@@ -100,7 +100,6 @@ def timed_step(
     tokens: int,
     threads: int | None = None,
     queries: int = 4,
-    copies: int | None = None,
     loaded: int | None = None,
 ) -> TimedStep:
     """A step on random rows, all of whose tokens are targets.
@@ -108,20 +107,19 @@ def timed_step(
     Args:
         folder: of a bundle.
         estimator: as of `prge run`.
-        rows: of one copy.
+        rows: of the step.
         tokens: of a row.
         threads: of the engine.
         queries: of an estimator that has any.
-        copies: of the adapter in one call; by default all of a step.
         loaded: bytes of weights that may stay loaded, and beside all of them of saved activations.
     """
-    given: dict[str, Any] = {"bundle": folder, "train": folder, "out": folder, "copies": copies}
+    given: dict[str, Any] = {"bundle": folder, "train": folder, "out": folder}
     if estimator != "exact":
         given["queries"] = queries
     settings = RunSettings(**given, estimator=estimator, batch_size=rows)
     bundle = open_bundle(folder)
     plan = plan_run(bundle, [], settings)
-    engines = open_engines(bundle, plan.contract, threads, "auto", loaded)
+    opened = open_engine(bundle, plan.role, threads=threads, loaded=loaded)
     adapter = read_peft(bundle.adapter, bundle.chain.modules)
     random = np.random.default_rng(0)
     adapter.values[:] = random.standard_normal(adapter.size) * 0.01
@@ -130,5 +128,5 @@ def timed_step(
         numbers = random.integers(0, bundle.chain.vocabulary_size, tokens).tolist()
         targets = tuple(Target(place, numbers[place + 1], 1 / (tokens - 1), 0) for place in range(tokens - 1))
         examples.append(Example(row, (TokenSequence(tuple(numbers), targets),), 1, None))
-    step = Step(adapter, [make_batch(examples, plan.contract)], 0, 0)
-    return TimedStep(engines, make_estimator(plan.settings), step)
+    step = Step(adapter, examples, 0, 0)
+    return TimedStep(opened, make_estimator(plan.settings), step)

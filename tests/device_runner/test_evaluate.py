@@ -17,19 +17,19 @@ from prge.rows.task import Generate, parse_task
 from prge.rows.tokenizer import Tokenizer
 from prge.text.loop import GenerationSettings, Generator, Request
 from prge.text.prompts import Prompts
-from tests.bundles import make_contract
+from tests.bundles import make_spec
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 from tests.speakers import NumpySpeaker, make_adapter
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
 QUESTION = {"name": "q", "template": "{q}\nAnswer:", "columns": {"answers": "a"}, "metric": "rouge_l"}
-CONTRACT = make_contract(sequence_length=64, positions=32, vocabulary_size=1000)
+SPEC = make_spec(sequence_length=64, vocabulary_size=1000)
 
 
 def examples(*questions: str) -> list[Example]:
     task = parse_task({**QUESTION, "generate": {}}, "q")
     rows = [Row(number, {"q": text, "a": ["a dog", "dog"]}) for number, text in enumerate(questions, 1)]
-    return build_examples(rows, TOKENIZER, CONTRACT, task, training=False)[0]
+    return build_examples(rows, TOKENIZER, SPEC, task, training=False)[0]
 
 
 def texts(found: Sequence[Any]) -> list[str]:

@@ -50,7 +50,6 @@ def test_scoring_and_probing_need_no_torch(workshop: Path) -> None:
     rows = ["--task", workshop / "task.yaml", "--data", workshop / "dev.jsonl"]
     found = native("eval", "--bundle", workshop / "bundle", *rows, "--engine", "native")
     assert found == prge("eval", "--bundle", workshop / "bundle", *rows, "--engine", "torch").stdout
-    assert "estimator" in native("probe", "--bundle", workshop / "bundle", *rows, "--batches", 2)
 
 
 def test_a_run_may_go_on_with_the_other_engine(run_words: list[object], tmp_path: Path) -> None:

@@ -61,19 +61,17 @@ def verbs(workshop: Path, tmp_path: Path) -> dict[str, Callable[[], Words]]:
     bundle = ["--bundle", workshop / "bundle"]
     task = ["--task", workshop / "task.yaml"]
     out = tmp_path / "out"
-    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "aa bb"}, {"text": "cc dd"}])
     train = ["--train", workshop / "train.jsonl", *task, "--out", out, "--steps", 2, "--threads", 1]
     fleet = [*train[:-4], "--devices", 2, "--rounds", 1, "--examples", 2]
     return {
         "run": lambda: ["run", *bundle, *train],
         "eval": lambda: ["eval", *bundle, "--data", workshop / "dev.jsonl", *task],
         "generate": lambda: ["generate", *bundle, "--prompt", "aa", "--max-tokens", 4],
-        "probe": lambda: ["probe", *bundle, "--data", rows, "--batches", 2],
         "fleet simulate": lambda: ["fleet", "simulate", *bundle, *fleet],
     }
 
 
-@pytest.mark.parametrize("verb", ["run", "eval", "generate", "probe", "fleet simulate"])
+@pytest.mark.parametrize("verb", ["run", "eval", "generate", "fleet simulate"])
 def test_too_little_is_refused_with_the_least_and_the_least_is_kept(
     verbs: dict[str, Callable[[], Words]], verb: str, tmp_path: Path
 ) -> None:

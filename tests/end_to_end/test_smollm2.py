@@ -145,12 +145,12 @@ def test_gradients_of_a_quantized_bundle_point_where_autograds_do(
     import torch
 
     from device_runner.engines.opening import open_engines
+    from prge.engine import Target, TokenSequence
     from prge.files.bundle import open_bundle
     from prge.files.peft import read_peft, scaled_lora_a
     from prge.learning.estimators.exact import Exact
     from prge.learning.estimators.protocol import Step
     from prge.learning.examples import Example, make_batch
-    from prge.engine import Target, TokenSequence
     from server_export.calibrate.rows import TEXT
 
     words = ["--quantize", "8da8w", "--roles", "stack", "back", "--sequence-length", 128]

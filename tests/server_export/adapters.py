@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prge.model_spec import AdaptedModule
 from prge.files.peft import read_lora, write_peft
+from prge.model_spec import AdaptedModule
 from tests.templates import random_adapter
 
 RANK = 4

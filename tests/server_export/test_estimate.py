@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from prge.learning.estimators.protocol import PASSES_OF_BACKPROPAGATION
 from prge.errors import BundleError, ConfigError
+from prge.learning.estimators.protocol import PASSES_OF_BACKPROPAGATION
 from server_export.check.estimation import announce, estimate
 from server_export.derive.tangent.rules import RULES
 from server_export.estimate import main
@@ -83,7 +83,8 @@ def test_weights_make_no_difference(architecture: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "rows"), [("tangent", 4 * 5), ("antithetic", 4 * 8), ("exact", 4 * PASSES_OF_BACKPROPAGATION)]
+    ("estimator", "rows"),
+    [("tangent", 4 * 5), ("antithetic", 4 * 8), ("exact", 4 * PASSES_OF_BACKPROPAGATION)],
 )
 def test_a_run_chooses_its_estimator(
     estimator: str, rows: int, outline_folder: Path, capsys: pytest.CaptureFixture[str]

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prge.contract import Contract
 from safetensors.numpy import load_file
 from torch.func import functional_call
 
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.engines.speaking import open_speaker
-from prge.contract import Contract
-from prge.model_spec import matrices
 from prge.engine import Array, Engine
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.peft import write_peft
 from prge.learning import vocabulary
+from prge.model_spec import matrices
 from tests.templates import random_adapter
 from tests.tiny_models import save_model
 

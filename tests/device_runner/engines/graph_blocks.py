@@ -14,12 +14,11 @@ import torch
 from torch.fx import GraphModule, Interpreter
 
 from device_runner.engines.interfaces import AttentionHeads, read_routings
-from prge.files.signatures import STEP_ROLES
 from prge.engine import Array
 from prge.files import chain as manifest
 from prge.files.chain import PAST_KEYS, PAST_VALUES, Bounds, Interface
 from prge.files.relations import RELATIONS
-from prge.files.signatures import ALL_ROLES, BACK, DECODE, OF_BACK, PREFILL, STACK, TANGENT
+from prge.files.signatures import ALL_ROLES, BACK, DECODE, OF_BACK, PREFILL, STACK, STEP_ROLES, TANGENT
 from prge.learning.experts import Routing
 from server_export.derive.backprop.layers import with_transposed
 from server_export.graph.cutting import moves

@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prge.contract import Contract
 
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.opening import Engines, open_engines
 from device_runner.engines.planning import padded_length
 from device_runner.engines.trunk_cache import TrunkCache
-from prge.contract import Contract
-from prge.model_spec import matrices
 from prge.engine import Array, FloatArray
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.signatures import BACK, STACK, TANGENT
 from prge.learning.evaluation import score
 from prge.learning.examples import Example
 from prge.learning.head import Head
+from prge.model_spec import matrices
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import Inputs, export_chain
 from tests.rows import choice, classified, completion, long_choice

@@ -12,9 +12,9 @@ import pytest
 import safetensors.numpy
 
 from device_runner.engines import packed_files
-from prge.model_spec import LARGEST_SIZE
 from prge.errors import BundleError, PrgeError
 from prge.files.bundle import TABLES, open_bundle
+from prge.model_spec import LARGEST_SIZE
 from tests.bundles import read_json, rehash, write_manifest
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import POSITIONS, computed, inputs_of, opened

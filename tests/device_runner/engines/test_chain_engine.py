@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prge.contract import Contract
 
 from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.opening import Engines
-from prge.contract import Contract
-from prge.model_spec import matrices
 from prge.errors import EngineError
 from prge.files.bundle import Bundle, open_bundle
+from prge.model_spec import matrices
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
     Inputs,

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prge.contract import Contract
 from torch.func import functional_call
 
 from device_runner.engines.chain_engine import ChainEngine
-from prge.contract import Contract
-from prge.model_spec import matrices
 from prge.engine import Array
 from prge.files.chain import Bounds
+from prge.model_spec import matrices
 from server_export.model.adapted import default_target_modules, match_target_modules
 from server_export.model.loading import load_model, outline_model
 from tests.device_runner.engines.chains import Inputs, inputs_of, loss_of, slope_of

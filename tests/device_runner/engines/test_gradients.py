@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from prge.contract import Contract
 from transformers import AutoModelForCausalLM
 
 from device_runner.engines.chain_engine import ChainEngine, Part
-from prge.contract import Contract
-from prge.model_spec import matrices
 from prge.engine import Array
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.signatures import BACK, BACK_SAVED, STACK
+from prge.model_spec import matrices
 from server_export.model.bundle_layers import layers_of
 from server_export.model.quantization import quantize_layers, round_base
 from tests.compilers import needs_compiler

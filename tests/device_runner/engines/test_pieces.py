@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from prge.contract import Contract
-from prge.model_spec import matrices
+
 from prge.errors import BundleError
 from prge.files import chain
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.signatures import PREFILL, PREFILL_BACK, PREFILL_TANGENT
+from prge.model_spec import matrices
 from server_export.export import ExportConfig, export
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (

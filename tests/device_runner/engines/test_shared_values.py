@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prge.contract import Contract
 from transformers import AutoModelForCausalLM
 
 from device_runner.engines import speaking
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.saved_values import SavedValues
 from device_runner.engines.speaking import ChainSpeaker
-from prge.contract import Contract
-from prge.model_spec import matrices
 from prge.files import chain
 from prge.files.chain import Bounds
+from prge.model_spec import matrices
 from server_export.model.adapted import match_target_modules
 from tests.device_runner.engines.chains import Inputs, Whole, inputs_of, loss_of, slope_of
 from tests.device_runner.engines.graph_blocks import GraphBlocks

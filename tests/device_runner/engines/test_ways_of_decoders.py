@@ -11,9 +11,9 @@ import torch
 
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.speaking import ChainSpeaker
-from prge.model_spec import matrices
 from prge.files import chain
 from prge.files.chain import Bounds
+from prge.model_spec import matrices
 from server_export.model.adapted import default_target_modules, match_target_modules, read_by_rows
 from server_export.model.loading import load_model, outline_model
 from tests.device_runner.engines.chains import Whole, inputs_of, loss_of, slope_of

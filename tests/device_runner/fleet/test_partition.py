@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device_runner.fleet.partition import parts
+from prge.engine import TokenSequence
 from prge.errors import ConfigError
 from prge.learning.examples import Example
-from prge.engine import TokenSequence
 
 
 def _examples(count: int, classes: int) -> list[Example]:

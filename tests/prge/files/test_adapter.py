@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prge.model_spec import AdaptedModule
 from prge.files.adapter import Adapter, AdapterStack, stack
+from prge.model_spec import AdaptedModule
 from tests.templates import random_adapter
 
 MODULES = (

@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prge.model_spec import LARGEST_SIZE
-from prge.files.signatures import STEP_ROLES
 from prge.errors import BundleError
 from prge.files.bundle import open_bundle
 from prge.files.chain import Bounds, Chain
-from prge.files.signatures import BACK, BACK_SAVED, OF_BACK, SAVE, STACK, TANGENT
+from prge.files.signatures import BACK, BACK_SAVED, OF_BACK, SAVE, STACK, STEP_ROLES, TANGENT
+from prge.model_spec import LARGEST_SIZE
 from tests.bundles import make_bundle, make_chain
 
 Json = Any

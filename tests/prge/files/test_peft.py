@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from prge.model_spec import AdaptedModule
 from prge.errors import AdapterError, RunError
 from prge.files.adapter import Adapter
 from prge.files.peft import (
@@ -32,6 +31,7 @@ from prge.files.peft import (
     write_lora,
     write_peft,
 )
+from prge.model_spec import AdaptedModule
 from tests.templates import random_adapter
 
 MODULES = (

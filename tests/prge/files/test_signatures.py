@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from prge.files.signatures import STEP_ROLES
 from prge.files import signatures
 from prge.files.signatures import (
     ALL_ROLES,
@@ -18,6 +17,7 @@ from prge.files.signatures import (
     ROLES,
     SAVE,
     STACK,
+    STEP_ROLES,
     TANGENT,
     Sharing,
     of_block,

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prge.model_spec import AdaptedModule
 from prge.errors import AdapterError
 from prge.files.adapter import Adapter
 from prge.files.peft import HASHES
@@ -35,6 +34,7 @@ from prge.learning.checkpoint import (
 )
 from prge.learning.head import Head
 from prge.learning.optimizers import make_optimizer
+from prge.model_spec import AdaptedModule
 from tests.templates import write_template
 
 MODULES = (AdaptedModule("q_proj", 2, 8, 8),)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from prge.model_spec import AdaptedModule
 from prge.errors import BundleError
 from prge.files.signatures import ROLES
 from prge.learning.costs import (
@@ -22,6 +21,7 @@ from prge.learning.costs import (
     run_memory,
     weights_of,
 )
+from prge.model_spec import AdaptedModule
 from tests.bundles import make_contract, make_small_chain
 
 # Two blocks of width 64: attention's four layers, and a gated inner layer of 128.

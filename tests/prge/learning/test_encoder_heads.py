@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from prge.engine import TokenSequence
 from prge.files.adapter import Adapter
 from prge.learning.encoder_heads import digest_of, fit_heads
 from prge.learning.examples import Example
-from prge.engine import TokenSequence
 from tests.numpy_engine import NumpyEngine
 
 

@@ -22,13 +22,13 @@ from prge.text.prompts import Prompts
 from server_export.model.chat_templates import PLAIN, give_template, plain_template
 from server_export.model.tokenization import on_device
 from server_export.settings import PrependBos
-from tests.bundles import make_contract
+from tests.bundles import make_spec
 from tests.prge.rows.chat_templates import CHATML
 from tests.prge.rows.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
 from tests.tiny_models import make_tokenizer
 
 SIZE = 1000
-CONTRACT = make_contract(copies=1, batch_size=1, sequence_length=4096, positions=4096, vocabulary_size=SIZE)
+SPEC = make_spec(sequence_length=4096, vocabulary_size=SIZE)
 
 
 def word_backend() -> Backend:
@@ -78,7 +78,7 @@ def conversation(*texts: str) -> list[dict[str, str]]:
 
 def learnt(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
     """Tokens of a conversation, and where those are that are targets."""
-    (example,), report = build_examples([Row(1, {"messages": messages})], tokenizer, CONTRACT)
+    (example,), report = build_examples([Row(1, {"messages": messages})], tokenizer, SPEC)
     assert not report.notes
     (sequence,) = example.sequences
     return list(sequence.tokens), [target.position + 1 for target in sequence.targets]

@@ -17,7 +17,7 @@ from server_export.model.row_tokens import row_tokens
 from server_export.model.start import StartAdapter, start_adapter
 from server_export.model.tokenization import on_device
 from server_export.settings import ExportConfig
-from tests.bundles import make_contract
+from tests.bundles import make_spec
 from tests.server_export.model.test_inputs import ROWS, expected_inputs, thin_chain
 from tests.tiny_models import VOCABULARY, WIDTH, make_tokenizer, save_model
 
@@ -77,9 +77,7 @@ def test_fewer_directions_than_ranks_are_refused(folder: Path) -> None:
 def rows_of(tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> list[tuple[int, ...]]:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    contract = make_contract(
-        copies=1, batch_size=4, sequence_length=8, positions=7, vocabulary_size=VOCABULARY
-    )
+    model = make_spec(sequence_length=8, vocabulary_size=VOCABULARY)
     tokenizer = on_device(make_tokenizer(), "auto", VOCABULARY)
     settings = config(init_rows=file, **changes)
     assert settings.init_rows is not None
@@ -89,7 +87,7 @@ def rows_of(tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> list[
         settings.init_tokens,
         seed=settings.seed,
         tokenizer=tokenizer,
-        contract=contract,
+        model=model,
     )
 
 

@@ -20,7 +20,7 @@ from server_export.model.tokenization import (
     tokenizer_block,
     write_tokenizer,
 )
-from tests.bundles import make_contract
+from tests.bundles import make_spec
 from tests.tiny_models import VOCABULARY, make_tokenizer
 
 
@@ -107,7 +107,7 @@ def test_a_tokenizer_without_an_end_has_that_of_the_configuration(
     [example], _ = build_examples(
         [Row(1, {"text": "a b"})],
         device,
-        make_contract(sequence_length=16, positions=15, vocabulary_size=VOCABULARY),
+        make_spec(sequence_length=16, vocabulary_size=VOCABULARY),
     )
     wanted = [*make_tokenizer().encode("a b"), *([] if eos is None else [eos])]
     assert [*example.sequences[0].tokens] == wanted

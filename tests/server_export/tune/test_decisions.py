@@ -139,39 +139,29 @@ def test_a_run_has_ten_evaluations_at_most(steps: int, evaluations: int) -> None
     assert math.ceil(steps / decisions.evaluate_every(steps)) == evaluations
 
 
-def needed(rest: int, of_a_row: int) -> Callable[[int, bool], int]:
-    """Bytes of a run: what all take, a row takes, and 1,000 of all weights or 100 of the largest block."""
-    return lambda rows, everything: rest + of_a_row * rows + (1_000 if everything else 100)
+def needed(rest: int, of_an_example: int) -> Callable[[int], int]:
+    """Bytes of a run: what all take, and what an example of a step takes."""
+    return lambda examples: rest + of_an_example * examples
 
 
-@pytest.mark.parametrize(
-    ("limit", "rows", "widest", "expected"),
-    [
-        (None, 8, 1, 4),
-        (None, 6, 1, 2),
-        (None, 8, 2, 2),
-        (None, 8, 9, 1),
-        (2_000, 8, 1, 4),
-        (1_400, 8, 1, 2),
-        (900, 8, 1, 4),  # weights are mapped rather than rows computed one by one
-        (500, 8, 1, 2),
-    ],
-)
-def test_rows_of_a_call_fit_into_memory(limit: int | None, rows: int, widest: int, expected: int) -> None:
-    assert decisions.rows_of_a_call(rows, widest, limit, needed(100, 100)).value == expected
+@pytest.mark.parametrize(("limit", "expected"), [(2_000, 8), (1_000, 8), (900, 4), (500, 2), (300, 1)])
+def test_a_step_has_as_many_examples_as_fit_into_memory(limit: int, expected: int) -> None:
+    wanted = decisions.Decision("batch_size", 8, "because")
+    found = decisions.within_memory(wanted, limit, needed(100, 100))
+    assert found.value == expected and "because" in found.why
 
 
-@given(st.integers(300, 5_000), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 6))
-def test_what_is_chosen_takes_no_more_than_the_limit(limit: int, rows: int, widest: int) -> None:
+@given(st.integers(300, 5_000), st.integers(1, 64))
+def test_what_is_chosen_takes_no_more_than_the_limit(limit: int, batch: int) -> None:
     take = needed(50, 20)
-    found = decisions.rows_of_a_call(rows, widest, limit, take).value
-    assert take(found * widest, False) <= limit
-    assert rows % found == 0
+    found = decisions.within_memory(decisions.Decision("batch_size", batch, ""), limit, take).value
+    assert take(found) <= limit and found <= batch
 
 
 def test_too_little_memory_names_the_least() -> None:
+    wanted = decisions.Decision("batch_size", 8, "")
     with pytest.raises(ConfigError, match=r"--memory 200 bytes is too little:\n.*needs at least 1 MB"):
-        decisions.rows_of_a_call(8, 1, 200, needed(100, 100))
+        decisions.within_memory(wanted, 200, needed(100, 1000))
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from prge.rows.tokenizer import Tokenizer
 from prge.verbs.kinds import Paths
 from server_export.tune.named_rows import NamedRows
 from server_export.tune.settings import TuneSettings
-from tests.bundles import make_contract
+from tests.bundles import make_spec
 from tests.prge.rows.chat_templates import CHATML
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
-CONTRACT = make_contract(sequence_length=40, positions=39, width=8, vocabulary_size=1000)
+SPEC = make_spec(sequence_length=40, width=8, vocabulary_size=1000)
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2)
 CHAT = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, chat_template=CHATML)
 
@@ -43,7 +43,7 @@ def test_a_folder_has_development_and_test_rows_too(tmp_path: Path) -> None:
     for name in ("train", "valid", "test"):
         write(tmp_path / "mlx" / f"{name}.jsonl", {"text": f"a {name}"})
     rows = NamedRows(tune(tmp_path / "mlx"))
-    parts = rows.split(TOKENIZER, CONTRACT)
+    parts = rows.split(TOKENIZER, SPEC)
     assert {part: [row.fields for row in them] for part, them in parts.items()} == {
         "train": [{"text": "a train"}],
         "dev": [{"text": "a valid"}],
@@ -56,12 +56,12 @@ def test_several_files_are_checked_and_split_as_one(tmp_path: Path) -> None:
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for place, file in enumerate(files):
         write(file, *(pair(20 * place + number) for number in range(20)))
-    parts = NamedRows(tune((files[0], files[1]))).split(TOKENIZER, CONTRACT)
+    parts = NamedRows(tune((files[0], files[1]))).split(TOKENIZER, SPEC)
     assert sorted(int(row.fields["prompt"][1:]) for them in parts.values() for row in them) == [*range(40)]
     write(files[0], pair(1), "{}", pair(2))
     write(files[1], pair(3), pair(4, ""), "{")
     with pytest.raises(DataError) as caught:
-        NamedRows(tune((files[0], files[1]))).check(TOKENIZER, CONTRACT)
+        NamedRows(tune((files[0], files[1]))).check(TOKENIZER, SPEC)
     assert [problem.partition(": ")[0] for problem in caught.value.problems] == [
         str(files[1]), f"row 2 of {files[0]}", f"row 2 of {files[1]}",
     ]  # fmt: skip
@@ -70,7 +70,7 @@ def test_several_files_are_checked_and_split_as_one(tmp_path: Path) -> None:
 def test_parts_of_a_json_file_are_those_of_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "all.json"
     path.write_text(json.dumps({part: [{"text": f"a {part}"}] for part in ("train", "validation", "test")}))
-    parts = NamedRows(tune(path)).split(TOKENIZER, CONTRACT)
+    parts = NamedRows(tune(path)).split(TOKENIZER, SPEC)
     assert {part: [row.fields["text"] for row in them] for part, them in parts.items()} == {
         "train": ["a train"], "dev": ["a validation"], "test": ["a test"],
     }  # fmt: skip
@@ -89,7 +89,7 @@ def test_feedback_is_tuned_on(tmp_path: Path, objective: Any, columns: set[str],
     given = [each.judged(correction=" c") for each in answers[2:]]
     append_feedback(tmp_path / "a.jsonl", [answers[0].judged("good"), answers[1].judged("bad"), *given])
     rows = NamedRows(tune(tmp_path / "a.jsonl", objective=objective))
-    parts = rows.split(TOKENIZER, CONTRACT)
+    parts = rows.split(TOKENIZER, SPEC)
     columns |= {"control_tokens"}
     assert all(row.fields.keys() == columns for part in parts.values() for row in part)
     numbers = [row.number for part in parts.values() for row in part]
@@ -101,7 +101,7 @@ def test_only_the_columns_of_the_form_are_kept(tmp_path: Path) -> None:
     """So that whoever reads the written rows takes them for the form that the user chose."""
     lines = [{"story": f"text {n % 20}", "prompt": "p", "completion": "c", "id": n} for n in range(40)]
     rows = NamedRows(tune(write(tmp_path / "a.jsonl", *lines), columns=("text=story",)))
-    parts = rows.split(TOKENIZER, CONTRACT)
+    parts = rows.split(TOKENIZER, SPEC)
     train, dev = parts["train"], parts["dev"]
     assert len(train) + len(dev) == 40 and dev
     assert all(row.fields.keys() == {"text"} for row in [*train, *dev])
@@ -127,7 +127,7 @@ def broken(folder: Path) -> Path:
 def test_all_rows_that_cant_be_used_are_told_at_once_by_their_lines(tmp_path: Path) -> None:
     path = broken(tmp_path)
     with pytest.raises(DataError, match="has rows that can't be used") as caught:
-        NamedRows(tune(path)).check(TOKENIZER, CONTRACT)
+        NamedRows(tune(path)).check(TOKENIZER, SPEC)
     assert [problem.partition(":")[0] for problem in caught.value.problems] == ["row 2", "row 4", "row 6"]
     assert str(path) in str(caught.value) and "--on-bad-row skip" in caught.value.remedy
 
@@ -136,9 +136,9 @@ def test_rows_that_cant_be_used_are_skipped_and_told(tmp_path: Path) -> None:
     path = broken(tmp_path)
     rows = NamedRows(tune(path, on_bad_row="skip"))
     for _ in range(2):  # with another first token, say
-        rows.check(TOKENIZER, CONTRACT)
+        rows.check(TOKENIZER, SPEC)
     assert [note.startswith("left out") for note in rows.notes].count(True) == 1
-    parts = rows.split(TOKENIZER, CONTRACT)
+    parts = rows.split(TOKENIZER, SPEC)
     numbers = sorted(row.number for them in parts.values() for row in them)
     assert numbers == [1, 3, 5, *range(7, 17)]
     assert f"left out 3 rows of {path}:" in rows.notes
@@ -151,7 +151,7 @@ def test_development_rows_are_checked_too(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"dev\.jsonl has rows that can't be used:\n  - row 2: its completion"
     ):
-        NamedRows(tune(train, dev=dev)).check(TOKENIZER, CONTRACT)
+        NamedRows(tune(train, dev=dev)).check(TOKENIZER, SPEC)
 
 
 def test_long_chats_are_told_by_their_lines_and_lose_nothing(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_long_chats_are_told_by_their_lines_and_lose_nothing(tmp_path: Path) -> 
     lines = [{"messages": turn * (12 if n == 7 else 1)} for n in range(1, 11)]
     rows, program = (
         NamedRows(tune(write(tmp_path / "a.jsonl", *lines))),
-        replace(CONTRACT, sequence_length=60),
+        replace(SPEC, sequence_length=60),
     )
     assert rows.chat == "needs" and rows.check(CHAT, program) > 60
     rows.split(CHAT, program)
@@ -169,17 +169,17 @@ def test_long_chats_are_told_by_their_lines_and_lose_nothing(tmp_path: Path) -> 
 def test_target_tokens_that_would_be_lost_are_told_before_anything_is_made(tmp_path: Path) -> None:
     long = pair(1, " word" * 60)
     rows = NamedRows(tune(write(tmp_path / "a.jsonl", long, pair(2))))
-    rows.check(TOKENIZER, CONTRACT)
+    rows.check(TOKENIZER, SPEC)
     with pytest.raises(DataError, match=r"would lose .* of its target tokens"):
-        rows.split(TOKENIZER, CONTRACT)
+        rows.split(TOKENIZER, SPEC)
     for given in ({"overflow": "split"}, {"max_dropped": 1.0}):
-        NamedRows(tune(tmp_path / "a.jsonl", **given)).split(TOKENIZER, CONTRACT)
+        NamedRows(tune(tmp_path / "a.jsonl", **given)).split(TOKENIZER, SPEC)
 
 
 def test_an_encoder_needs_rows_of_every_class(tmp_path: Path) -> None:
     lines = [{"sentence": f"film {n}", "label": 0} for n in range(6)]
     rows = NamedRows(tune(write(tmp_path / "a.jsonl", *lines), task="sst2"))
-    encoder = replace(CONTRACT, role="stack", readout="pooled", positions=0)
+    encoder = replace(SPEC, readout="pooled")
     rows.check(TOKENIZER, encoder)
     with pytest.raises(DataError, match="no training row is of the class"):
         rows.split(TOKENIZER, encoder)
@@ -189,8 +189,8 @@ def test_settings_of_another_objective_are_refused_before_anything_is_made(tmp_p
     data = write(tmp_path / "rows.jsonl", *map(pair, range(12)))
     for given, told in (({"beta": 0.3}, "--beta belongs to"),):
         with pytest.raises(ConfigError, match=told):
-            NamedRows(tune(data, **given)).check(TOKENIZER, CONTRACT)
+            NamedRows(tune(data, **given)).check(TOKENIZER, SPEC)
     pairs = [{"prompt": f"p{n}", "chosen": " yes", "rejected": " no"} for n in range(12)]
     data = write(tmp_path / "pairs.jsonl", *pairs)
     with pytest.raises(ConfigError, match="token is for completions, texts and chats; the objective is dpo"):
-        NamedRows(tune(data, loss_normalisation="token")).check(TOKENIZER, CONTRACT)
+        NamedRows(tune(data, loss_normalisation="token")).check(TOKENIZER, SPEC)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from prge.learning.examples import Example
 from prge.engine import Target, TokenSequence
+from prge.learning.examples import Example
 from prge.rows.tokenizer import Tokenizer
 from server_export.check.estimation import estimate
 from server_export.settings import EstimateConfig

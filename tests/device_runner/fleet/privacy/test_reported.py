@@ -23,11 +23,11 @@ from device_runner.fleet.privacy.reported import (
     system_noise,
     whole_sum,
 )
-from prge.model_spec import AdaptedModule
+from prge.engine import TokenSequence
 from prge.learning.estimators.protocol import Measurement, Step
 from prge.learning.estimators.tangents import Tangents
 from prge.learning.examples import Example
-from prge.engine import TokenSequence
+from prge.model_spec import AdaptedModule
 from tests.bundles import make_contract
 
 MODULES = [AdaptedModule("layer", 2, 4, 6)]

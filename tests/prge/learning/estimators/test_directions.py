@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from prge.model_spec import AdaptedModule
 from prge.learning.estimators.directions import (
     Directions,
     RankOneDirections,
@@ -20,6 +19,7 @@ from prge.learning.estimators.directions import (
     rademacher,
 )
 from prge.learning.sampling import row_order
+from prge.model_spec import AdaptedModule
 
 _M0, _M1 = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 _W0, _W1 = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B

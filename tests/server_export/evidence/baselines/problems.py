@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from prge.model_spec import AdaptedModule
-from prge.contract import Contract
-from prge.engine import Array
+from prge.engine import Call, FloatArray, TokenSequence
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.chain import Block, Bounds, Chain, Interface, Kind
 from prge.files.signatures import STACK
 from prge.learning.examples import Example
+from prge.model_spec import AdaptedModule, ModelSpec
 from server_export.bundle import write_adapter
 from server_export.evidence.base import as_exported
 from server_export.evidence.baselines.problem import ModelProblem
@@ -34,35 +33,38 @@ from tests.tiny_models import DECODERS, LENGTH, VOCABULARY, WIDTH, make_model
 class ModelEngine:
     """transformers' own model with the adapter in its weights, as an engine that computes all logits."""
 
-    def __init__(self, start: StartAdapter, contract: Contract, pooling: str) -> None:
-        self.model = start.loaded.model
-        self.contract = contract
+    def __init__(self, start: StartAdapter, model: ModelSpec, pooling: str) -> None:
+        self.network = start.loaded.model
+        self.model = model
         self.pooling = pooling
         self.start = start
 
-    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """See prge.engine.Engine."""
+    def forward(self, call: Call) -> FloatArray:
+        """See prge.engine.ForwardEngine; of one copy."""
         with torch.no_grad():
-            answers = self.answer({name: torch.from_numpy(array) for name, array in inputs.items()})
-        return {self.contract.outputs[0].name: answers.numpy()}
+            outputs: FloatArray = self.outputs(call.sequences, torch.from_numpy(call.adapters[0])).numpy()
+        return outputs[None]
 
-    def answer(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The answers to a call's inputs, with derivatives by `lora_b`."""
-        lora_a, weights = self.start.scaled_lora_a(), {}
-        for module in self.contract.modules:
-            (lora_b,) = inputs[f"lora_b.{module.name}"]
-            change = lora_b.T @ lora_a[module.name]
-            weights[f"{module.name}.weight"] = self.model.get_submodule(module.name).weight + change
-        given = {"input_ids": inputs["tokens"]}
-        if self.contract.is_encoder:
-            given["attention_mask"] = mask = inputs["attention_mask"]
-        output: Any = torch.func.functional_call(self.model, weights, kwargs=given)
-        if self.contract.is_encoder:
-            states, seen = output.last_hidden_state, mask.unsqueeze(-1)
-            return states[:, 0] if self.pooling == "first" else (states * seen).sum(1) / seen.sum(1)
-        rows = torch.arange(len(inputs["tokens"])).unsqueeze(1)
-        logprobs = torch.log_softmax(output.logits, -1)
-        return logprobs[rows, inputs["positions"], inputs["targets"]]
+    def outputs(self, sequences: Sequence[TokenSequence], values: torch.Tensor) -> torch.Tensor:
+        """The outputs of sequences, one by one, with derivatives by the adapter's values."""
+        lora_a, weights, start = self.start.scaled_lora_a(), {}, 0
+        for module in self.model.modules:
+            end = start + module.rank * module.out_features
+            change = values[start:end].reshape(module.rank, -1).T @ lora_a[module.name]
+            weights[f"{module.name}.weight"] = self.network.get_submodule(module.name).weight + change
+            start = end
+        found = []
+        for sequence in sequences:
+            given = {"input_ids": torch.tensor([sequence.tokens])}
+            output: Any = torch.func.functional_call(self.network, weights, kwargs=given)
+            if self.model.is_encoder:
+                states = output.last_hidden_state
+                found.append(states[:, 0] if self.pooling == "first" else states.mean(1))
+            else:
+                logprobs = torch.log_softmax(output.logits[0], -1)
+                positions = [target.position for target in sequence.targets]
+                found.append(logprobs[positions, [target.token for target in sequence.targets]])
+        return torch.cat(found)
 
 
 def build_problem(
@@ -98,7 +100,7 @@ def build_problem(
     program.model = loaded.model
     quantize(program, scheme)
     dequantize(program)
-    engine = ModelEngine(start, chain.contract(STACK, 4), pooling)
+    engine = ModelEngine(start, chain.model, pooling)
     as_exported(bundle, again)
     return ModelProblem(bundle, again, train, 0, 4, 7, head_folds=3), engine, adapter
 

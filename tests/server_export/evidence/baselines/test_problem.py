@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from prge.engine import Engine
+from prge.engine import ForwardEngine
 from prge.errors import BundleError
-from prge.files.adapter import Adapter, stack
+from prge.files.adapter import Adapter
 from prge.learning.evaluation import pooled_states, score
-from prge.learning.examples import Example, make_batch
+from prge.learning.examples import Example, sequences_of
 from prge.learning.head import fit_cross_fitted, fit_head
+from prge.learning.objectives import Loss
 from server_export.evidence.base import as_exported
 from server_export.evidence.baselines.adapter import insert_adapter
 from server_export.model.loading import prepare_model
@@ -27,7 +28,7 @@ CHOICES = [choice(1, [5, 6, 7, 8], [10, 11, 12], 2), choice(2, [9, 8], [10, 11],
 LONG_CHOICES = [long_choice(1, [5, 6, 7], [[8, 9], [3, 4, 5], [6]], 1)]
 
 
-def driver_loss(engine: Engine, adapter: Adapter, examples: list[Example]) -> float:
+def driver_loss(engine: ForwardEngine, adapter: Adapter, examples: list[Example]) -> float:
     return score(engine, adapter, examples).loss
 
 
@@ -37,7 +38,7 @@ def test_a_decoder(tmp_path: Path, architecture: str, examples: list[Example]) -
     problem, engine, adapter = build_problem(tmp_path, architecture, examples)
     expected = driver_loss(engine, adapter, examples)
     assert problem.loss(examples).item() == pytest.approx(expected, abs=1e-5)
-    scored = score(problem, adapter, examples).loss
+    scored = score(problem.engine, adapter, examples).loss
     assert scored == pytest.approx(expected, abs=1e-5)
     assert problem.rows(examples) == sum(len(example.sequences) for example in examples)
 
@@ -52,7 +53,7 @@ def test_an_encoder_with_cross_fitted_heads(tmp_path: Path, architecture: str, p
     batch = examples[:4]
     expected = score(engine, adapter, batch, heads).loss
     assert problem.loss(batch).item() == pytest.approx(expected, abs=1e-5)
-    alone = score(problem, adapter, examples, problem.heads.head).loss
+    alone = score(problem.engine, adapter, examples, problem.heads.head).loss
     assert alone == pytest.approx(
         score(engine, adapter, examples, fit_head(states, labels, 2)).loss, abs=1e-5
     )
@@ -75,7 +76,7 @@ def test_a_quantized_base_has_the_rounded_weights(
     # So that the tiny table counts as a large one.
     monkeypatch.setattr("server_export.model.quantization.EMBEDDING_BYTES", 1)
     problem, engine, adapter = build_problem(tmp_path, "llama", COMPLETIONS, scheme=scheme)
-    assert isinstance(engine.model.get_input_embeddings(), Int8Embedding)
+    assert isinstance(engine.network.get_input_embeddings(), Int8Embedding)
     expected = driver_loss(engine, adapter, COMPLETIONS)
     assert problem.loss(COMPLETIONS).item() == pytest.approx(expected, abs=1e-5)
     plain, _, _ = build_problem(tmp_path / "plain", "llama", COMPLETIONS)
@@ -84,16 +85,17 @@ def test_a_quantized_base_has_the_rounded_weights(
 
 def test_gradients_are_the_drivers(tmp_path: Path) -> None:
     problem, engine, adapter = build_problem(tmp_path, "llama", COMPLETIONS, lora_b=0.3)
-    batch = make_batch(COMPLETIONS, engine.contract)
-    arrays = {**batch.inputs(1, False), **stack(adapter, 1)}
-    inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    exact = [inputs[f"lora_b.{module.name}"].requires_grad_(True) for module in adapter.modules]
-    (engine.answer(inputs) * torch.from_numpy(-batch.weights / batch.examples)).sum().backward()
+    values = torch.from_numpy(adapter.values).requires_grad_()
+    outputs = engine.outputs(sequences_of(COMPLETIONS), values)
+    slopes = Loss(COMPLETIONS, outputs.detach().numpy()[None]).by_output / len(COMPLETIONS)
+    (outputs.double() * torch.from_numpy(slopes)).sum().backward()
     layers = insert_adapter(problem).values()
     problem.loss(COMPLETIONS).backward()
-    for expected, parameter in zip(exact, (layer.lora_b for layer in layers), strict=True):
-        assert expected.grad is not None and parameter.grad is not None
-        assert torch.allclose(expected.grad[0], parameter.grad.T, atol=1e-6)
+    assert values.grad is not None
+    expected = Adapter(adapter.modules, values.grad.numpy()).lora_b
+    for name, parameter in zip(expected, (layer.lora_b for layer in layers), strict=True):
+        assert parameter.grad is not None
+        np.testing.assert_allclose(parameter.grad.T.numpy(), expected[name], atol=1e-6)
 
 
 def test_full_logits_never_exist(tmp_path: Path) -> None:

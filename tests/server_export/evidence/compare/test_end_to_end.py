@@ -18,11 +18,11 @@ STEPS = 120
 
 
 def start(out: Path) -> subprocess.Popen[str]:
-    """The comparison of two engine methods that compute the same scalars."""
+    """The comparison of two engine methods."""
     words = [
         "--preset", "demo", "--out", out, "--json", out.with_suffix(".json"),
-        "--methods", "p-rge-q1", "mezo-lora-fa", "--seeds", 5, "--search-trials", 1,
-        "--learning-rates", '{"p-rge-q1": 0.01, "mezo-lora-fa": 0.01}',
+        "--methods", "p-rge-q1", "tangent", "--seeds", 5, "--search-trials", 1,
+        "--learning-rates", '{"p-rge-q1": 0.01, "tangent": 0.01}',
         "--budget", "steps", "--budget-value", STEPS, "--evaluation-growth", 5,
         "--dev-limit", 40, "--test-limit", 40,
     ]  # fmt: skip
@@ -58,10 +58,8 @@ def test_killed_and_gone_on_with(tmp_path: Path) -> None:
     log = (run.parent / "output.txt").read_text()
     assert "$ prge run --resume" in log
     result = json.loads((out / "result.json").read_text())
-    # One call with two copies, or two calls with one: the same scalars but for the last bits.
-    assert curve(result, "p-rge-q1") == pytest.approx(curve(result, "mezo-lora-fa"), rel=1e-2)
     assert curve(result, "p-rge-q1")[-1] < curve(result, "p-rge-q1")[0]
-    figures = json.loads(out.with_suffix(".json").read_text())["methods"]["mezo-lora-fa"]
+    figures = json.loads(out.with_suffix(".json").read_text())["methods"]["tangent"]
     assert figures["peak_mb"]["mean"] > 0
     assert figures["activation_mb"]["mean"] > 0
     assert figures["test_accuracy"]["seeds"] == 1

@@ -81,4 +81,4 @@ def test_unknown_methods_name_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean tangent") as raised:
         chosen_methods(["tangents", "backprop"], 16)
     assert len(raised.value.problems) == 2
-    assert "mezo-lora-fa" in raised.value.remedy
+    assert "p-rge-q16" in raised.value.remedy

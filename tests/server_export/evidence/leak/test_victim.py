@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from device_runner.engines.opening import open_engines
+from device_runner.engines.opening import open_engine
+from prge.engine import Target, TokenSequence
 from prge.files.bundle import open_bundle
 from prge.files.peft import read_peft
 from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.protocol import Step
-from prge.learning.examples import Example, make_batch
-from prge.engine import Target, TokenSequence
+from prge.learning.examples import Example
 from server_export.evidence.leak.rows import Form, Rows
 from server_export.evidence.leak.settings import LeakSettings
 from server_export.evidence.leak.target import open_target
@@ -35,16 +35,15 @@ def example_of(form: Form, rows: Rows) -> Example:
 
 def test_gradients_are_the_engines(workshop: Path, tmp_path: Path) -> None:
     bundle = open_bundle(workshop / "bundle")
-    contract = bundle.chain.contract("back", batch_size=1)
-    engine = open_engines(bundle, contract).step
+    engine = open_engine(bundle, "back").engine
     adapter = read_peft(bundle.adapter, bundle.chain.modules)
     (tmp_path / "rows.jsonl").write_text('{"text": "a few words"}\n', encoding="utf-8")
     attacked = LeakSettings(model=str(workshop / "model"), bundle=bundle.folder, rows=tmp_path / "rows.jsonl")
     victim = open_target(attacked).victim(rank=2, seed=0)
     for form in (text_form(6), text_form(6, before=()), task_form(5)):
         rows = make_rows(form, 1)
-        batch = make_batch([example_of(form, rows)], contract)
-        expected = Exact().measure(engine, Step(adapter, (batch,), seed=0, number=0)).gradient
+        step = Step(adapter, [example_of(form, rows)], seed=0, number=0)
+        expected = Exact().measure(engine, step).gradient
         found = victim.gradients(form, rows)[0][0].numpy()
         assert expected is not None
         np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())

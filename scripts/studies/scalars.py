@@ -1,0 +1,85 @@
+"""How much of what differences measure is signal: against exact derivatives along the same directions.
+
+    python scripts/studies/scalars.py --bundle BUNDLE --data rows.jsonl --batches 16 --epsilons 0.01 0.1
+
+The bundle has the role `tangent`. Prints JSON: for each kind of difference and epsilon the correlation `r`
+of scalars with exact derivatives of the mean loss of a batch, and the `slope` of the one by the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from device_runner.engines.opening import open_engine
+from device_runner.session.noise import compare, slopes
+from prge.engine import Float64Array
+from prge.files.adapter import Adapter
+from prge.files.bundle import open_bundle
+from prge.files.peft import find_adapter, read_compatible_adapter
+from prge.learning.estimators.differences import perturbed
+from prge.learning.estimators.directions import RankOneDirections
+from prge.learning.estimators.protocol import Step
+from prge.learning.estimators.tangents import Tangents
+from prge.learning.evaluation import score
+from prge.learning.sampling import Sampler
+from prge.rows.example_building import load_examples
+from prge.rows.own_heads import task_of
+from prge.rows.sources import read_source
+from prge.rows.tokenizer import bundle_tokenizer
+
+
+def study(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Scalars of every kind and epsilon, compared."""
+    bundle = open_bundle(arguments.bundle)
+    task = task_of(bundle, arguments.task)
+    source = read_source(arguments.data, "train", task=task)
+    examples, _ = load_examples(source, bundle_tokenizer(bundle), bundle.chain.model, task)
+    start = find_adapter(arguments.adapter) if arguments.adapter else bundle.adapter
+    adapter = read_compatible_adapter(start, bundle.chain.modules, bundle.adapter)
+    sampler = Sampler(examples, arguments.batch_size, arguments.seed)
+    engine = open_engine(bundle, "tangent").engine
+    exact, found = list[Float64Array](), dict[str, list[Float64Array]]()
+    for number in range(arguments.batches):
+        batch = sampler.batch(number)
+        step = Step(adapter, batch, arguments.seed, number)
+        measured = Tangents(arguments.queries, shared=True).measure(engine, step)
+        exact.append(measured.scalars.mean(1))
+        directions = RankOneDirections(
+            arguments.seed, number, arguments.queries, 1, adapter.modules, shared=True
+        )
+        for epsilon in arguments.epsilons:
+            for name, rule in slopes(arguments.queries, epsilon).items():
+                moved = (perturbed(adapter, variant, directions) for variant in rule.variants())
+                losses = [score(engine, Adapter(adapter.modules, values), batch).loss for values in moved]
+                found.setdefault(f"{name} {epsilon:g}", []).append(rule.scalars(np.array(losses)))
+    reference = np.stack(exact)
+    agreements = {name: compare(np.stack(scalars), reference) for name, scalars in found.items()}
+    return {
+        "quantization": bundle.quantization,
+        "scalars": reference.size,
+        "differences": {name: {"r": each.r, "slope": each.slope} for name, each in agreements.items()},
+    }
+
+
+def main() -> None:
+    """Read the flags, run, print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bundle", type=Path, required=True)
+    parser.add_argument("--data", type=Path, nargs="+", required=True)
+    parser.add_argument("--task")
+    parser.add_argument("--adapter", type=Path)
+    parser.add_argument("--queries", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--batches", type=int, default=16)
+    parser.add_argument("--epsilons", type=float, nargs="+", default=[1e-3, 1e-2, 1e-1])
+    parser.add_argument("--seed", type=int, default=42)
+    print(json.dumps(study(parser.parse_args()), indent=1))
+
+
+if __name__ == "__main__":
+    main()
