@@ -1,41 +1,39 @@
-"""A real, tiny model in numpy that answers the contract: an oracle whose gradient is known in closed form.
+"""A real, tiny model in numpy that implements the engine: an oracle whose derivatives have closed forms.
 
 A bigram model with LoRA-FA on its only layer: logits = (W + lora_a.T @ lora_b).T @ embedding[token].
-The encoder variant answers the mean embedding, through the same layer.
+The encoder variant answers the mean over tokens of their hyperbolic tangents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from prge.contract import Contract
 
-from prge.engine import Array, Slope
-from prge.files.adapter import Adapter
-from prge.learning.examples import Batch
+from prge.engine import Array, Call, Directions, Float64Array, GradFn, TokenSequence
+from prge.files.adapter import Adapter, adapter_size
+from prge.learning.examples import Example, sequences_of
 from prge.learning.head import Classifier, Head
-from prge.learning.objectives import BatchLoss
-from prge.model_spec import AdaptedModule
+from prge.learning.objectives import Loss
+from prge.model_spec import AdaptedModule, ModelSpec
 from tests.templates import random_adapter
 
 MODULE = "layer"
 
 
 class NumpyEngine:
-    """Implements prge.engine.Engine in float64, so that differences show the method's error alone."""
+    """Implements prge.engine.Engine in float64, so that differences show the method's error alone.
+
+    `calls` counts calls, `computed` has the sequences of each; a call takes a second.
+    """
 
     def __init__(
         self,
-        copies: int = 1,
-        batch_size: int = 4,
         *,
         vocabulary: int = 11,
         width: int = 6,
         rank: int = 3,
-        positions: int = 4,
         sequence_length: int = 8,
         encoder: bool = False,
         seed: int = 0,
@@ -45,133 +43,114 @@ class NumpyEngine:
         self.embedding = random.normal(size=(vocabulary, width))
         self.weight = random.normal(size=(width, out))
         self.lora_a = random.normal(size=(rank, width))
-        self.calls = 0
-        self.contract = Contract(
-            role="stack",
+        self.computed: list[tuple[TokenSequence, ...]] = []
+        self.model = ModelSpec(
             readout="pooled" if encoder else "logprobs",
-            copies=copies,
-            batch_size=batch_size,
-            sequence_length=sequence_length,
-            positions=0 if encoder else positions,
             width=width if encoder else 0,
             vocabulary_size=vocabulary,
+            sequence_length=sequence_length,
             modules=(AdaptedModule(MODULE, rank, width, out),),
         )
 
-    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """See prge.engine.Engine.forward."""
-        self.calls += 1
-        check_inputs(self.contract, inputs)
-        copies, rows = self.contract.copies, self.contract.rows
-        lora_b = inputs[f"lora_b.{MODULE}"].astype(np.float64)
-        states = self.embedding[inputs["tokens"]].reshape(copies, rows // copies, -1, self.embedding.shape[1])
-        update = np.einsum("rd,cro->cdo", self.lora_a, lora_b)
-        outputs = np.einsum("cntd,cdo->cnto", states, self.weight + update).reshape(rows, states.shape[2], -1)
-        if self.contract.is_encoder:
-            mask = inputs["attention_mask"][..., None]
-            return {"pooled": (np.tanh(outputs) * mask).sum(1) / mask.sum(1)}
-        logprobs = outputs - np.log(np.exp(outputs).sum(-1, keepdims=True))
-        read = np.take_along_axis(logprobs, inputs["positions"][..., None], 1)
-        return {"logprobs": np.take_along_axis(read, inputs["targets"][..., None], 2)[..., 0]}
+    @property
+    def calls(self) -> int:
+        """How many there were."""
+        return len(self.computed)
 
-    def tangent(self, queries: int) -> NumpyTangentEngine:
-        """The same model with tangents."""
-        return NumpyTangentEngine(self, queries)
+    @property
+    def seconds(self) -> float:
+        """See prge.engine.Engine."""
+        return float(self.calls)
 
-    def exact(self) -> NumpyExactEngine:
-        """The same model with a way back."""
-        return NumpyExactEngine(self)
+    def forward(self, call: Call) -> Float64Array:
+        """See prge.engine.ForwardEngine."""
+        self._begin(call)
+        copies = [[self._logits(each, values) for each in call.sequences] for values in call.adapters]
+        return np.stack([self._joined(map(self._outputs, call.sequences, logits)) for logits in copies])
 
-    def with_copies(self, copies: int) -> NumpyEngine:
-        """The same model exported with another number of copies."""
-        contract = self.contract
-        return NumpyEngine(
-            copies,
-            contract.batch_size,
-            vocabulary=len(self.embedding),
-            width=self.embedding.shape[1],
-            rank=contract.modules[0].rank,
-            positions=max(contract.positions, 1),
-            sequence_length=contract.sequence_length,
-            encoder=contract.is_encoder,
-        )
+    def jvp(self, call: Call, directions: Directions) -> tuple[Float64Array, Float64Array]:
+        """See prge.engine.Engine."""
+        self._begin(call)
+        (values,) = call.adapters
+        u, v = (np.asarray(directions[f"{kind}.{MODULE}"], np.float64) for kind in ("u", "v"))
+        assert len(directions) == 2 and u.shape[:2] == v.shape[:2] == (len(u), len(call.sequences))
+        outputs, derivatives = [], []
+        for number, sequence in enumerate(call.sequences):
+            logits = self._logits(sequence, values)
+            changes = np.einsum(
+                "td,rd,qr,qo->qto", self._states(sequence), self.lora_a, u[:, number], v[:, number]
+            )
+            outputs.append(self._outputs(sequence, logits))
+            derivatives.append(np.einsum("kto,qto->qk", self._jacobian(sequence, logits), changes))
+        return self._joined(outputs), self._joined(derivatives)
 
+    def vjp(self, call: Call, grad_fn: GradFn) -> tuple[Float64Array, Float64Array]:
+        """See prge.engine.Engine."""
+        self._begin(call)
+        (values,) = call.adapters
+        logits = [self._logits(sequence, values) for sequence in call.sequences]
+        outputs = self._joined(map(self._outputs, call.sequences, logits))
+        grads = grad_fn(outputs)
+        assert grads.shape == outputs.shape
+        sizes = [len(sequence.targets) for sequence in call.sequences]
+        of_each = grads if self.model.is_encoder else np.split(grads, np.cumsum(sizes)[:-1])
+        gradient = np.zeros((len(self.lora_a), self.weight.shape[1]))
+        for sequence, mine, its in zip(call.sequences, of_each, logits, strict=True):
+            by_logits = np.einsum("k,kto->to", mine, self._jacobian(sequence, its))
+            gradient += self.lora_a @ self._states(sequence).T @ by_logits
+        return outputs, gradient.ravel()
 
-class NumpyTangentEngine:
-    """Implements prge.engine.Engine for tangent calls of the model, with derivatives in closed form."""
-
-    def __init__(self, model: NumpyEngine, queries: int) -> None:
-        self.model = model
-        self.calls = 0
-        self.contract = replace(model.contract, role="tangent", copies=1, queries=queries)
-
-    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """See prge.engine.Engine.forward."""
-        self.calls += 1
-        check_inputs(self.contract, inputs)
+    def _begin(self, call: Call) -> None:
+        """Count a call, which must be the model's."""
         model = self.model
-        lora_b, u, v = (inputs[f"{kind}.{MODULE}"].astype(np.float64) for kind in ("lora_b", "u", "v"))
-        states = model.embedding[inputs["tokens"]]
-        outputs = states @ (model.weight + model.lora_a.T @ lora_b)
-        tangents = np.einsum("ntd,rd,qnr,qno->qnto", states, model.lora_a, u, v)
-        if self.contract.is_encoder:
-            mask = inputs["attention_mask"][..., None]
-            squashed = np.tanh(outputs)
-            return {
-                "pooled": (squashed * mask).sum(1) / mask.sum(1),
-                "dpooled": ((1 - squashed**2) * tangents * mask).sum(2) / mask.sum(1),
-            }
-        logprobs = outputs - np.log(np.exp(outputs).sum(-1, keepdims=True))
-        dlogprobs = tangents - (np.exp(logprobs) * tangents).sum(-1, keepdims=True)
-        row = np.arange(self.contract.rows)[:, None]
-        return {
-            "logprobs": logprobs[row, inputs["positions"], inputs["targets"]],
-            "dlogprobs": dlogprobs[:, row, inputs["positions"], inputs["targets"]],
-        }
+        assert call.sequences and call.adapters.dtype == np.float32
+        assert call.adapters.shape == (len(call.adapters), adapter_size(model.modules))
+        for sequence in call.sequences:
+            assert 1 <= len(sequence.tokens) <= model.sequence_length
+            assert all(0 <= target.position < len(sequence.tokens) for target in sequence.targets)
+        self.computed.append(call.sequences)
+
+    def _states(self, sequence: TokenSequence) -> Float64Array:
+        return self.embedding[list(sequence.tokens)]
+
+    def _logits(self, sequence: TokenSequence, values: Array) -> Float64Array:
+        """What the layer makes of a sequence, [tokens, out]."""
+        lora_b = values.reshape(len(self.lora_a), -1).astype(np.float64)
+        return self._states(sequence) @ (self.weight + self.lora_a.T @ lora_b)
+
+    def _outputs(self, sequence: TokenSequence, logits: Float64Array) -> Float64Array:
+        """Those of one sequence, [targets] or [width]."""
+        if self.model.is_encoder:
+            return np.tanh(logits).mean(0)
+        return (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[_read(sequence)]
+
+    def _jacobian(self, sequence: TokenSequence, logits: Float64Array) -> Float64Array:
+        """The derivatives of its outputs by its logits, [outputs, tokens, out]."""
+        if self.model.is_encoder:
+            slopes = (1 - np.tanh(logits) ** 2) / len(logits)
+            return np.einsum("to,ko->kto", slopes, np.eye(logits.shape[1]))
+        positions, tokens = _read(sequence)
+        found = np.zeros((len(positions), *logits.shape))
+        at = np.arange(len(positions))
+        found[at, positions, tokens] = 1
+        found[at, positions] -= (np.exp(logits) / np.exp(logits).sum(-1, keepdims=True))[positions]
+        return found
+
+    def _joined(self, parts: Any) -> Float64Array:
+        """What each sequence has, [..., outputs], as a call answers it."""
+        return np.stack([*parts], -2) if self.model.is_encoder else np.concatenate([*parts], -1)
 
 
-class NumpyExactEngine:
-    """Implements prge.engine.Engine for exact calls of the model, with the gradient in closed form."""
-
-    def __init__(self, model: NumpyEngine) -> None:
-        self.model = model
-        self.calls = 0
-        self.contract = replace(model.contract, role="back", copies=1)
-
-    def gradient(self, inputs: Mapping[str, Array], slope: Slope) -> tuple[Array, dict[str, Array]]:
-        """See prge.engine.Engine.gradient."""
-        self.calls += 1
-        check_inputs(self.contract, inputs)
-        model = self.model
-        states = model.embedding[inputs["tokens"]]
-        outputs = states @ (model.weight + model.lora_a.T @ inputs[f"lora_b.{MODULE}"].astype(np.float64))
-        if self.contract.is_encoder:
-            mask = inputs["attention_mask"][..., None] / inputs["attention_mask"].sum(1)[:, None, None]
-            answers = (np.tanh(outputs) * mask).sum(1)
-            by_output = slope(answers)[:, None] * mask * (1 - np.tanh(outputs) ** 2)
-        else:
-            probability = np.exp(outputs) / np.exp(outputs).sum(-1, keepdims=True)
-            row = np.arange(self.contract.rows)[:, None]
-            at = row, inputs["positions"], inputs["targets"]
-            answers = np.log(probability[at])
-            slopes = slope(answers)
-            by_output = np.zeros(outputs.shape)
-            np.add.at(by_output, at, slopes)
-            np.add.at(by_output, at[:2], -slopes[..., None] * probability[at[:2]])
-        return answers, {f"lora_b.{MODULE}": np.einsum("rd,ntd,nto->ro", model.lora_a, states, by_output)}
+def _read(sequence: TokenSequence) -> tuple[Array, Array]:
+    """Positions and tokens of a sequence's targets."""
+    pairs = [(target.position, target.token) for target in sequence.targets]
+    positions, tokens = np.array(pairs, np.int64).reshape(-1, 2).T
+    return positions, tokens
 
 
-def adapter_of(engine: NumpyEngine | NumpyTangentEngine | NumpyExactEngine) -> Adapter:
-    """One that changes the answers of a model."""
-    return random_adapter(engine.contract.modules, seed=2, size=0.3)
-
-
-def check_inputs(contract: Contract, inputs: Mapping[str, Array]) -> None:
-    """Shapes and dtypes are the contract's, and there are no other inputs."""
-    assert set(inputs) == {spec.name for spec in contract.inputs}
-    for spec in contract.inputs:
-        assert inputs[spec.name].shape == spec.shape, spec
-        assert inputs[spec.name].dtype == spec.dtype, spec
+def adapter_of(engine: NumpyEngine) -> Adapter:
+    """One that changes the outputs of a model."""
+    return random_adapter(engine.model.modules, seed=2, size=0.3)
 
 
 def head_with(values: Array) -> Head:
@@ -187,15 +166,11 @@ def head_of(seed: int = 0) -> Head:
 
 
 def losses_of(
-    model: NumpyEngine, values: Array, batches: Sequence[Batch], head: Classifier | None = None
-) -> Array:
-    """Loss of every example with an adapter of these values, from answers alone."""
-    lora_b = {f"lora_b.{MODULE}": Adapter(model.contract.modules, values).lora_b[MODULE][None]}
-    found = []
-    for batch in batches:
-        outputs = model.forward({**batch.inputs(1, model.contract.is_encoder), **lora_b})
-        found.append(BatchLoss(batch, outputs[model.contract.answer], head=head).losses[0])
-    return np.concatenate(found)
+    engine: NumpyEngine, values: Array, examples: Sequence[Example], head: Classifier | None = None
+) -> Float64Array:
+    """Loss of every example with an adapter of these values, from outputs alone."""
+    outputs = engine.forward(Call(sequences_of(examples), values[None]))
+    return Loss(examples, outputs, head=head).losses[0]
 
 
 def slopes_of(function: Callable[[Array], Any], values: Array) -> Array:

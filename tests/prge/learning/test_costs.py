@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from prge.files.signatures import ROLES
 from prge.learning.costs import (
     Layer,
     Outline,
+    StepShape,
     bytes_text,
     export_memory,
     export_seconds,
@@ -19,10 +21,12 @@ from prge.learning.costs import (
     memory_text,
     programs_bytes,
     run_memory,
+    shape_of,
     weights_of,
 )
 from prge.model_spec import AdaptedModule
-from tests.bundles import make_contract, make_small_chain
+from tests.bundles import make_small_chain, make_spec
+from tests.rows import completion, long_choice
 
 # Two blocks of width 64: attention's four layers, and a gated inner layer of 128.
 LAYERS = (Layer(64, 64, 8), Layer(64, 128, 4), Layer(128, 64, 2))
@@ -42,7 +46,7 @@ OUTLINE = Outline(
     parameters=64_000 * 2 + 8 * 4096 + 6 * 8192,
     longest=512,
 )
-STACK = make_contract(copies=8, width=64, vocabulary_size=1000, modules=OUTLINE.modules)
+STACK = StepShape("stack", sequences=2, tokens=16, targets=3, vocabulary_size=1000, copies=8)
 TANGENT = replace(STACK, role="tangent", copies=1, queries=4)
 EXACT = replace(STACK, role="back", copies=1)
 LAYER_NUMBERS = 8 * 64 * 64 + 6 * 64 * 128
@@ -148,7 +152,7 @@ def test_a_workspace_is_that_of_the_largest_delegate() -> None:
     )
     assert (tangent, gelu) == tuple(4 * 2 * 16 * (3 + 4 * values) * 128 for values in (2, 5))
     # The head, asked at all 48 positions.
-    many = replace(STACK, batch_size=1, copies=1, positions=48)
+    many = replace(STACK, sequences=1, copies=1, targets=48)
     assert run_memory(OUTLINE, many, WEIGHTS, ROLES, "native").workspace == 4 * 48 * 1000
 
 
@@ -164,18 +168,18 @@ def test_memory_of_a_row_in_pieces_grows_with_its_length() -> None:
     weights = weights_of(outline, "fp32", True, ROLES)
     taken = {}
     for length in (256, 512, 1024, 2048, 4096, 8192):
-        contract = replace(STACK, role="back", copies=1, batch_size=1, sequence_length=length, positions=1)
-        taken[length] = run_memory(outline, contract, weights, ROLES, "native", weights.largest).anonymous
+        shape = replace(EXACT, sequences=1, tokens=length, targets=1)
+        taken[length] = run_memory(outline, shape, weights, ROLES, "native", weights.largest).anonymous
     # Half of an attention's scores is what a whole row's are, once it is longer than a piece.
     assert taken[8192] - taken[4096] < 2.5 * (taken[4096] - taken[2048])
     whole = replace(OUTLINE, longest=512)
-    contract = replace(contract, sequence_length=512)
-    assert taken[512] < run_memory(whole, contract, weights, ROLES, "native", weights.largest).anonymous
+    shape = replace(shape, tokens=512)
+    assert taken[512] < run_memory(whole, shape, weights, ROLES, "native", weights.largest).anonymous
 
 
 def test_a_table_of_memory_has_all_estimators_and_both_bounds() -> None:
-    contracts = dict(zip(("exact", "tangent", "antithetic"), (EXACT, TANGENT, STACK), strict=True))
-    rows = memory_table(OUTLINE, contracts, WEIGHTS, ROLES)
+    shapes = dict(zip(("exact", "tangent", "antithetic"), (EXACT, TANGENT, STACK), strict=True))
+    rows = memory_table(OUTLINE, shapes, WEIGHTS, ROLES)
     assert [(row["estimator"], row["loaded_bytes"]) for row in rows] == [
         (name, bound) for name in ("exact", "tangent", "antithetic") for bound in (None, WEIGHTS.largest)
     ]
@@ -196,8 +200,7 @@ def test_a_manifest_keeps_the_outline() -> None:
 
 def test_only_an_exact_run_maps_transposed_weights_and_keeps_states() -> None:
     stack, exact = (
-        run_memory(OUTLINE, contract, WEIGHTS, ROLES, "native")
-        for contract in (replace(STACK, copies=1), EXACT)
+        run_memory(OUTLINE, shape, WEIGHTS, ROLES, "native") for shape in (replace(STACK, copies=1), EXACT)
     )
     assert exact.mapped - stack.mapped == WEIGHTS.packed_transposed
     # Three at any time, and what entered each block.
@@ -212,7 +215,7 @@ def test_adapter_and_directions() -> None:
 
 
 def test_the_native_engine_takes_what_a_call_needs_whatever_the_bounds() -> None:
-    call = replace(TANGENT, batch_size=1)
+    call = replace(TANGENT, sequences=1)
     long, short = (
         run_memory(replace(OUTLINE, longest=longest), call, WEIGHTS, ROLES, "native")
         for longest in (1024, 256)
@@ -228,6 +231,38 @@ def test_an_export_takes_more_with_a_larger_model_and_more_roles() -> None:
     assert export_memory(huge, "fp32", ROLES) == export_memory(OUTLINE, "fp32", ROLES)
     assert export_memory(OUTLINE, "fp32", ["stack"]) < export_memory(OUTLINE, "fp32", ROLES)
     assert export_seconds(OUTLINE, ["stack"]) < export_seconds(OUTLINE, ROLES) < export_seconds(large, ROLES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "together", "rows"),
+    [
+        ({"role": "back", "tokens": 100}, 5, 5),
+        ({"role": "back", "tokens": 600}, 1, 1),
+        ({"role": "back", "sequences": 3}, 3, 3),
+        # A loss that compares examples has them all at once.
+        ({"role": "back", "tokens": 100, "is_separate": False}, 1000, 1000),
+        ({"role": "stack", "tokens": 100}, 5, 5),
+        ({"role": "stack", "tokens": 100, "copies": 8}, 10, 80),
+        ({"role": "stack", "tokens": 2000, "copies": 8}, 1, 8),
+        ({"role": "tangent", "tokens": 100, "queries": 4}, 16, 16),
+    ],
+)
+def test_so_many_sequences_have_their_states_at_once(
+    changes: dict[str, Any], together: int, rows: int
+) -> None:
+    """Microbatches of 512 tokens, and 8,192 states of tokens with every copy or direction."""
+    fields = {"sequences": 1000, "tokens": 16, "targets": 3, "vocabulary_size": 64}
+    shape = StepShape(**{**fields, **changes})
+    assert (shape.together, shape.rows) == (together, rows)
+
+
+def test_a_shape_has_the_largest_sizes_of_the_rows() -> None:
+    examples = [completion(1, [1, 2, 3, 4, 5], 4), long_choice(2, [1], [[2], [3, 4, 5]], 0)]
+    spec = make_spec()
+    found = shape_of("tangent", examples, 6, spec, queries=2)
+    assert found == StepShape("tangent", 6, 5, 3, spec.vocabulary_size, queries=2)
+    # Without rows they are the model's.
+    assert shape_of("stack", [], 6, spec) == StepShape("stack", 6, 16, 15, spec.vocabulary_size)
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,17 @@ def example(row: int, tokens: tuple[int, ...], label: int) -> Example:
 def test_of_equal_rows_one_is_fitted() -> None:
     """Rows that are left out to measure a head's confidence must be new to it."""
     engine = NumpyEngine(encoder=True)
-    adapter = Adapter.zeros(engine.contract.modules)
+    adapter = Adapter.zeros(engine.model.modules)
     chance = np.random.default_rng(0)
     rows = [example(n + 1, tuple(chance.integers(1, 11, 3).tolist()), n % 2) for n in range(20)]
     copies = [example(n + 21, row.sequences[0].tokens, row.label or 0) for n, row in enumerate(rows[:15])]
-    alone, both = (fit_heads(engine, adapter, each, 0).head for each in (rows, rows + copies))
+    alone, both = (fit_heads(engine, adapter, each).head for each in (rows, rows + copies))
     assert alone is not None and both is not None
     np.testing.assert_array_equal(alone.values, both.values)
 
 
 def test_heads_are_known_by_all_that_they_depend_on() -> None:
-    adapter = Adapter.zeros(NumpyEngine(encoder=True).contract.modules)
+    adapter = Adapter.zeros(NumpyEngine(encoder=True).model.modules)
     other = adapter.copy()
     other.values[0] = 1
     rows = [example(1, (3, 4), 0), example(2, (5,), 1)]

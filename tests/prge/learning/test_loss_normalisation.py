@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prge.contract import Contract
 from prge.engine import Array
+from prge.learning.estimators import exact
 from prge.learning.estimators.differences import Antithetic, Differences
 from prge.learning.estimators.directions import Directions
 from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.protocol import Step
 from prge.learning.estimators.tangents import Tangents
-from prge.learning.examples import Batch, Example
+from prge.learning.examples import Example
 from prge.learning.sampling import Sampler
 from prge.rows.scoring import evaluate
 from tests.numpy_engine import MODULE, NumpyEngine, adapter_of, slopes_of
@@ -23,27 +23,25 @@ from tests.rows import completion
 SEED, STEP = 3, 0
 
 
-def batches_of(examples: list[Example], contract: Contract, calls: int) -> list[Batch]:
-    sampler = Sampler(examples, contract, SEED, calls, batch_size=len(examples), normalisation="token")
-    return sampler.batches(STEP)
+def by_tokens(examples: list[Example]) -> list[Example]:
+    return Sampler(examples, len(examples), SEED, "token").batch(STEP)
 
 
-def token_loss(model: NumpyEngine, values: Array, examples: list[Example]) -> float:
+def token_loss(engine: NumpyEngine, values: Array, examples: list[Example]) -> float:
     """Mean negative log-likelihood of all target tokens, by the model's own logits; weights multiply."""
-    update = model.lora_a.T @ values.reshape(model.contract.modules[0].rank, -1)
+    update = engine.lora_a.T @ values.reshape(engine.model.modules[0].rank, -1)
     losses = []
     for example in examples:
         (sequence,) = example.sequences
-        logits = model.embedding[list(sequence.tokens)] @ (model.weight + update)
+        logits = engine.embedding[list(sequence.tokens)] @ (engine.weight + update)
         logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         losses += [-example.weight * logprobs[target.position, target.token] for target in sequence.targets]
     return float(np.mean(losses))
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[Example], int]:
-    """Completions of 1 to 4 target tokens with weights, and the number of calls that they take."""
-    calls = draw(st.sampled_from([1, 2, 4]))
+def steps(draw: st.DrawFn) -> list[Example]:
+    """Completions of 1 to 4 target tokens with weights."""
     examples = []
     for row in range(1, 5):
         tokens = draw(st.lists(st.integers(0, 10), min_size=2, max_size=6))
@@ -51,40 +49,38 @@ def steps(draw: st.DrawFn) -> tuple[list[Example], int]:
         weight = draw(st.sampled_from([1.0, 0.5, 3.0]))
         example = completion(row, tokens, prompt)
         examples.append(Example(row, example.sequences, 1, None, weight=weight))
-    return examples, calls
+    return examples
 
 
 @settings(max_examples=30)
-@given(steps())
-def test_the_gradient_is_that_of_the_mean_over_tokens(given_step: tuple[list[Example], int]) -> None:
-    examples, calls = given_step
-    model = NumpyEngine(batch_size=4 // calls)
-    adapter, engine = adapter_of(model), model.exact()
-    found = Exact().measure(engine, Step(adapter, batches_of(examples, engine.contract, calls), SEED, STEP))
-    expected = slopes_of(lambda values: token_loss(model, values, examples), adapter.values)
-    assert found.loss == pytest.approx(token_loss(model, adapter.values, examples), rel=1e-6)
+@given(steps(), st.sampled_from([1, 8, 512]))
+def test_the_gradient_is_that_of_the_mean_over_tokens(examples: list[Example], tokens: int) -> None:
+    """Whether the step is computed in parts or not."""
+    engine = NumpyEngine()
+    adapter = adapter_of(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "MICROBATCH_TOKENS", tokens)
+        found = Exact().measure(engine, Step(adapter, by_tokens(examples), SEED, STEP))
+    expected = slopes_of(lambda values: token_loss(engine, values, examples), adapter.values)
+    assert found.loss == pytest.approx(token_loss(engine, adapter.values, examples), rel=1e-6)
     assert found.gradient is not None
     np.testing.assert_allclose(found.gradient, expected, atol=1e-4)
 
 
 @settings(max_examples=10)
 @given(steps())
-def test_scalars_are_derivatives_of_the_mean_over_tokens(given_step: tuple[list[Example], int]) -> None:
+def test_scalars_are_derivatives_of_the_mean_over_tokens(examples: list[Example]) -> None:
     """Of differences along a direction, and of tangents, whose mean over examples it is."""
-    examples, calls = given_step
-    model = NumpyEngine(batch_size=4 // calls)
-    adapter = adapter_of(model)
-    gradient = slopes_of(lambda values: token_loss(model, values, examples), adapter.values)
-    batches = batches_of(examples, model.contract, calls)
-    found = Differences(Antithetic(2, 1e-3)).measure(model, Step(adapter, batches, SEED, STEP))
+    engine = NumpyEngine()
+    adapter = adapter_of(engine)
+    gradient = slopes_of(lambda values: token_loss(engine, values, examples), adapter.values)
+    step = Step(adapter, by_tokens(examples), SEED, STEP)
+    found = Differences(Antithetic(2, 1e-3)).measure(engine, step)
     directions = Directions(SEED, STEP, adapter.size)
     expected = [float(gradient @ directions(query)) for query in range(2)]
     np.testing.assert_allclose(found.scalars, expected, atol=1e-3)
 
-    engine = model.tangent(2)
-    batches = batches_of(examples, engine.contract, calls)
-    tangents = Tangents(shared=True)
-    step = Step(adapter, batches, SEED, STEP)
+    tangents = Tangents(2, shared=True)
     measured = tangents.measure(engine, step)
     along = tangents._directions
     expected = [float(gradient @ along(query).astype(float)) for query in range(2)]
@@ -93,14 +89,11 @@ def test_scalars_are_derivatives_of_the_mean_over_tokens(given_step: tuple[list[
 
 def test_equal_lengths_have_the_same_bits_either_way() -> None:
     examples = [completion(row, [row, 2, 3, 4], 2) for row in range(1, 5)]
-    engine = NumpyEngine().exact()
+    engine = NumpyEngine()
     adapter = adapter_of(engine)
     gradients = []
-    for batches in (
-        Sampler(examples, engine.contract, SEED).batches(STEP),
-        batches_of(examples, engine.contract, 1),
-    ):
-        found = Exact().measure(engine, Step(adapter, batches, SEED, STEP)).gradient
+    for batch in (Sampler(examples, 4, SEED).batch(STEP), by_tokens(examples)):
+        found = Exact().measure(engine, Step(adapter, batch, SEED, STEP)).gradient
         assert found is not None
         gradients.append(found.tobytes())
     assert gradients[0] == gradients[1]
@@ -108,12 +101,12 @@ def test_equal_lengths_have_the_same_bits_either_way() -> None:
 
 def test_the_loss_of_an_evaluation_is_the_logarithm_of_the_perplexity() -> None:
     examples = [completion(row, [row, 2, 3, 4, 5][: 2 + row], 1) for row in range(1, 4)]
-    model = NumpyEngine()
-    adapter = adapter_of(model)
-    by_token, _ = evaluate(model, adapter, examples, None, select="loss", normalisation="token")
-    by_example, _ = evaluate(model, adapter, examples, None, select="loss")
+    engine = NumpyEngine()
+    adapter = adapter_of(engine)
+    by_token, _ = evaluate(engine, adapter, examples, None, select="loss", normalisation="token")
+    by_example, _ = evaluate(engine, adapter, examples, None, select="loss")
     assert np.log(by_token["perplexity"]) == pytest.approx(by_token["loss"])
-    assert by_token["loss"] == pytest.approx(token_loss(model, adapter.values, examples), rel=1e-5)
+    assert by_token["loss"] == pytest.approx(token_loss(engine, adapter.values, examples), rel=1e-5)
     assert by_example["loss"] != pytest.approx(by_token["loss"], rel=1e-3)
     assert by_token["value"] == -by_token["loss"]
     assert MODULE in adapter.lora_b

@@ -50,6 +50,7 @@ def test_weight_decay_is_that_of_adamw(decay: float) -> None:
     np.testing.assert_allclose(values, parameter.detach(), rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam"])
 def test_state_is_all_there_is_to_keep(name: OptimizerName, decay: float) -> None:
     gradients = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)

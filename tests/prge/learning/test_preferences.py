@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +18,8 @@ from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.protocol import Estimator, Step
 from prge.learning.estimators.tangents import Tangents
 from prge.learning.evaluation import referred, score
-from prge.learning.examples import Example, make_batch
-from prge.learning.objectives import CROSS_ENTROPY, BatchLoss
+from prge.learning.examples import Example
+from prge.learning.objectives import CROSS_ENTROPY, Loss
 from prge.learning.preferences import (
     DPO,
     IPO,
@@ -119,81 +118,98 @@ def test_the_distance_to_the_start_is_the_same_for_all_copies_and_never_negative
     np.testing.assert_allclose(KTO(0.3).losses(table, examples), 0.5)
 
 
+def _step(name: str, engine: NumpyEngine) -> Step:
+    """A step on four pairs, away from their reference."""
+    adapter = Adapter.zeros(engine.model.modules)
+    examples = referred(engine, adapter, pairs(4))
+    adapter.values[:] = np.random.default_rng(0).normal(0, 0.3, adapter.size)
+    return Step(adapter, examples, 1, 0, objective=OBJECTIVES[name])
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_tangents_are_the_exact_gradient_along_a_direction(name: str) -> None:
-    model, objective = NumpyEngine(copies=4, batch_size=8), OBJECTIVES[name]
-    adapter = Adapter.zeros(model.contract.modules)
-    examples = referred(model.with_copies(1), adapter, pairs(4), 0)
-    adapter.values[:] = np.random.default_rng(0).normal(0, 0.3, adapter.size)
-    step = Step(adapter, [make_batch(examples, model.contract)], 1, 0, objective=objective)
-    exact = Exact().measure(model.exact(), step)
-    tangents = Tangents(shared=True)
-    found = tangents.measure(model.tangent(4), step)
+    engine = NumpyEngine()
+    step = _step(name, engine)
+    exact = Exact().measure(engine, step)
+    tangents = Tangents(4, shared=True)
+    found = tangents.measure(engine, step)
     assert exact.gradient is not None
     assert exact.loss == pytest.approx(found.loss, rel=1e-5)
     for query in range(4):
         alone = np.zeros(found.scalars.shape)
         alone[query] = 4.0
-        along = tangents.gradient({"scalars": alone}, 1, 0, adapter.modules)
+        along = tangents.gradient({"scalars": alone}, 1, 0, step.adapter.modules)
         expected = float(exact.gradient @ along)
         assert found.scalars[query].mean() == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("copies", [8, 4, 2, 1])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_differences_are_derivatives_whatever_the_copies_of_a_call(name: str, copies: int) -> None:
-    model, objective = NumpyEngine(copies=copies, batch_size=8), OBJECTIVES[name]
-    adapter = Adapter.zeros(model.contract.modules)
-    examples = referred(model.with_copies(1), adapter, pairs(4), 0)
-    adapter.values[:] = np.random.default_rng(0).normal(0, 0.3, adapter.size)
-    step = Step(adapter, [make_batch(examples, model.contract)], 1, 0, objective=objective)
-    gradient = Exact().measure(model.exact(), step).gradient
+def test_differences_are_derivatives(name: str) -> None:
+    engine = NumpyEngine()
+    step = _step(name, engine)
+    gradient = Exact().measure(engine, step).gradient
     assert gradient is not None
-    estimator = Differences(Antithetic(4, 1e-2))
-    found = estimator.measure(model, step).scalars
+    found = Differences(Antithetic(4, 1e-2)).measure(engine, step).scalars
     for query in range(4):
-        along = Directions(1, 0, adapter.size)(query)
+        along = Directions(1, 0, step.adapter.size)(query)
         assert found[query] == pytest.approx(float(gradient @ along), rel=0.03, abs=3e-3)
 
 
-ENGINES: dict[str, Callable[[NumpyEngine], tuple[Any, Estimator, float]]] = {
-    "antithetic": lambda model: (model, Differences(Antithetic(8, 1e-3)), 0.1),
-    "fzoo": lambda model: (model, Differences(OneSided(7, 1e-3)), 0.02),
-    "tangents": lambda model: (model.tangent(8), Tangents(), 0.1),
-    "exact": lambda model: (model.exact(), Exact(), 0.1),
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_only_the_loss_that_compares_a_steps_examples_is_not_separate(name: str) -> None:
+    """Whether a step may be computed in parts: losses and slopes of some are those among all."""
+    objective, examples = OBJECTIVES[name], pairs(6)
+    # Above their references, so that KTO's mean counts.
+    table = np.minimum(np.random.default_rng(2).normal(-1, 0.3, (1, 6, 2)), -0.1)
+    parts = slice(0, 2), slice(2, 6)
+    same = all(
+        np.allclose(
+            np.concatenate([whole(table[:, part], examples[part]) for part in parts], 1),
+            whole(table, examples),
+            rtol=1e-12,
+            atol=0,
+        )
+        for whole in (objective.losses, objective.slopes)
+    )
+    assert same == objective.is_separate == (name != "kto")
+
+
+ESTIMATORS: dict[str, tuple[Estimator, float]] = {
+    "antithetic": (Differences(Antithetic(8, 1e-3)), 0.1),
+    "fzoo": (Differences(OneSided(7, 1e-3)), 0.02),
+    "tangents": (Tangents(8), 0.1),
+    "exact": (Exact(), 0.1),
 }
 
 
-@pytest.mark.parametrize("estimator", ENGINES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_trains_by_every_estimator(name: str, estimator: str) -> None:
-    model, objective = NumpyEngine(copies=8, batch_size=8), OBJECTIVES[name]
-    engine, method, rate = ENGINES[estimator](model)
-    adapter, scoring = Adapter.zeros(model.contract.modules), model.with_copies(1)
-    rows = referred(scoring, adapter, pairs(12), 0)
-    sampler = Sampler(rows, engine.contract, 1)
-    before = score(scoring, adapter, rows, objective=objective).loss
+    engine, objective = NumpyEngine(), OBJECTIVES[name]
+    method, rate = ESTIMATORS[estimator]
+    adapter = Adapter.zeros(engine.model.modules)
+    rows = referred(engine, adapter, pairs(12))
+    sampler = Sampler(rows, 4, 1)
+    before = score(engine, adapter, rows, objective=objective).loss
     for number in range(40):
-        step = Step(adapter, sampler.batches(number), 1, number, objective=objective)
+        step = Step(adapter, sampler.batch(number), 1, number, objective=objective)
         learnt = method.measure(engine, step).learnt
         steep = 0.1 if name == "ipo" else 1.0
         adapter.values -= steep * rate * method.gradient(learnt, 1, number, adapter.modules)
-    assert score(scoring, adapter, rows, objective=objective).loss < before
+    assert score(engine, adapter, rows, objective=objective).loss < before
 
 
 def test_a_weight_multiplies_loss_and_slope() -> None:
-    contract = NumpyEngine(batch_size=2).contract
     rows = [completion(1, [1, 2, 3], 1), replace(completion(2, [4, 5], 1), weight=3.0)]
-    answers = -np.arange(1.0, 9).reshape(2, 4)
-    found = BatchLoss(make_batch(rows, contract), answers)
+    found = Loss(rows, np.array([[-1.0, -2, -5]]))
     np.testing.assert_allclose(found.losses, [[1.5, 15]])
     np.testing.assert_allclose(found.by_score, [[[-1], [-3]]])
-    np.testing.assert_allclose(found.by_answer, [[-0.5, -0.5, 0, 0], [-3, 0, 0, 0]])
+    np.testing.assert_allclose(found.by_output, [-0.5, -0.5, -3])
 
 
 def test_weights_change_the_loss_of_an_evaluation_and_not_its_perplexity() -> None:
-    engine = NumpyEngine(batch_size=2)
-    adapter = Adapter.zeros(engine.contract.modules)
+    engine = NumpyEngine()
+    adapter = Adapter.zeros(engine.model.modules)
     plain = [completion(1, [1, 2, 3], 1), completion(2, [4, 5], 1)]
     heavy = [replace(each, weight=2.0) for each in plain]
     (one, _), (two, _) = (evaluate(engine, adapter, each, None) for each in (plain, heavy))
@@ -203,12 +219,12 @@ def test_weights_change_the_loss_of_an_evaluation_and_not_its_perplexity() -> No
 
 @pytest.mark.parametrize("name", ["dpo", "kto", "orpo"])
 def test_figures_of_an_evaluation(name: str) -> None:
-    model = NumpyEngine(copies=1, batch_size=8)
-    adapter = Adapter.zeros(model.contract.modules)
-    rows = referred(model, adapter, pairs(6))
+    engine = NumpyEngine()
+    adapter = Adapter.zeros(engine.model.modules)
+    rows = referred(engine, adapter, pairs(6))
     if name != "kto":
         rows = [replace(each, liked=None) for each in rows]
-    record, scored = evaluate(model, adapter, rows, None, objective=OBJECTIVES[name])
+    record, scored = evaluate(engine, adapter, rows, None, objective=OBJECTIVES[name])
     assert (record["chosen_change"], record["rejected_change"]) == (0, 0)
     assert record["value"] == -scored.loss
     if name != "orpo":
@@ -220,7 +236,7 @@ def test_figures_of_an_evaluation(name: str) -> None:
         )
         for each in rows
     ]
-    found, _ = evaluate(model, adapter, moved, None, objective=OBJECTIVES[name])
+    found, _ = evaluate(engine, adapter, moved, None, objective=OBJECTIVES[name])
     assert found["value"] == pytest.approx(-found["loss"] - 0.5)
     chosen = [each for each in moved if each.liked is not False]
     lengths = np.array([len(each.sequences[0].targets) for each in chosen])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prge.engine import Array, Slope
+from prge.engine import Array, Call, Directions, GradFn
 from prge.errors import AdapterError, DivergenceError
 from prge.files.adapter import Adapter
 from prge.files.journal import Journal, Record
@@ -30,7 +30,7 @@ from prge.learning.head import Head
 from prge.learning.optimizers import make_optimizer, schedule
 from prge.learning.sampling import Sampler
 from prge.learning.training import AdapterLearner, TrainingSettings, train
-from tests.numpy_engine import NumpyEngine, NumpyExactEngine, NumpyTangentEngine
+from tests.numpy_engine import NumpyEngine
 from tests.rows import bigram_completions, classified
 from tests.templates import write_template
 
@@ -71,13 +71,8 @@ class Run:
         folder.mkdir(exist_ok=True)
         self.forgets = forgets
         self.folder = folder
-        self.model = NumpyEngine(copies=4, encoder=encoder)
+        self.engine = NumpyEngine(encoder=encoder)
         self.estimator = estimator or Differences(Antithetic(4, 1e-2))
-        self.engine: NumpyEngine | NumpyTangentEngine | NumpyExactEngine = self.model
-        if isinstance(estimator, Tangents):
-            self.engine = self.model.tangent(queries=3)
-        if isinstance(estimator, Exact):
-            self.engine = self.model.exact()
         self.settings = replace(SETTINGS, **settings)
         self.encoder = encoder
         self.examples = (
@@ -85,17 +80,17 @@ class Run:
             if encoder
             else bigram_completions(24)
         )
-        self.template = write_template(folder / "template", self.engine.contract.modules)
+        self.template = write_template(folder / "template", self.engine.model.modules)
         self.observer = Silent()
 
     def fresh_state(self) -> TrainingState:
-        adapter = Adapter.zeros(self.engine.contract.modules)
+        adapter = Adapter.zeros(self.engine.model.modules)
         head = Head(3, 6) if self.encoder else None
         head_optimizer = make_optimizer("adam", head.size) if head is not None else None
         return TrainingState(adapter, make_optimizer("adam", adapter.size), head, head_optimizer)
 
     def evaluate(self, state: TrainingState) -> Record:
-        found = score(self.model, state.adapter, self.examples[:8], state.head)
+        found = score(self.engine, state.adapter, self.examples[:8], state.head)
         return {"loss": found.loss, "value": -found.loss}
 
     def go(
@@ -123,7 +118,7 @@ class Run:
         try:
             learner = AdapterLearner(
                 engine or self.engine,
-                Sampler(self.examples, self.engine.contract, self.settings.seed),
+                Sampler(self.examples, 4, self.settings.seed),
                 self.estimator,
                 rates,
                 state,
@@ -148,9 +143,9 @@ def _bits(state: TrainingState) -> bytes:
 ESTIMATORS = {
     "antithetic": Differences(Antithetic(4, 1e-2)),
     "fzoo": Differences(OneSided(4, 1e-2)),
-    "tangent": Tangents(),
-    "tangent, shared directions": Tangents(shared=True),
-    "tangent, clipped": Tangents(clip=1.0),
+    "tangent": Tangents(3),
+    "tangent, shared directions": Tangents(3, shared=True),
+    "tangent, clipped": Tangents(3, clip=1.0),
     "exact": Exact(),
     "exact, clipped": Exact(clip=1.0),
 }
@@ -159,25 +154,33 @@ ESTIMATORS = {
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_it_learns(tmp_path: Path, name: str) -> None:
     run = Run(tmp_path / "run", estimator=ESTIMATORS[name], steps=150)
-    before = score(run.model, run.fresh_state().adapter, run.examples).loss
-    after = score(run.model, run.go().adapter, run.examples).loss
+    before = score(run.engine, run.fresh_state().adapter, run.examples).loss
+    after = score(run.engine, run.go().adapter, run.examples).loss
     assert after < 0.5 * before
 
 
 class DyingEngine:
     """Passes calls on until its process is killed."""
 
-    def __init__(self, engine: NumpyEngine | NumpyTangentEngine | NumpyExactEngine, calls: int) -> None:
+    def __init__(self, engine: NumpyEngine, calls: int) -> None:
         self.engine, self.left = engine, calls
-        self.contract = engine.contract
+        self.model = engine.model
 
-    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        self._count()
-        return self.engine.forward(inputs)
+    @property
+    def seconds(self) -> float:
+        return self.engine.seconds
 
-    def gradient(self, inputs: Mapping[str, Array], slope: Slope) -> tuple[Array, dict[str, Array]]:
+    def forward(self, call: Call) -> Array:
         self._count()
-        return self.engine.gradient(inputs, slope)
+        return self.engine.forward(call)
+
+    def jvp(self, call: Call, directions: Directions) -> tuple[Array, Array]:
+        self._count()
+        return self.engine.jvp(call, directions)
+
+    def vjp(self, call: Call, grad_fn: GradFn) -> tuple[Array, Array]:
+        self._count()
+        return self.engine.vjp(call, grad_fn)
 
     def _count(self) -> None:
         if self.left == 0:
@@ -307,32 +310,35 @@ def test_an_interruption_keeps_what_was_learnt(tmp_path: Path) -> None:
 class BrokenEngine(DyingEngine):
     """The last of its answers is not a number from some call on."""
 
-    def forward(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        try:
-            return super().forward(inputs)
-        except Killed:
-            *names, last = self.engine.forward(inputs).items()
-            return {**dict(names), last[0]: np.full(last[1].shape, np.nan)}
+    def forward(self, call: Call) -> Array:
+        return self._broken(super().forward(call))
 
-    def gradient(self, inputs: Mapping[str, Array], slope: Slope) -> tuple[Array, dict[str, Array]]:
-        try:
-            return super().gradient(inputs, slope)
-        except Killed:
-            answers, gradients = self.engine.gradient(inputs, slope)
-            return answers, {name: np.full(array.shape, np.nan) for name, array in gradients.items()}
+    def jvp(self, call: Call, directions: Directions) -> tuple[Array, Array]:
+        outputs, derivatives = super().jvp(call, directions)
+        return outputs, self._broken(derivatives)
+
+    def vjp(self, call: Call, grad_fn: GradFn) -> tuple[Array, Array]:
+        outputs, gradient = super().vjp(call, grad_fn)
+        return outputs, self._broken(gradient)
+
+    def _count(self) -> None:
+        self.left -= 1
+
+    def _broken(self, array: Array) -> Array:
+        return array if self.left >= 0 else np.full(array.shape, np.nan)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_state_before(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", evaluate_every=0)
     with pytest.raises(DivergenceError, match=r"step 3: the loss is nan"):
-        run.go(BrokenEngine(run.engine, 6))
+        run.go(BrokenEngine(run.engine, 3))
     restored = run.fresh_state()
     load_checkpoint(tmp_path / "run/checkpoints/step-000003", restored)
     assert np.isfinite(restored.adapter.values).all()
 
 
 def test_a_tangent_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", estimator=Tangents(), evaluate_every=0)
+    run = Run(tmp_path / "run", estimator=Tangents(3), evaluate_every=0)
     with pytest.raises(DivergenceError, match=r"step 3: the loss is \d.*, 12 of 12 scalars are not finite"):
         run.go(BrokenEngine(run.engine, 3))
     with Journal(tmp_path / "run/journal.jsonl") as journal:
@@ -361,7 +367,7 @@ def test_a_loss_of_development_rows_that_is_not_finite_stops_the_run(tmp_path: P
 
 def test_a_growing_loss_stops_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", steps=400)
-    run.model.weight *= 0.1
+    run.engine.weight *= 0.1
     with pytest.raises(DivergenceError, match="the smoothed loss is"):
         run.go(constant_rate=-1.0)
 
@@ -376,7 +382,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_journal_holds_a_scalar_for_every_query_and_example(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", estimator=Tangents())
+    run = Run(tmp_path / "run", estimator=Tangents(3))
     run.go()
     with Journal(tmp_path / "run/journal.jsonl") as journal:
         records = [record for record in journal.records if record["kind"] == "step"]

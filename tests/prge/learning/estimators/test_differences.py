@@ -5,24 +5,29 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from prge.engine import Call, Float64Array
 from prge.files.adapter import Adapter
 from prge.learning.estimators.differences import Antithetic, Differences, OneSided, Rule
 from prge.learning.estimators.directions import Directions
 from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.protocol import Step
+from prge.learning.examples import Example
 from prge.learning.sampling import Sampler
-from tests.numpy_engine import NumpyEngine, adapter_of
+from tests.numpy_engine import NumpyEngine, adapter_of, losses_of
 from tests.rows import random_completions
 
 SEED, STEP = 3, 5
 
 
-def _scalars(engine: NumpyEngine, rule: Rule, adapter: Adapter, calls: int = 1) -> np.ndarray:
-    batches = Sampler(random_completions(12), engine.contract, SEED, calls).batches(STEP)
-    return Differences(rule).measure(engine, Step(adapter, batches, SEED, STEP)).scalars
+def _examples(count: int = 4) -> list[Example]:
+    return Sampler(random_completions(12), count, SEED).batch(STEP)
 
 
-@pytest.mark.parametrize("calls", [1, 3])
+def _scalars(engine: NumpyEngine, rule: Rule, adapter: Adapter, count: int = 4) -> np.ndarray:
+    return Differences(rule).measure(engine, Step(adapter, _examples(count), SEED, STEP)).scalars
+
+
+@pytest.mark.parametrize("count", [4, 12])
 @pytest.mark.parametrize(
     "rule, tolerance",
     [
@@ -30,25 +35,36 @@ def _scalars(engine: NumpyEngine, rule: Rule, adapter: Adapter, calls: int = 1) 
         (OneSided(4, 1e-4, normalize=False), 5e-3),
     ],
 )
-def test_scalars_are_directional_derivatives(rule: Rule, tolerance: float, calls: int) -> None:
+def test_scalars_are_directional_derivatives(rule: Rule, tolerance: float, count: int) -> None:
     engine = NumpyEngine()
     adapter = adapter_of(engine)
-    batches = Sampler(random_completions(12), engine.contract, SEED, calls).batches(STEP)
-    exact = Exact().measure(engine.exact(), Step(adapter, batches, SEED, STEP)).gradient
+    exact = Exact().measure(engine, Step(adapter, _examples(count), SEED, STEP)).gradient
     assert exact is not None
     directions = Directions(SEED, STEP, adapter.size)
     expected = [directions(query) @ exact for query in range(4)]
-    np.testing.assert_allclose(_scalars(engine, rule, adapter, calls), expected, atol=tolerance)
+    np.testing.assert_allclose(_scalars(engine, rule, adapter, count), expected, atol=tolerance)
 
 
 @pytest.mark.parametrize("rule", [Antithetic(3, 1e-2), OneSided(3, 1e-2)])
-def test_every_number_of_copies_gives_the_same_scalars(rule: Rule) -> None:
-    adapter = adapter_of(NumpyEngine())
-    reference = _scalars(NumpyEngine(), rule, adapter)
-    for copies in (2, 3, 4, 6, 8):
-        engine = NumpyEngine().with_copies(copies)
-        np.testing.assert_allclose(_scalars(engine, rule, adapter), reference, atol=1e-10)
-        assert engine.calls == -(-len(rule.variants()) // copies)
+def test_all_variants_of_a_step_are_copies_of_one_call(rule: Rule) -> None:
+    calls: list[Call] = []
+
+    class Watching(NumpyEngine):
+        def forward(self, call: Call) -> Float64Array:
+            calls.append(call)
+            return super().forward(call)
+
+    engine = Watching()
+    adapter = adapter_of(engine)
+    found = Differences(rule).measure(engine, Step(adapter, _examples(), SEED, STEP))
+    (call,) = calls
+    directions = Directions(SEED, STEP, adapter.size)
+    for copy, variant in zip(call.adapters, rule.variants(), strict=True):
+        moved = adapter.values + np.float32(variant.scale) * directions(variant.query)
+        np.testing.assert_array_equal(copy, moved)
+    losses = [losses_of(engine, copy, _examples()).mean() for copy in call.adapters]
+    np.testing.assert_allclose(found.scalars, rule.scalars(np.array(losses)), rtol=1e-9)
+    assert found.loss == pytest.approx(np.mean(losses), rel=1e-12) and found.engine_seconds == 1
 
 
 def test_normalized_step_divides_by_the_deviation_of_the_losses() -> None:
@@ -63,7 +79,7 @@ def test_normalized_step_stands_still_where_all_losses_agree() -> None:
 
 def test_gradient_is_the_mean_of_scalar_times_direction() -> None:
     scalars = [0.5, -2.0, 3.0]
-    modules = NumpyEngine().contract.modules
+    modules = NumpyEngine().model.modules
     found = Differences(Antithetic(3, 1e-2)).gradient({"scalars": scalars}, 1, 2, modules)
     directions = Directions(1, 2, len(found))
     expected = sum(s * directions(i).astype(np.float64) for i, s in enumerate(scalars)) / 3
@@ -97,12 +113,9 @@ def test_one_sided_differences_keep_half_of_the_curvature() -> None:
 
 def test_clipping_bounds_the_scalars_of_a_step() -> None:
     engine = NumpyEngine()
-    batches = Sampler(random_completions(12), engine.contract, SEED).batches(STEP)
     rule = Antithetic(4, 1e-2)
-    whole, shrunk = (
-        Differences(rule, clip=limit).measure(engine, Step(adapter_of(engine), batches, SEED, STEP)).scalars
-        for limit in (0.0, 0.1)
-    )
+    step = Step(adapter_of(engine), _examples(), SEED, STEP)
+    whole, shrunk = (Differences(rule, clip=limit).measure(engine, step).scalars for limit in (0.0, 0.1))
     assert np.sqrt((shrunk**2).mean()) == pytest.approx(0.1)
     np.testing.assert_allclose(shrunk / shrunk[0], whole / whole[0])
 

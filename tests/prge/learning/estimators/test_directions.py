@@ -124,21 +124,16 @@ def test_shared_directions_differ_by_query_alone() -> None:
     assert not np.array_equal(first, second)
 
 
-def test_rows_take_the_directions_of_their_example_and_padding_none() -> None:
+def test_sequences_take_the_directions_of_their_example() -> None:
     directions = RankOneDirections(5, 6, 2, 3, MODULES)
-    owner = np.array([1, 1, 2, -1])
-    inputs = {
-        f"{kind}.{module.name}": np.full((2, 4, width), 9, np.float32)
-        for module in MODULES
-        for kind, width in (("u", module.rank), ("v", module.out_features))
-    }
-    directions.fill(inputs, owner)
+    owner = np.array([1, 1, 2])
+    found = directions.of(owner)
+    assert list(found) == ["u.q", "v.q", "u.v", "v.v"]
     for matrix, u, v in directions.factors():
         for name, factor in ((matrix.u, u), (matrix.v, v)):
-            filled = inputs[name]
-            for row, example in enumerate(owner.tolist()):
-                expected = factor[:, example] if example >= 0 else np.zeros_like(factor[:, 0])
-                assert np.array_equal(filled[:, row], expected)
+            assert found[name].dtype == np.float32
+            for sequence, example in enumerate(owner.tolist()):
+                assert np.array_equal(found[name][:, sequence], factor[:, example])
 
 
 @pytest.mark.parametrize("shared", [False, True])
