@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from device_runner.engines.kept_states import KeptStates
@@ -28,8 +28,6 @@ from device_runner.session.inputs import (
     CHANGEABLE,
     RunInputs,
     estimator_of,
-    learning_rates,
-    new_state,
     read_inputs,
     settings_records,
 )
@@ -68,6 +66,7 @@ from prge.learning.sampling import Sampler
 from prge.learning.training import AdapterLearner, train
 from prge.rows.own_heads import refused_labels
 from prge.rows.scoring import displacement, evaluate
+from prge.running.recipe import Recipe
 from prge.running.watching import Watcher, describe_changes, graceful_stop
 from prge.text.loop import Generator
 from prge.verbs.settings import parse_settings, settings_to_yaml
@@ -205,7 +204,7 @@ def open_run(plan: RunPlan, inputs: RunInputs, journal: Journal, budget: Budget 
         kept=KeptStates(settings.checkpoint_dtype, settings.out, loaded),
     )
     begin(journal, inputs.identity(settings), settings)
-    sampler, estimator = plan.sampler(inputs.train), estimator_of(journal)
+    sampler, estimator = plan.recipe.sampler(inputs.train), estimator_of(journal)
     return OpenRun(plan, inputs, opened, journal, sampler, estimator, cache, Sensors().record(), budget)
 
 
@@ -228,16 +227,16 @@ def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | 
     if settings.resume is None:
         _tell_noise(run, state, watcher)
     learner = AdapterLearner(
-        opened.engine,
-        sampler,
-        run.estimator,
-        learning_rates(settings),
-        state,
-        settings.of_loop,
-        journal,
-        run.keep,
-        run.score if inputs.dev else None,
-        inputs.objective,
+        engine=opened.engine,
+        sampler=sampler,
+        estimator=run.estimator,
+        learning_rates=run.plan.recipe.learning_rates(),
+        state=state,
+        settings=settings.of_loop,
+        journal=journal,
+        keep=run.keep,
+        score=run.score if inputs.dev else None,
+        objective=inputs.objective,
     )
     answerer = _answerer(inputs, opened)
     samples = Samples(answerer, state, settings.sample_every, watcher) if answerer else None
@@ -279,7 +278,7 @@ def _first_state(run: OpenRun, watcher: Watcher) -> TrainingState:
     if told:
         seconds = watcher.told["head_seconds"] = time.perf_counter() - begin
         watcher.say(f"heads: {told}, {seconds:.1f} s")
-    return new_state(run.settings, run.inputs.adapter, heads)
+    return run.plan.recipe.new_state(run.inputs.adapter, heads)
 
 
 def _referring(run: OpenRun, watcher: Watcher) -> OpenRun:
@@ -294,7 +293,7 @@ def _referring(run: OpenRun, watcher: Watcher) -> OpenRun:
     if told:
         watcher.say(told)
     train, dev = examples[: len(train)] or inputs.train, examples[len(train) :]
-    return replace(run, inputs=replace(inputs, train=train, dev=dev), sampler=run.plan.sampler(train))
+    return replace(run, inputs=replace(inputs, train=train, dev=dev), sampler=run.plan.recipe.sampler(train))
 
 
 def _check_batch(run: OpenRun, sampler: Sampler) -> None:
@@ -382,10 +381,7 @@ def begin(journal: Journal, identity: Record, settings: RunSettings) -> None:
         return
     last = settings_records(journal)[-1]
     with journal.reading(last):
-        before, now = RunSettings.current(last["settings"]), identity["settings"]
-        # What earlier versions didn't know was as it is where nobody says otherwise.
-        usual = {item.name: item.default for item in fields(RunSettings) if item.default is not MISSING}
-        before = {name: value for name, value in usual.items() if name in now} | before
+        before, now = Recipe.from_record(last["settings"]).to_record(), identity["settings"]
         changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
         refused = changed - (CHANGEABLE if settings.change_estimator else set())
         problems = [f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in sorted(refused)]

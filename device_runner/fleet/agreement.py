@@ -20,6 +20,7 @@ from prge.learning.estimators.table import ESTIMATORS, EstimatorName, having
 from prge.learning.examples import LossNormalisation
 from prge.learning.optimizers import OptimizerName, ScheduleName
 from prge.rows.task import Task
+from prge.running.recipe import Recipe
 from prge.running.training_flags import OptimizerFlags, RateFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Paths
@@ -130,17 +131,15 @@ class Plan(OptimizerFlags, RateFlags):
             return (self.queries,)
         return (self.queries, 1 if self.share_directions else self.examples)
 
-    def run_settings(self, bundle: Path = Path(), train: Paths = Path(), out: Path = Path()) -> RunSettings:
-        """The settings of `prge run` that take the plan's steps; bundle, train and out are as there."""
+    @property
+    def recipe(self) -> Recipe:
+        """That of a run which takes the plan's steps."""
         exact = self.estimator == "exact"
-        return RunSettings(
-            bundle=bundle,
-            train=train,
-            out=out,
+        return Recipe(
             estimator=self.estimator,
             queries=None if exact else self.queries,
             share_directions=self.estimator == "tangent" and self.share_directions,
-            epsilon=RunSettings.epsilon if self.estimator not in having("epsilon") else self.epsilon,
+            epsilon=Recipe.epsilon if self.estimator not in having("epsilon") else self.epsilon,
             clip=0.0 if exact else self.clip,
             clip_examples=self.clip if exact else 0.0,
             batch_size=self.examples,
@@ -154,6 +153,10 @@ class Plan(OptimizerFlags, RateFlags):
             steps=self.steps,
             seed=self.seed,
         )
+
+    def run_settings(self, bundle: Path, train: Paths, out: Path) -> RunSettings:
+        """The settings of `prge run` that take the plan's steps on a device's rows."""
+        return RunSettings(bundle=bundle, train=train, out=out, **self.recipe.to_record())
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,15 @@ import safetensors.numpy
 
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.messages import MessageError, Steps
-from device_runner.session.inputs import new_state
-from device_runner.session.settings import RunSettings
 from prge.engine import Array
 from prge.files.adapter import Adapter
 from prge.files.journal import Record
 from prge.learning.checkpoint import Progress, TrainingState, optimizer_arrays
 from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.protocol import Estimator
-from prge.learning.estimators.table import make_estimator
 from prge.learning.head import Head
 from prge.model_spec import AdaptedModule
+from prge.running.recipe import Recipe
 
 ADAPTER, HEAD, PROGRESS = "adapter", "head", "progress"
 # Floats hardly shrink; more effort is for nothing.
@@ -31,23 +29,22 @@ _LEVEL = 1
 _MOST_HEADER = 1 << 16
 
 
-def common_settings(plan: Plan) -> RunSettings:
-    """The settings of `prge run` that the common steps are those of.
+def common_recipe(plan: Plan) -> Recipe:
+    """The recipe of the common steps.
 
     Where devices send changes, a round is one step, to where the server's average lies.
     """
-    settings = plan.run_settings()
-    return settings if plan.by_scalars else replace(settings, optimizer="sgd", keep_gradients=False)
+    return plan.recipe if plan.by_scalars else replace(plan.recipe, optimizer="sgd")
 
 
 def first_state(plan: Plan, adapter: Adapter, head: Head | None = None) -> TrainingState:
     """The common state before the first step."""
-    return new_state(common_settings(plan), adapter, Heads(head))
+    return common_recipe(plan).new_state(adapter, Heads(head))
 
 
 def replayer(plan: Plan) -> Estimator:
     """What makes the gradient of a common step again from its scalars."""
-    return make_estimator(common_settings(plan))
+    return common_recipe(plan).new_estimator()
 
 
 def replay_steps(

@@ -29,7 +29,7 @@ from device_runner.fleet.combining import (
     shortened_answers,
     values_of,
 )
-from device_runner.fleet.common import common_settings, pack_state, replayer, take_steps
+from device_runner.fleet.common import common_recipe, pack_state, replayer, take_steps
 from device_runner.fleet.local import rates_of
 from device_runner.fleet.messages import (
     Answer,
@@ -41,7 +41,7 @@ from device_runner.fleet.messages import (
     parse_answer,
 )
 from device_runner.fleet.privacy.reported import SPENT
-from device_runner.session.inputs import identity_settings, origin_of
+from device_runner.session.inputs import origin_of
 from device_runner.session.replaying import advance, replay
 from prge.errors import ConfigError, RunError
 from prge.files.adapter import Adapter
@@ -135,7 +135,7 @@ def begin_fleet(
     if not (folder / JOURNAL).is_file():
         check_new_run(folder, [AGREEMENT])
     folder.mkdir(parents=True, exist_ok=True)
-    settings = common_settings(agreement.plan)
+    recipe = common_recipe(agreement.plan)
     with Journal(folder / JOURNAL) as journal:
         if journal.first("start") is not None:
             raise RunError(
@@ -147,7 +147,7 @@ def begin_fleet(
         write_file(folder / AGREEMENT, agreement.content)
         if head is not None:
             journal.append(Heads(head).to_record())
-        journal.append({**origin_of(bundle, adapter), "settings": identity_settings(settings)})
+        journal.append({**origin_of(bundle, adapter), "settings": recipe.to_record()})
 
 
 def has_begun(folder: Path) -> bool:
@@ -299,7 +299,7 @@ class Coordinator:
                 (answer.privacy_epsilon for answer in good.values() if np.isfinite(answer.privacy_epsilon)),
                 default=0.0,
             ),
-            problem=problem or loss_has_risen(after.progress, common_settings(self.plan).divergence_ratio),
+            problem=problem or loss_has_risen(after.progress, common_recipe(self.plan).divergence_ratio),
             discarded=bool(problem),
         )
         self._end_round(report, first, spoken)
@@ -456,7 +456,7 @@ class Coordinator:
             return state, None, ""
         scored = self._score(state)
         began = self.journal.evaluation(0) or scored
-        most = common_settings(self.plan).divergence_ratio * max(began["loss"], 1.0)
+        most = common_recipe(self.plan).divergence_ratio * max(began["loss"], 1.0)
         if not scored["loss"] <= most:
             return state, None, f"the development loss would be {scored['loss']:.4g}"
         return state, scored, ""

@@ -14,7 +14,7 @@ from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import Answer
 from device_runner.fleet.privacy.reported import Draw, Reported, system_noise
-from device_runner.session.inputs import learning_rates, optimizer_of, read_inputs
+from device_runner.session.inputs import read_inputs
 from device_runner.session.memory import budget_of_steps
 from device_runner.session.planning import RunPlan, plan_run
 from device_runner.session.settings import RunSettings
@@ -25,7 +25,6 @@ from prge.files.journal import Journal, Record
 from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.exact import check_single_sequences
 from prge.learning.estimators.protocol import Measurement
-from prge.learning.estimators.table import make_estimator
 from prge.learning.examples import Example
 from prge.learning.preferences import Preference
 from prge.learning.sampling import Sampler, row_order
@@ -84,9 +83,15 @@ class Local:
         sampler = order(self.examples, plan.examples, rows_seed, plan.loss_normalisation)
         sampler.offset = taken - first
         loop = TrainingSettings(end, plan.seed, checkpoint_every=0)
-        rates = rates_of(plan)
         learner = AdapterLearner(
-            self.engine, sampler, self._estimator, rates, state, loop, journal, lambda state: None
+            engine=self.engine,
+            sampler=sampler,
+            estimator=self._estimator,
+            learning_rates=rates_of(plan),
+            state=state,
+            settings=loop,
+            journal=journal,
+            keep=lambda state: None,
         )
         train(learner, loop, _Silence(), stopped)
         records = [record for step in range(first, end) if (record := journal.step(step)) is not None]
@@ -104,12 +109,12 @@ class Local:
         state = start.copy()
         state.progress.step = first
         if not self.plan.by_scalars:
-            state.optimizer = optimizer_of(self.settings, start.adapter.modules)
+            state.optimizer = self.plan.recipe.new_optimizer(start.adapter.modules)
         return state
 
     @cached_property
     def _estimator(self) -> Reported:
-        return Reported(make_estimator(self.settings), self.plan, self.draw)
+        return Reported(self.plan.recipe.new_estimator(), self.plan, self.draw)
 
 
 def open_local(
@@ -181,7 +186,7 @@ def by_row(examples: Sequence[Example]) -> list[list[Example]]:
 
 def rates_of(plan: Plan) -> Callable[[int], dict[str, float]]:
     """Learning rates of a step as messages carry them, in float32."""
-    rates = learning_rates(plan.run_settings())
+    rates = plan.recipe.learning_rates()
     return lambda step: {name: float(np.float32(rate)) for name, rate in rates(step).items()}
 
 

@@ -112,7 +112,7 @@ def open_fleet(settings: ServerSettings, opened: OpenEngine | None = None) -> Co
     """
     plan = part_of(Plan, settings)
     bundle = open_bundle(settings.bundle)
-    plan_run(bundle, [], plan.run_settings(settings.bundle))
+    plan_run(bundle, [], plan.run_settings(settings.bundle, Path(), settings.out))
     task = task_of(bundle, settings.task)
     rows = None
     if settings.dev or settings.head_rows:

@@ -356,7 +356,7 @@ def open_learning(
     has_kept = flags.kept is not None or run is not None
     kept = read_kept(settings, tokenizer, bundle) if has_kept else Kept()
     plan = plan_run(bundle, kept.replayed, replace(settings, epochs=None))
-    settings = replace(settings, batch_size=plan.batch_size)
+    settings = replace(settings, batch_size=plan.settings.batch_size)
     examples = FeedbackExamples(tokenizer, bundle.chain.model, build_options(settings))
     learning = Learning(flags, settings, bundle, start, examples, serve, tell)
     loaded = loaded_beside(plan.shape)

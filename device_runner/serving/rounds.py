@@ -22,9 +22,6 @@ from device_runner.engines.opening import OpenEngine
 from device_runner.serving.feedback_index import Entry
 from device_runner.session.inputs import (
     estimator_of,
-    identity_settings,
-    learning_rates,
-    new_state,
     origin_of,
 )
 from device_runner.session.planning import plan_run
@@ -233,12 +230,12 @@ class Workshop:
         settings = plan.settings
         identity = {
             **origin_of(self._bundle, adapter, round.digest(), self._kept.sha256),
-            "settings": identity_settings(settings),
+            "settings": plan.recipe.to_record(),
         }
         with _Journal(_folder_of(round.folder, identity) / JOURNAL, self.apart) as journal:
             if journal.first("start") is None:
                 journal.append(identity)
-            state = new_state(settings, adapter, Heads())
+            state = plan.recipe.new_state(adapter, Heads())
             load_latest(round.folder / CHECKPOINTS, state, newest=journal.steps)
             every, gradients = settings.checkpoint_every, settings.keep_gradients
             template = self._bundle.adapter
@@ -248,14 +245,14 @@ class Workshop:
                 self.apart(lambda: keep_state(*kept))
 
             learner = AdapterLearner(
-                self._engine,
-                plan.sampler(examples),
-                estimator_of(journal),
-                learning_rates(settings),
-                state,
-                settings.of_loop,
-                journal,
-                keep,
+                engine=self._engine,
+                sampler=plan.recipe.sampler(examples),
+                estimator=estimator_of(journal),
+                learning_rates=plan.recipe.learning_rates(),
+                state=state,
+                settings=settings.of_loop,
+                journal=journal,
+                keep=keep,
             )
             train(learner, settings.of_loop, _Unwatched(), self._interrupted)
         if state.step < settings.steps:

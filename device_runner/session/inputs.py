@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-
-import numpy as np
 
 from device_runner.session.samples import SamplePrompt, read_prompts
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
-from prge.files.adapter import Adapter, adapter_size
+from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.journal import Journal, Record, encode_array
 from prge.files.peft import find_adapter, read_compatible_adapter
-from prge.learning.checkpoint import TrainingState
-from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.protocol import Estimator, InTurn
-from prge.learning.estimators.table import EstimatorFlags, make_estimator
+from prge.learning.estimators.table import EstimatorFlags
 from prge.learning.examples import Example, tokens_sha256
 from prge.learning.head import Head
 from prge.learning.objectives import CROSS_ENTROPY, Objective
-from prge.learning.optimizers import Optimizer, OwnRates, make_optimizer, schedule
 from prge.learning.preferences import describe_objective, make_objective
-from prge.model_spec import AdaptedModule, matrices
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.own_heads import head_of, task_of
 from prge.rows.readers import Selection
@@ -33,20 +25,8 @@ from prge.rows.report import DataReport, show_sample
 from prge.rows.sources import read_source
 from prge.rows.task import Task
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from prge.running.recipe import Recipe
 from prge.text.prompts import Prompts
-
-# What may differ between the parts of one run: where things lie and what day it is (hashes tell what they are
-# and which tokens come of them), how fast it goes and how it looks.
-_NOT_IDENTITY = frozenset(
-    {
-        *("bundle", "train", "dev", "task", "adapter", "out", "resume", "date"),
-        *("engine", "threads", "trunk_cache_bytes", "memory", "quiet"),
-        *("change_estimator", "keep_gradients", "checkpoint_every"),
-        *("when", "pause_above_celsius", "pause_below_battery", "only_charging"),
-        *("sample_prompts", "sample_rows", "sample_every", "heads_of"),
-    }
-)
-
 
 # What may change with the estimator of a run, and the journal's record of it.
 CHANGEABLE = frozenset({"learning_rate", *(item.name for item in fields(EstimatorFlags))})
@@ -78,12 +58,7 @@ class RunInputs:
 
     def identity(self, settings: RunSettings) -> Record:
         """What a run with these inputs is, as the journal begins; for the settings of a plan."""
-        return {**self.origin, "settings": identity_settings(settings)}
-
-
-def identity_settings(settings: RunSettings) -> Record:
-    """The settings that make a run what it is, as its journal begins with them."""
-    return {name: value for name, value in asdict(settings).items() if name not in _NOT_IDENTITY}
+        return {**self.origin, "settings": settings.recipe.to_record()}
 
 
 def read_inputs(bundle: Bundle, settings: RunSettings) -> RunInputs:
@@ -184,43 +159,6 @@ def _sample_rows(count: int, dev: list[Example]) -> list[Example]:
     return dev[:count]
 
 
-def new_state(settings: RunSettings, adapter: Adapter, heads: Heads) -> TrainingState:
-    """The state of a run before its first step, from the adapter that it starts with."""
-    adapter = adapter.copy()
-    optimizer = optimizer_of(settings, adapter.modules)
-    head_optimizer = None
-    if heads.head is not None and settings.head_learning_rate:
-        head_optimizer = make_optimizer("adam", heads.head.size)
-    return TrainingState(adapter, optimizer, heads.head, head_optimizer, heads.cross_fitted)
-
-
-def optimizer_of(settings: RunSettings, modules: Sequence[AdaptedModule]) -> Optimizer:
-    """The optimizer of an adapter's values that settings of a plan ask for."""
-    if settings.optimizer is None or settings.beta2 is None:
-        raise ValueError("which optimizer is not settled")
-    trained = matrices(modules)
-    optimizer = make_optimizer(
-        settings.optimizer,
-        adapter_size(modules),
-        settings.momentum,
-        settings.momentum,
-        settings.beta2,
-        settings.weight_decay,
-    )
-    if settings.lora_plus == 1:
-        return optimizer
-    ratios = (settings.lora_plus if matrix.letter == "b" else 1.0 for matrix in trained)
-    rates = [np.full(matrix.size, ratio) for matrix, ratio in zip(trained, ratios, strict=True)]
-    return OwnRates(optimizer, np.concatenate(rates).astype(np.float32))
-
-
-def run_settings(record: Record) -> RunSettings:
-    """The settings of a journal's record that a run began or changed with, without its paths."""
-    return RunSettings(
-        bundle=Path(), train=Path(), out=Path(), dev=Path(), **RunSettings.current(record["settings"])
-    )
-
-
 def settings_records(journal: Journal) -> list[Record]:
     """The records of a journal that have settings: of its start, and of every change."""
     return [record for record in journal.records if record["kind"] in ("start", CHANGE)]
@@ -231,17 +169,5 @@ def estimator_of(journal: Journal) -> Estimator:
     since = []
     for record in settings_records(journal):
         with journal.reading(record):
-            since.append((record.get("step", 0), make_estimator(run_settings(record))))
+            since.append((record.get("step", 0), Recipe.from_record(record["settings"]).new_estimator()))
     return since[0][1] if len(since) == 1 else InTurn(since)
-
-
-def learning_rates(settings: RunSettings) -> Callable[[int], dict[str, float]]:
-    """Learning rates of a step, by their names in the journal."""
-    peaks = {"learning_rate": settings.learning_rate}
-    if settings.head_learning_rate:
-        peaks["head_learning_rate"] = settings.head_learning_rate
-    rates = {
-        name: schedule(settings.schedule, peak, settings.steps, settings.rising)
-        for name, peak in peaks.items()
-    }
-    return lambda step: {name: rate(step) for name, rate in rates.items()}

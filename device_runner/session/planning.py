@@ -16,8 +16,9 @@ from prge.learning.estimators.exact import check_single_sequences
 from prge.learning.estimators.table import DEFAULT_QUERIES, ESTIMATORS, fitting
 from prge.learning.examples import Example
 from prge.learning.objectives import CROSS_ENTROPY, Objective
-from prge.learning.sampling import Sampler, most_sequences
+from prge.learning.sampling import most_sequences
 from prge.model_spec import matrices
+from prge.running.recipe import Recipe
 
 # Sequences of a step where nobody names its examples.
 DEFAULT_BATCH = 4
@@ -39,16 +40,9 @@ class RunPlan:
     shape: StepShape
 
     @property
-    def batch_size(self) -> int:
-        """Examples of a step."""
-        if self.settings.batch_size is None:
-            raise ValueError("how many examples a step has is not settled")
-        return self.settings.batch_size
-
-    def sampler(self, examples: Sequence[Example]) -> Sampler:
-        """The examples of each step."""
-        settings = self.settings
-        return Sampler(examples, self.batch_size, settings.seed, settings.loss_normalisation)
+    def recipe(self) -> Recipe:
+        """What determines the run's bits."""
+        return self.settings.recipe
 
 
 def plan_run(

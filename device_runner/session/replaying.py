@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from device_runner.session.inputs import estimator_of, new_state, run_settings
+from device_runner.session.inputs import estimator_of
 from prge.errors import RunError
 from prge.files.adapter import Adapter
 from prge.files.journal import Journal, Record, decode_array
@@ -10,6 +10,7 @@ from prge.learning.checkpoint import TrainingState
 from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.protocol import Estimator
 from prge.model_spec import AdaptedModule
+from prge.running.recipe import Recipe
 
 
 def replay(journal: Journal, step: int | None = None) -> TrainingState:
@@ -62,4 +63,4 @@ def first_state(journal: Journal, start: Record) -> TrainingState:
     if start["adapter"]:
         adapter.values[:] = decode_array(start["adapter"])
     heads = Heads.from_journal(journal, start["width"]) or Heads()
-    return new_state(run_settings(start), adapter, heads)
+    return Recipe.from_record(start["settings"]).new_state(adapter, heads)

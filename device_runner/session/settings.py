@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from device_runner.engines.trunk_cache import Precision
 from device_runner.session.conditions import Battery, Charging, Condition, Cool, parse_when
 from prge.engine import EngineName
 from prge.errors import ConfigError
@@ -17,8 +16,8 @@ from prge.learning.estimators.table import (
     EstimatorFlags,
     having,
 )
-from prge.learning.preferences import ObjectiveFlags
-from prge.running.training_flags import OptimizerFlags, TrainingFlags
+from prge.running.recipe import Recipe, RunFlags
+from prge.running.training_flags import TrainingFlags
 from prge.verbs.bounds import flag
 from prge.verbs.kinds import MISFITS, Bytes, Day, converted
 
@@ -85,15 +84,13 @@ def when_problems(when: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, TrainingFlags, WaitFlags):
+class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
     """Fine-tune the adapter of a bundle on the stock engine."""
 
     STORED: ClassVar = CONFIG
 
     resume: Path | None = None
     """Run folder to go on with, from its own settings."""
-    epochs: float | None = None
-    """Times that every training row is seen, instead of --steps; may be a part, such as 0.5."""
     adapter: Path | None = None
     """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter."""
 
@@ -102,11 +99,6 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, T
     since the newest checkpoint, which is written every 4 steps at least, whatever --checkpoint-every."""
     change_estimator: bool = False
     """Beside --resume: go on with another estimator, its settings and learning rate, as they are given."""
-    batch_size: int | None = None
-    """Examples of an optimizer step: texts, completions, chats, pairs, or rows of a task. Default: as many as
-    have 4 sequences together, which is 2 pairs; at least 1."""
-    head_learning_rate: float = 0.0
-    """Encoders: train the fitted head by its exact gradient at this peak rate, without folds; 0 keeps it."""
 
     heads_of: Path | None = None
     """Encoders: journal of another run, whose heads are taken if they were fitted on the same rows with the
@@ -123,11 +115,11 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, T
     trunk_cache_bytes: Bytes | None = None
     """Adapters in upper blocks only: bytes of the run folder that may keep what the blocks below them make of
     training rows, so that it is computed once. Default: none, every time."""
-    trunk_cache_dtype: Precision = "float32"
-    """Precision of what is kept. float16 takes half the room and rounds the states."""
-    checkpoint_dtype: Precision = "float32"
-    """exact: precision of the states between blocks that the way back goes through. float16 takes half the
-    room and rounds them. Above --memory they lie in a file of the run folder."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """What determines the run's bits."""
+        return Recipe.of(self)
 
     def __post_init__(self) -> None:
         problems = self.shared_problems(self.steps if self.epochs is None else None)
@@ -160,22 +152,6 @@ class RunSettings(EngineFlags, OptimizerFlags, EstimatorFlags, ObjectiveFlags, T
             if (owners := having(each.name)) and self.estimator not in owners
             if getattr(self, each.name) != each.default
         ]
-
-    @classmethod
-    def current(cls, stored: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a journal, if this version has all of them.
-
-        Raises:
-            ConfigError: an earlier version wrote them, with settings that this one lacks.
-        """
-        if unknown := stored.keys() - {each.name for each in fields(cls)}:
-            raise ConfigError(
-                "the run was begun by an earlier version of prge:",
-                [f"this version has no setting {', '.join(sorted(unknown))}"],
-                remedy="finish it with the version that run.json names, or start a new run from its adapter "
-                "with --adapter",
-            )
-        return dict(stored)
 
 
 def date_of_run(run: Path | None) -> Day | None:

@@ -109,7 +109,7 @@ def train(
     learner.save()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdapterLearner:
     """Implements Learner: an adapter, along the gradients that an estimator makes of an engine's outputs.
 

@@ -109,20 +109,9 @@ class OptimizerFlags:
     """Bundles of `--adapter lora`: learning rate of lora_b in units of that of lora_a, such as 16 (LoRA+)."""
 
 
-@dataclass(frozen=True)
-class TrainingFlags(OverflowFlags, RateFlags, ExampleFlags):
-    """What is trained, on what, and how long."""
-
-    bundle: Path
-    """Folder that `prge export` wrote."""
-    train: Paths
-    """Training rows: jsonl, json, csv, tsv or parquet, several files one after another; a folder with files
-    train, valid and test; or the name of a data set of the hub."""
-    out: OutputFolder
-    """Run folder to make."""
-    dev: Paths | None = None
-    """Development rows, scored on the way; the best step on them becomes the result. Of a folder the file
-    valid, of a data set the split validation."""
+@dataclass(frozen=True, kw_only=True)
+class CourseFlags(OverflowFlags, RateFlags):
+    """How a training goes: what determines its steps, whatever the rows are."""
 
     seed: int = 42
     """Seed of row order and of random directions."""
@@ -150,14 +139,35 @@ class TrainingFlags(OverflowFlags, RateFlags, ExampleFlags):
     """What makes a step the best: the task's metric (perplexity without a task), or the loss."""
     patience: int = 0
     """Stop after this many evaluations without a higher value; 0: never."""
-    checkpoint_every: int = 100
-    """Steps between checkpoints; 0: none."""
     divergence_ratio: float = 3.0
     """Stop when the smoothed loss exceeds this multiple of the first one (and of 1)."""
 
     head_folds: int = 10
     """Encoders: score each training row by a head fitted without its fold; 0: by the head itself."""
 
+    @property
+    def rising(self) -> int:
+        """Steps of warm-up."""
+        return usual_warmup(self.steps) if self.warmup is None else self.warmup
+
+
+@dataclass(frozen=True)
+class TrainingFlags(CourseFlags, ExampleFlags):
+    """What is trained, and on what."""
+
+    bundle: Path
+    """Folder that `prge export` wrote."""
+    train: Paths
+    """Training rows: jsonl, json, csv, tsv or parquet, several files one after another; a folder with files
+    train, valid and test; or the name of a data set of the hub."""
+    out: OutputFolder
+    """Run folder to make."""
+    dev: Paths | None = None
+    """Development rows, scored on the way; the best step on them becomes the result. Of a folder the file
+    valid, of a data set the split validation."""
+
+    checkpoint_every: int = 100
+    """Steps between checkpoints; 0: none."""
     quiet: bool = False
     """Print no progress."""
 
@@ -169,11 +179,6 @@ class TrainingFlags(OverflowFlags, RateFlags, ExampleFlags):
     def of_loop(self) -> TrainingSettings:
         """The part of the settings that the loop needs."""
         return part_of(TrainingSettings, self)
-
-    @property
-    def rising(self) -> int:
-        """Steps of warm-up."""
-        return usual_warmup(self.steps) if self.warmup is None else self.warmup
 
     def shared_problems(self, steps: int | None) -> list[str]:
         """What can't be used of the settings above; `steps` of the training, if they are known."""
