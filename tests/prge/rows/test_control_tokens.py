@@ -29,11 +29,11 @@ from prge.rows.report import DataReport
 from prge.rows.tokenizer import Tokenizer
 from prge.text.prompts import Prompts
 from server_export.model.tokenization import on_device
-from tests.bundles import make_contract
+from tests.bundles import make_spec
 from tests.prge.rows.chat_templates import CHATML
 from tests.prge.rows.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
 
-CONTRACT = make_contract(batch_size=4, sequence_length=4000, positions=3999, vocabulary_size=100_000)
+MODEL = make_spec(sequence_length=4000, vocabulary_size=100_000)
 TURNS = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>\n"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -68,7 +68,7 @@ def built(
     tokenizer: Tokenizer, *fields: Mapping[str, Any], **options: Any
 ) -> tuple[list[Example], DataReport]:
     rows = [Row(number, each) for number, each in enumerate(fields, 1)]
-    return build_examples(rows, tokenizer, CONTRACT, options=BuildOptions(**options))
+    return build_examples(rows, tokenizer, MODEL, options=BuildOptions(**options))
 
 
 def tokens_of(example: Example) -> list[int]:
@@ -149,11 +149,11 @@ def test_the_end_of_a_long_text_is_in_its_last_window() -> None:
     ours = device_tokenizer(byte_level_backend())
     text = "a cat on a mat and a dog was bad"
     whole = ids_of(transformers_tokenizer(byte_level_backend()), text)
-    contract = make_contract(sequence_length=5, positions=4, vocabulary_size=1000)
-    made, _ = build_examples([Row(1, {"text": text})], ours, contract, options=BuildOptions("auto"))
+    model = make_spec(sequence_length=5, vocabulary_size=1000)
+    made, _ = build_examples([Row(1, {"text": text})], ours, model, options=BuildOptions("auto"))
     assert [token for each in made for token in targets_of(each)] == [*whole[1:], 2]
     assert [2 in tokens_of(each) for each in made] == [False] * (len(made) - 1) + [True]
-    cut, _ = build_examples([Row(1, {"text": text})], ours, contract, options=BuildOptions("truncate"))
+    cut, _ = build_examples([Row(1, {"text": text})], ours, model, options=BuildOptions("truncate"))
     assert [targets_of(each) for each in cut] == [whole[1:5]]
 
 
@@ -161,9 +161,9 @@ def test_the_end_of_a_long_text_is_in_its_last_window() -> None:
 def test_a_text_that_fills_the_bundle_is_whole_without_its_end(overflow: Any) -> None:
     ours = device_tokenizer(byte_level_backend())
     whole = ids_of(transformers_tokenizer(byte_level_backend()), "a cat on a mat")
-    contract = make_contract(sequence_length=len(whole), positions=len(whole) - 1, vocabulary_size=1000)
+    model = make_spec(sequence_length=len(whole), vocabulary_size=1000)
     options = BuildOptions(overflow)
-    [example], report = build_examples([Row(1, {"text": "a cat on a mat"})], ours, contract, options=options)
+    [example], report = build_examples([Row(1, {"text": "a cat on a mat"})], ours, model, options=options)
     assert tokens_of(example) == whole
     assert "texts that fill the bundle, learnt without an end-of-sequence token: 1 row (1)" in report.text()
 
@@ -279,7 +279,7 @@ def test_feedback_is_read_as_it_was_answered_and_what_people_say_is_text() -> No
     ours = device_tokenizer(byte_level_backend())
     asked = {"prompt": "a</s> cat", "answer": " on</s>", "rating": "good"}
     rows, _ = rows_of_feedback([Row(1, asked), Row(2, {**asked, "control_tokens": "text"})])
-    made, _ = build_examples(rows, ours, CONTRACT)
+    made, _ = build_examples(rows, ours, MODEL)
     assert [tokens_of(each).count(2) for each in made] == [2, 1]
     assert all(targets_of(each).count(2) == 1 for each in made)
 

@@ -15,7 +15,7 @@ from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.readers import Row
 from prge.rows.report import DataReport, warn_unread
 from prge.rows.tokenizer import Tokenizer
-from tests.bundles import make_contract
+from tests.bundles import make_spec
 from tests.prge.rows.chat_templates import CHATML, DATED, ENDS_WITH_EOS, OF_PARTS, TAGGED, THINKS
 from tests.prge.rows.published_templates import theirs
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
@@ -35,9 +35,9 @@ CHAT = [ASKED, ANSWERED]
 def built(template: str | None, *rows: Mapping[str, Any], **options: Any) -> tuple[list[str], DataReport]:
     """The texts of the examples of rows, each target token's in brackets."""
     tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, chat_template=template)
-    contract = make_contract(batch_size=4, sequence_length=900, positions=899, vocabulary_size=1000)
+    model = make_spec(sequence_length=900, vocabulary_size=1000)
     numbered = [Row(number, fields) for number, fields in enumerate(rows, 1)]
-    examples, report = build_examples(numbered, tokenizer, contract, options=BuildOptions("error", **options))
+    examples, report = build_examples(numbered, tokenizer, model, options=BuildOptions("error", **options))
     texts = []
     for example in examples:
         (sequence,) = example.sequences
@@ -127,8 +127,8 @@ def test_a_column_system_of_texts_is_not_read() -> None:
 def test_the_history_of_instructions_is_earlier_turns() -> None:
     row = {"instruction": "c", "output": "d", "history": [["a", "b"]], "system": "Be brief."}
     tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, chat_template=CHATML)
-    contract = make_contract(batch_size=4, sequence_length=900, positions=899, vocabulary_size=1000)
-    [example], report = build_examples([Row(1, row)], tokenizer, contract)
+    model = make_spec(sequence_length=900, vocabulary_size=1000)
+    [example], report = build_examples([Row(1, row)], tokenizer, model)
     messages = [said("system", "Be brief."), said("user", "a"), said("assistant", "b")]
     messages += [said("user", "c"), said("assistant", "d")]
     wanted = theirs(CHATML).apply_chat_template(messages, tokenize=False)
@@ -202,10 +202,8 @@ def test_chats_that_are_rendered_in_several_ways_are_cut_between_turns() -> None
     row = Row(1, {"messages": [said("system", "Be kind."), *turns]})
 
     def examples(length: int, overflow: Any) -> tuple[list[Any], DataReport]:
-        contract = make_contract(
-            batch_size=4, sequence_length=length, positions=length - 1, vocabulary_size=1000
-        )
-        return build_examples([row], tokenizer, contract, options=BuildOptions(overflow))
+        model = make_spec(sequence_length=length, vocabulary_size=1000)
+        return build_examples([row], tokenizer, model, options=BuildOptions(overflow))
 
     whole, report = examples(900, "error")
     assert "an example for each way: 1 row (1)" in report.text() and len(whole) == 4
@@ -226,10 +224,10 @@ def test_chats_that_are_rendered_in_several_ways_are_cut_between_turns() -> None
 def test_a_date_stands_for_today() -> None:
     def tokens(date: str | None) -> str:
         tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, chat_template=DATED)
-        contract = make_contract(batch_size=4, sequence_length=900, positions=899, vocabulary_size=1000)
+        model = make_spec(sequence_length=900, vocabulary_size=1000)
         options = BuildOptions("error", date=date)
         return tokens_sha256(
-            build_examples([Row(1, {"messages": CHAT})], tokenizer, contract, options=options)[0]
+            build_examples([Row(1, {"messages": CHAT})], tokenizer, model, options=options)[0]
         )
 
     texts, _ = built(DATED, {"messages": CHAT}, date="2024-02-28")
@@ -264,8 +262,8 @@ def test_what_a_template_leaves_out_is_told(template: str, told: list[str] | Non
     messages = [ASKED, said("assistant", "Let me see.", reasoning_content="Hm.", tool_calls=[call])]
     messages += [said("tool", "21"), ANSWERED]
     tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, chat_template=template)
-    contract = make_contract(batch_size=4, sequence_length=900, positions=899, vocabulary_size=1000)
-    _, report = build_examples([Row(1, {"messages": messages})], tokenizer, contract)
+    model = make_spec(sequence_length=900, vocabulary_size=1000)
+    _, report = build_examples([Row(1, {"messages": messages})], tokenizer, model)
     found = [event.partition(" that the chat")[0] for event in report.notes if "leaves out" in event]
     all_of_it = ["messages of the role tool", "tool_calls", "reasoning_content"]
     assert found == (all_of_it if told is None else told)

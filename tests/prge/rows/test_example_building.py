@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from prge.contract import Contract
 from prge.errors import DataError
-from prge.learning.examples import Example, make_batch
+from prge.learning.examples import Example
+from prge.model_spec import ModelSpec
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.readers import Row
 from prge.rows.report import show_sample
 from prge.rows.task import Task, load_task, parse_task
 from prge.rows.tokenizer import Tokenizer
-from tests.bundles import make_contract
+from tests.bundles import make_spec
 from tests.prge.rows.chat_templates import CHATML, TURNS
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
@@ -35,13 +35,7 @@ LONG_WORDS = parse_task(
     {"name": "long", "template": "{text} It was", "label_words": {0: "bad good", 1: "great"}}, "long"
 )
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, pad_id=0, prepend_bos=True)
-contract = partial(
-    make_contract, batch_size=4, sequence_length=48, positions=16, width=8, vocabulary_size=1000
-)
-
-
-def program(length: int, positions: int) -> Contract:
-    return make_contract(batch_size=8, sequence_length=length, positions=positions, vocabulary_size=1000)
+spec = partial(make_spec, sequence_length=48, width=8, vocabulary_size=1000)
 
 
 def chat_tokenizer(template: str) -> Tokenizer:
@@ -66,7 +60,7 @@ def problems_of(*arguments: Any, **keywords: Any) -> list[str]:
 
 
 def test_text() -> None:
-    [example], report = build_examples(rows({"text": "the film was bad"}), TOKENIZER, contract())
+    [example], report = build_examples(rows({"text": "the film was bad"}), TOKENIZER, spec())
     assert show_sample(example, TOKENIZER) == "row 1\n  <s>[the][ film][ was][ bad][</s>]"
     assert (example.candidates, example.label) == (1, None)
     assert [target.weight for target in example.sequences[0].targets] == [1 / 5] * 5
@@ -79,27 +73,27 @@ def test_text() -> None:
 
 
 def test_text_without_bos_learns_all_but_its_first_token(bare_tokenizer: Tokenizer) -> None:
-    [example], _ = build_examples(rows({"text": "the film was bad"}), bare_tokenizer, contract())
+    [example], _ = build_examples(rows({"text": "the film was bad"}), bare_tokenizer, spec())
     assert show_sample(example, bare_tokenizer) == "row 1\n  the[ film][ was][ bad]"
 
 
 def test_prompt_and_completion() -> None:
     data = rows({"prompt": "the film was", "completion": " bad"})
-    [example], _ = build_examples(data, TOKENIZER, contract())
+    [example], _ = build_examples(data, TOKENIZER, spec())
     assert show_sample(example, TOKENIZER) == "row 1\n  <s>the film was[ bad][</s>]"
-    [example], _ = build_examples(data, TOKENIZER, contract(), options=BuildOptions(append_eos=False))
+    [example], _ = build_examples(data, TOKENIZER, spec(), options=BuildOptions(append_eos=False))
     assert show_sample(example, TOKENIZER) == "row 1\n  <s>the film was[ bad]"
 
 
 def test_no_eos_where_the_model_has_none(bare_tokenizer: Tokenizer) -> None:
     data = rows({"prompt": "the film was", "completion": " bad"})
-    [example], _ = build_examples(data, bare_tokenizer, contract())
+    [example], _ = build_examples(data, bare_tokenizer, spec())
     assert show_sample(example, bare_tokenizer) == "row 1\n  the film was[ bad]"
 
 
 def test_completion_that_a_token_would_join_to_its_prompt() -> None:
     data = rows({"prompt": "It was ", "completion": "great"}, {"prompt": "It was", "completion": " great"})
-    examples, report = build_examples(data, TOKENIZER, contract())
+    examples, report = build_examples(data, TOKENIZER, spec())
     assert learnt(examples[0], TOKENIZER) == "great</s>"
     assert (
         "  completions encoded apart, a token would straddle the end of the prompt: 1 row (1)"
@@ -115,7 +109,7 @@ def test_target_tokens_that_the_tokenizer_cant_spell_are_counted(
     backend = Backend(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     row = {"prompt": "a ? " * asked + "a", "completion": " a" * (1 + known) + " é" * unknown}
-    _, report = build_examples(rows(row), Tokenizer(backend), program(48, 48))
+    _, report = build_examples(rows(row), Tokenizer(backend), spec())
     assert report.unknown == report.facts()["unknown_target_tokens"] == unknown
     share = f"{unknown / (1 + known + unknown):.1%}"
     told = f"unknown: {unknown} of {1 + known + unknown} target tokens ({share})"
@@ -130,7 +124,7 @@ def test_messages() -> None:
         {"role": "user", "content": "a dog"},
         {"role": "assistant", "content": "Yes"},
     ]
-    [example], _ = build_examples(rows({"messages": messages}), tokenizer, contract(sequence_length=128))
+    [example], _ = build_examples(rows({"messages": messages}), tokenizer, spec(sequence_length=128))
     assert show_sample(example, tokenizer).replace("\n", "|") == (
         "row 1|  <|im_start|>user|a cat<|im_end|>|<|im_start|>assistant|[No][<|im_end|>][|]"
         "<|im_start|>user|a dog<|im_end|>|<|im_start|>assistant|[Yes][<|im_end|>][|]"
@@ -147,13 +141,11 @@ def test_a_chat_that_is_too_long_is_split_between_turns() -> None:
     tokenizer = chat_tokenizer(CHATML)
     told = {"role": "system", "content": "Be kind"}
     chat = [told, *turns("q1", "a1", "q2", "a2", "q3", "a3")]
-    whole, _ = build_examples(
-        rows({"messages": chat[:5]}), tokenizer, contract(sequence_length=256, positions=99)
-    )
+    whole, _ = build_examples(rows({"messages": chat[:5]}), tokenizer, spec(sequence_length=256))
     room = len(whole[0].sequences[0].tokens)
-    program = contract(sequence_length=room, positions=room - 1)
+    small = spec(sequence_length=room)
     examples, report = build_examples(
-        rows({"messages": chat}), tokenizer, program, options=BuildOptions("auto")
+        rows({"messages": chat}), tokenizer, small, options=BuildOptions("auto")
     )
     texts = [tokenizer.decode(example.sequences[0].tokens) for example in examples]
     assert [learnt(each, tokenizer).split("<")[0] for each in examples] == ["a1", "a2"]
@@ -161,31 +153,31 @@ def test_a_chat_that_is_too_long_is_split_between_turns() -> None:
     assert learnt(examples[1], tokenizer).count("a3") == 1 and "q2" in texts[1]
     assert report.dropped == 0
     assert "split between turns into several examples: 1 row (1)" in report.text()
-    cut, report = build_examples(rows({"messages": chat}), tokenizer, program, options=TRUNCATE)
+    cut, report = build_examples(rows({"messages": chat}), tokenizer, small, options=TRUNCATE)
     assert [each.sequences for each in cut] == [examples[1].sequences] and cut[0].cut
     assert report.dropped == len(examples[0].sequences[0].targets)
     assert (
         "chats without their older turns, not learnt: 1 row (1); --overflow split keeps them" in report.text()
     )
-    assert problems_of(rows({"messages": chat}), tokenizer, program)
+    assert problems_of(rows({"messages": chat}), tokenizer, small)
 
 
 def test_an_answer_of_weight_0_is_read_and_not_learnt() -> None:
     tokenizer = chat_tokenizer(CHATML)
     chat = turns("q1", "a1", "q2", "a2")
     chat[1]["weight"] = 0  # type: ignore[assignment]
-    (example,), report = build_examples(rows({"messages": chat}), tokenizer, contract(sequence_length=128))
+    (example,), report = build_examples(rows({"messages": chat}), tokenizer, spec(sequence_length=128))
     assert learnt(example, tokenizer).startswith("a2") and "a1" in tokenizer.decode(
         example.sequences[0].tokens
     )
     # Of a chat that is split, a part with nothing to learn is left out.
     room = len(example.sequences[0].tokens) - 1
-    program = contract(sequence_length=room, positions=room - 1)
+    small = spec(sequence_length=room)
     options = BuildOptions("split")
-    (part,), report = build_examples(rows({"messages": chat}), tokenizer, program, options=options)
+    (part,), report = build_examples(rows({"messages": chat}), tokenizer, small, options=options)
     assert learnt(part, tokenizer).startswith("a2") and report.dropped == 0
     chat[3]["weight"] = 0  # type: ignore[assignment]
-    (problem,) = problems_of(rows({"messages": chat}), tokenizer, contract(sequence_length=128))
+    (problem,) = problems_of(rows({"messages": chat}), tokenizer, spec(sequence_length=128))
     assert "every answer has the weight 0, or train false: there is nothing to learn from" in problem
 
 
@@ -198,9 +190,9 @@ def test_an_answer_of_weight_0_is_read_and_not_learnt() -> None:
 def test_splitting_a_chat_loses_no_target_and_repeats_none(words: list[str], room: int, opened: bool) -> None:
     tokenizer = chat_tokenizer(CHATML)
     chat = [*([{"role": "system", "content": "c"}] if opened else []), *turns(*words)]
-    [whole], _ = build_examples(rows({"messages": chat}), tokenizer, program(10_000, 10_000))
+    [whole], _ = build_examples(rows({"messages": chat}), tokenizer, spec(sequence_length=10_000))
     parts, report = build_examples(
-        rows({"messages": chat}), tokenizer, program(room, room - 1), options=BuildOptions("auto")
+        rows({"messages": chat}), tokenizer, spec(sequence_length=room), options=BuildOptions("auto")
     )
     wanted, found = (
         [target.token for each in examples for target in each.sequences[0].targets]
@@ -213,12 +205,12 @@ def test_splitting_a_chat_loses_no_target_and_repeats_none(words: list[str], roo
 def test_rows_that_cant_be_used_may_be_left_out() -> None:
     data = rows({"prompt": "a", "completion": ""}, {"prompt": "a", "completion": " b"}, {"prompt": 3})
     skip = BuildOptions(skip_unusable=True)
-    [example], report = build_examples(data, TOKENIZER, contract(), options=skip)
+    [example], report = build_examples(data, TOKENIZER, spec(), options=skip)
     assert example.row == 2 and report.rows == 1
     assert report.unusable[1] == "its completion is empty: there is nothing to learn from"
     assert sorted(report.unusable) == [1, 3]
     with pytest.raises(DataError, match="row 1: its completion is empty"):
-        build_examples(data[:1], TOKENIZER, contract(), options=skip)
+        build_examples(data[:1], TOKENIZER, spec(), options=skip)
 
 
 def test_messages_that_a_template_refuses() -> None:
@@ -226,7 +218,7 @@ def test_messages_that_a_template_refuses() -> None:
     data = rows(
         {"messages": [reply, reply]}, {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": 3}
     )
-    problems = problems_of(data, chat_tokenizer(TURNS), contract())
+    problems = problems_of(data, chat_tokenizer(TURNS), spec())
     assert problems == [
         "row 1: the chat template refuses the messages: roles must alternate",
         "row 2: no message has the role 'assistant': there is nothing to learn from",
@@ -237,19 +229,19 @@ def test_messages_that_a_template_refuses() -> None:
 def test_messages_of_which_a_template_writes_nothing() -> None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     for template, tokens in ((" ", 1), ("{{ '' }}", 0)):
-        problems = problems_of(rows({"messages": chat}), chat_tokenizer(template), contract())
+        problems = problems_of(rows({"messages": chat}), chat_tokenizer(template), spec())
         assert problems == [f"row 1: has {tokens} tokens and none to learn from"]
 
 
 def test_messages_without_a_template() -> None:
-    assert problems_of(rows({"messages": []}), TOKENIZER, contract()) == [
+    assert problems_of(rows({"messages": []}), TOKENIZER, spec()) == [
         "its rows are messages and the model has no chat template"
     ]
 
 
 def test_instructions_of_a_chat_model_are_messages() -> None:
     data = rows({"instruction": "a cat", "input": "", "output": "No"})
-    [example], report = build_examples(data, chat_tokenizer(CHATML), contract(sequence_length=128))
+    [example], report = build_examples(data, chat_tokenizer(CHATML), spec(sequence_length=128))
     assert show_sample(example, chat_tokenizer(CHATML)).replace("\n", "|") == (
         "row 1|  <|im_start|>user|a cat<|im_end|>|<|im_start|>assistant|[No][<|im_end|>][|]"
     )
@@ -258,7 +250,7 @@ def test_instructions_of_a_chat_model_are_messages() -> None:
 
 def test_instructions_of_other_models_have_headings() -> None:
     data = rows({"instruction": "the film", "output": "bad", "id": 7})
-    [example], report = build_examples(data, TOKENIZER, contract(sequence_length=128))
+    [example], report = build_examples(data, TOKENIZER, spec(sequence_length=128))
     assert learnt(example, TOKENIZER) == "bad</s>"
     assert TOKENIZER.decode(example.prompt, special=False).endswith("### Response:\n")
     assert "(Alpaca): 1 rows" in report.text()
@@ -269,7 +261,7 @@ def test_instructions_of_other_models_have_headings() -> None:
 
 
 def test_one_token_candidates_share_a_sequence() -> None:
-    [example], report = build_examples(rows(FILM), TOKENIZER, contract(), load_task("sst2"))
+    [example], report = build_examples(rows(FILM), TOKENIZER, spec(), load_task("sst2"))
     assert show_sample(example, TOKENIZER) == (
         "row 1\n  <s>the film was a cat It was\n    -> [Ġterrible]\n    -> [Ġgreat] <- label"
     )
@@ -281,17 +273,18 @@ def test_one_token_candidates_share_a_sequence() -> None:
     assert "classes: 1 1" in report.text()
 
 
-def test_more_one_token_candidates_than_positions() -> None:
+def test_all_one_token_candidates_are_read_of_one_sequence() -> None:
     task = parse_task(
         {"name": "three", "template": "{t}", "label_words": {0: "Yes", 1: "No", 2: "Maybe"}}, "three"
     )
-    [example], _ = build_examples(rows({"t": "the", "label": 2}), TOKENIZER, contract(positions=2), task)
-    assert [[target.candidate for target in each.targets] for each in example.sequences] == [[0, 1], [2]]
-    assert make_batch([example], contract(positions=2)).owner.tolist() == [0, 0, -1, -1]
+    [example], _ = build_examples(rows({"t": "the", "label": 2}), TOKENIZER, spec(), task)
+    (sequence,) = example.sequences
+    assert [target.candidate for target in sequence.targets] == [0, 1, 2]
+    assert {target.position for target in sequence.targets} == {len(sequence.tokens) - 1}
 
 
 def test_longer_candidates_have_a_sequence_each() -> None:
-    [example], _ = build_examples(rows({"text": "the film", "label": 0}), TOKENIZER, contract(), LONG_WORDS)
+    [example], _ = build_examples(rows({"text": "the film", "label": 0}), TOKENIZER, spec(), LONG_WORDS)
     first, second = example.sequences
     assert show_sample(example, TOKENIZER) == (
         "row 1\n  <s>the film It was[ bad][ good] <- label\n  <s>the film It was[ great]"
@@ -301,40 +294,40 @@ def test_longer_candidates_have_a_sequence_each() -> None:
 
 
 def test_prefixed_tokenizer_has_one_token_words(prefixed_tokenizer: Tokenizer) -> None:
-    [example], report = build_examples(rows(FILM), prefixed_tokenizer, contract(), load_task("sst2"))
+    [example], report = build_examples(rows(FILM), prefixed_tokenizer, spec(), load_task("sst2"))
     assert len(example.sequences) == 1 and not report.notes
 
 
 def test_completion_objective_trains_the_right_candidate() -> None:
     row = {"premise": "the dog.", "question": "effect", "choice1": "No.", "choice2": "Yes.", "label": 1}
-    [trained], _ = build_examples(rows(row), TOKENIZER, contract(), load_task("copa"))
+    [trained], _ = build_examples(rows(row), TOKENIZER, spec(), load_task("copa"))
     assert (trained.candidates, trained.label, len(trained.sequences)) == (1, None, 1)
     assert learnt(trained, TOKENIZER) == " yes."
-    [scored], _ = build_examples(rows(row), TOKENIZER, contract(), load_task("copa"), training=False)
+    [scored], _ = build_examples(rows(row), TOKENIZER, spec(), load_task("copa"), training=False)
     assert (scored.candidates, scored.label, len(scored.sequences)) == (2, 1, 2)
     assert scored.choices == ("No.", "Yes.")
 
 
 def test_answers() -> None:
     row = {"title": "a", "context": "a cat on a mat", "question": "a", "answers": {"text": ["a mat", "mat"]}}
-    [example], _ = build_examples(rows(row), TOKENIZER, contract(sequence_length=128), load_task("squad"))
+    [example], _ = build_examples(rows(row), TOKENIZER, spec(sequence_length=128), load_task("squad"))
     assert learnt(example, TOKENIZER) == " a mat</s>"
     assert example.answers == ("a mat", "mat")
 
 
 def test_encoder(encoder_tokenizer: Tokenizer) -> None:
-    encoder = contract(readout="pooled", positions=0)
+    encoder = spec(readout="pooled")
     [example], report = build_examples(rows(FILM), encoder_tokenizer, encoder, load_task("sst2"))
     assert (
         show_sample(example, encoder_tokenizer) == "row 1\n  <s>the film was a cat</s>\n    -> class 1 of 2"
     )
     assert (example.candidates, example.label, example.sequences[0].targets) == (2, 1, ())
-    assert make_batch([example], encoder).attention_mask[0].sum() == 7
+    assert len(example.sequences[0].tokens) == 7
     assert "target tokens" not in report.text()
 
 
 def test_encoder_cuts_the_end_and_keeps_its_special_tokens(encoder_tokenizer: Tokenizer) -> None:
-    encoder = contract(readout="pooled", positions=0, sequence_length=5)
+    encoder = spec(readout="pooled", sequence_length=5)
     [example], report = build_examples(rows(FILM), encoder_tokenizer, encoder, load_task("sst2"), TRUNCATE)
     assert encoder_tokenizer.decode(example.sequences[0].tokens) == "<s>the film was</s>"
     assert "texts cut at the end: 1 row (1)" in report.text()
@@ -344,7 +337,7 @@ def test_encoder_cuts_the_end_and_keeps_its_special_tokens(encoder_tokenizer: To
 
 def test_encoder_without_classes(encoder_tokenizer: Tokenizer) -> None:
     row = {"premise": "a", "question": "cause", "choice1": "b", "choice2": "c", "label": 0}
-    [problem] = problems_of(rows(row), encoder_tokenizer, contract(readout="pooled"), load_task("copa"))
+    [problem] = problems_of(rows(row), encoder_tokenizer, spec(readout="pooled"), load_task("copa"))
     assert problem == "an encoder knows classes only; the task copa has no label_words"
 
 
@@ -353,15 +346,13 @@ def test_encoder_without_classes(encoder_tokenizer: Tokenizer) -> None:
 
 def test_prompt_loses_its_beginning_and_keeps_bos() -> None:
     data = [Row(7, FILM), Row(9, {"sentence": "a", "label": 0})]
-    examples, report = build_examples(
-        data, TOKENIZER, contract(sequence_length=5), load_task("sst2"), TRUNCATE
-    )
+    examples, report = build_examples(data, TOKENIZER, spec(sequence_length=5), load_task("sst2"), TRUNCATE)
     assert TOKENIZER.decode(examples[0].sequences[0].tokens) == "<s> a cat It was"
     assert (
         "prompts cut at the beginning: 1 row (7); an export with a larger --sequence-length keeps them whole"
         in report.text()
     )
-    assert problems_of(data, TOKENIZER, contract(sequence_length=5), load_task("sst2")) == [
+    assert problems_of(data, TOKENIZER, spec(sequence_length=5), load_task("sst2")) == [
         "row 7: has a prompt of 8 tokens and 0 after it, the bundle takes 5: shorten it, "
         "export with a larger --sequence-length, or set overflow to truncate"
     ]
@@ -371,7 +362,7 @@ def test_prompt_is_cut_alike_for_every_candidate() -> None:
     [example], _ = build_examples(
         rows({"text": "the film was a cat", "label": 0}),
         TOKENIZER,
-        contract(sequence_length=6),
+        spec(sequence_length=6),
         LONG_WORDS,
         TRUNCATE,
     )
@@ -383,26 +374,25 @@ def test_prompt_is_cut_alike_for_every_candidate() -> None:
 
 def test_candidates_are_never_cut() -> None:
     data = rows({"text": "a", "label": 0})
-    assert problems_of(data, TOKENIZER, contract(sequence_length=3), LONG_WORDS, TRUNCATE) == [
+    assert problems_of(data, TOKENIZER, spec(sequence_length=3), LONG_WORDS, TRUNCATE) == [
         "row 1: has a candidate of 2 tokens, the bundle takes 3: export with a larger --sequence-length"
     ]
 
 
 def test_long_text_is_refused_cut_or_split() -> None:
     data = rows({"text": "the film was a cat on a mat and a dog"})
-    small = contract(sequence_length=6, positions=3)
+    small = spec(sequence_length=6)
     assert problems_of(data, TOKENIZER, small) == [
         "row 1: has 13 tokens, the bundle takes 6: shorten it, export with a larger "
         "--sequence-length, or set overflow to truncate or split"
     ]
     cut, report = build_examples(data, TOKENIZER, small, options=TRUNCATE)
-    assert [show_sample(each, TOKENIZER) for each in cut] == ["row 1\n  <s>[the][ film][ was]"]
+    assert [show_sample(each, TOKENIZER) for each in cut] == ["row 1\n  <s>[the][ film][ was][ a][ cat]"]
     assert "ends cut off, not learnt: 1 row (1); --overflow split keeps them, or" in report.text()
     split, report = build_examples(data, TOKENIZER, small, options=SPLIT)
     assert [show_sample(each, TOKENIZER)[8:] for each in split] == [
-        "<s>[the][ film][ was]",
-        "<s> film was[ a][ cat][ on]",
-        "<s> cat on[ a][ mat][ and]",
+        "<s>[the][ film][ was][ a][ cat]",
+        "<s> cat[ on][ a][ mat][ and]",
         "<s> mat and[ a][ dog][</s>]",
     ]
     assert report.notes == {"longer than the bundle takes, split into several examples": [1]}
@@ -410,22 +400,22 @@ def test_long_text_is_refused_cut_or_split() -> None:
 
 def test_completion_keeps_half_the_program_for_its_prompt() -> None:
     data = rows({"prompt": "the film was a cat on a mat", "completion": " and a dog was bad and good"})
-    [example], report = build_examples(data, TOKENIZER, contract(sequence_length=8), options=TRUNCATE)
+    [example], report = build_examples(data, TOKENIZER, spec(sequence_length=8), options=TRUNCATE)
     assert show_sample(example, TOKENIZER) == "row 1\n  <s> on a mat[ and][ a][ dog][ was]"
     assert set(report.notes) == {"prompts cut at the beginning", "ends cut off, not learnt"}
 
 
 def test_split_completion() -> None:
     data = rows({"prompt": "the film", "completion": " was a cat on a mat"})
-    examples, _ = build_examples(data, TOKENIZER, contract(positions=4), options=SPLIT)
+    examples, _ = build_examples(data, TOKENIZER, spec(sequence_length=6), options=SPLIT)
     assert [show_sample(each, TOKENIZER)[8:] for each in examples] == [
-        "<s>the film[ was][ a][ cat][ on]",
-        "<s>the film was a cat on[ a][ mat][</s>]",
+        "<s> film[ was][ a][ cat][ on]",
+        "<s> cat on[ a][ mat][</s>]",
     ]
 
 
 def test_split_is_not_for_candidates() -> None:
-    [problem] = problems_of(rows(FILM), TOKENIZER, contract(), load_task("sst2"), SPLIT)
+    [problem] = problems_of(rows(FILM), TOKENIZER, spec(), load_task("sst2"), SPLIT)
     assert problem.startswith("overflow split is for texts, completions and messages")
 
 
@@ -434,7 +424,7 @@ def test_program_that_is_too_small_for_anything() -> None:
         [problem] = problems_of(
             rows({"prompt": "the film", "completion": " was"}),
             TOKENIZER,
-            contract(sequence_length=2),
+            spec(sequence_length=2),
             options=options,
         )
         assert problem == "row 1: the bundle takes 2 tokens, too few to learn anything: export a longer one"
@@ -456,12 +446,12 @@ def test_program_that_is_too_small_for_anything() -> None:
 def test_problems_name_their_row(fields: dict[str, Any], task: str | None, problems: list[str]) -> None:
     good = FILM if task else {"text": "a cat"}
     data = rows(good, fields, good)
-    assert problems_of(data, TOKENIZER, contract(), load_task(task) if task else None) == problems
+    assert problems_of(data, TOKENIZER, spec(), load_task(task) if task else None) == problems
 
 
 def test_all_problems_are_collected() -> None:
     data = rows(*({"sentence": "a", "label": value} for value in range(60)))
-    problems = problems_of(data, TOKENIZER, contract(), load_task("sst2"), source="train.tsv")
+    problems = problems_of(data, TOKENIZER, spec(), load_task("sst2"), source="train.tsv")
     assert len(problems) == 58
     assert problems[0] == "row 3: column 'label' is 2, the task knows 0, 1"
 
@@ -479,29 +469,29 @@ def test_all_problems_are_collected() -> None:
     ],
 )
 def test_missing_columns_are_told_once(fields: dict[str, Any], task: str | None, problem: str) -> None:
-    [told] = problems_of(rows(*[fields] * 30), TOKENIZER, contract(), load_task(task) if task else None)
+    [told] = problems_of(rows(*[fields] * 30), TOKENIZER, spec(), load_task(task) if task else None)
     assert told.startswith(problem)
 
 
 def test_empty_completion_and_prompt(bare_tokenizer: Tokenizer) -> None:
-    assert problems_of(rows({"prompt": "a", "completion": ""}), TOKENIZER, contract()) == [
+    assert problems_of(rows({"prompt": "a", "completion": ""}), TOKENIZER, spec()) == [
         "row 1: its completion is empty: there is nothing to learn from"
     ]
     task = Task("a", "{t}", label_words={"0": "Yes", "1": "No"})
-    assert problems_of(rows({"t": "", "label": 0}), bare_tokenizer, contract(), task) == [
+    assert problems_of(rows({"t": "", "label": 0}), bare_tokenizer, spec(), task) == [
         "row 1: has an empty prompt: nothing predicts its candidates"
     ]
 
 
 def test_candidates_that_are_one_token() -> None:
     same = Task("a", "{t}", choices=("x", "y"))
-    assert problems_of(
-        rows({"t": "a", "x": "Yes", "y": " Yes", "label": 0}), TOKENIZER, contract(), same
-    ) == ["row 1: has two candidates that are one token: ' Yes' = 'ĠYes', ' Yes' = 'ĠYes'"]
+    assert problems_of(rows({"t": "a", "x": "Yes", "y": " Yes", "label": 0}), TOKENIZER, spec(), same) == [
+        "row 1: has two candidates that are one token: ' Yes' = 'ĠYes', ' Yes' = 'ĠYes'"
+    ]
 
 
 def test_tokenizer_of_another_program() -> None:
-    [problem] = problems_of(rows(FILM), TOKENIZER, contract(vocabulary_size=310), load_task("sst2"))
+    [problem] = problems_of(rows(FILM), TOKENIZER, spec(vocabulary_size=310), load_task("sst2"))
     assert problem.endswith("(335), the bundle knows 310: the tokenizer is not this bundle's")
 
 
@@ -511,30 +501,27 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 WORDY = st.lists(st.sampled_from("the film was bad good a cat dog".split()), max_size=40).map(" ".join)
 
 
-def check_slots(example: Example, contract: Contract) -> None:
+def check_slots(example: Example, model: ModelSpec) -> None:
     for sequence in example.sequences:
-        assert 0 < len(sequence.tokens) <= contract.sequence_length
-        assert 0 < len(sequence.targets) <= contract.positions
+        assert 0 < len(sequence.tokens) <= model.sequence_length
+        assert sequence.targets
         for target in sequence.targets:
             assert 0 <= target.position < len(sequence.tokens)
     for candidate in range(example.candidates):
         weights = [s.weight for each in example.sequences for s in each.targets if s.candidate == candidate]
         assert np.isclose(sum(weights), 1)
-    make_batch([example], contract)
 
 
-@given(TEXTS | WORDY, st.integers(3, 40), st.integers(1, 20), st.sampled_from(["truncate", "split"]))
-def test_texts_teach_each_token_by_the_one_before_it(
-    text: str, length: int, positions: int, overflow: Any
-) -> None:
-    contract, tokens = program(length, positions), TOKENIZER.encode(text, control=True)
+@given(TEXTS | WORDY, st.integers(3, 40), st.sampled_from(["truncate", "split"]))
+def test_texts_teach_each_token_by_the_one_before_it(text: str, length: int, overflow: Any) -> None:
+    model, tokens = spec(sequence_length=length), TOKENIZER.encode(text, control=True)
     if not tokens:
         return
-    if len(tokens) != min(positions, length - 1):  # else there is no room for the end
+    if len(tokens) != length - 1:  # else there is no room for the end
         tokens.append(2)
-    examples, _ = build_examples(rows({"text": text}), TOKENIZER, contract, options=BuildOptions(overflow))
+    examples, _ = build_examples(rows({"text": text}), TOKENIZER, model, options=BuildOptions(overflow))
     for example in examples:
-        check_slots(example, contract)
+        check_slots(example, model)
         for sequence in example.sequences:
             assert sequence.tokens[0] == 1
             assert all(sequence.tokens[target.position + 1] == target.token for target in sequence.targets)
@@ -542,16 +529,14 @@ def test_texts_teach_each_token_by_the_one_before_it(
     assert targets == (tokens if overflow == "split" else tokens[: len(targets)])
 
 
-@given(WORDY, WORDY, st.integers(4, 40), st.integers(1, 20), st.sampled_from(["truncate", "split"]))
-def test_completions_keep_their_boundary(
-    prompt: str, completion: str, length: int, positions: int, overflow: Any
-) -> None:
-    contract = program(length, positions)
+@given(WORDY, WORDY, st.integers(4, 40), st.sampled_from(["truncate", "split"]))
+def test_completions_keep_their_boundary(prompt: str, completion: str, length: int, overflow: Any) -> None:
+    model = spec(sequence_length=length)
     data = rows({"prompt": prompt, "completion": " " + completion})
-    examples, _ = build_examples(data, TOKENIZER, contract, options=BuildOptions(overflow))
+    examples, _ = build_examples(data, TOKENIZER, model, options=BuildOptions(overflow))
     wanted = [*TOKENIZER.encode_pair(prompt, " " + completion).completion, 2]
     for example in examples:
-        check_slots(example, contract)
+        check_slots(example, model)
         for target in example.sequences[0].targets:
             assert example.sequences[0].tokens[target.position + 1] == target.token
     targets = [target.token for example in examples for target in example.sequences[0].targets]
@@ -564,12 +549,12 @@ def test_completions_keep_their_boundary(
     st.integers(45, 60),
 )
 def test_candidates_have_weights_that_sum_to_one(text: str, candidates: list[str], length: int) -> None:
-    contract = program(length, 44)
+    model = spec(sequence_length=length)
     task = Task("a", "{t}", choices_column="c")
     data = rows({"t": text, "c": candidates, "label": 1})
-    [example], _ = build_examples(data, TOKENIZER, contract, task, TRUNCATE)
+    [example], _ = build_examples(data, TOKENIZER, model, task, TRUNCATE)
     assert (example.candidates, example.label) == (len(candidates), 1)
-    check_slots(example, contract)
+    check_slots(example, model)
     if len(example.sequences) > 1:
         for sequence in example.sequences:
             assert all(sequence.tokens[target.position + 1] == target.token for target in sequence.targets)
@@ -581,7 +566,7 @@ LONG = {"text": "a cat on a mat " * 10}
 
 
 def test_rows_that_would_lose_more_target_tokens_than_allowed_are_refused() -> None:
-    few = contract(positions=8)
+    few = spec(sequence_length=9)
     allowed = BuildOptions(overflow="truncate", max_dropped=0.05)
     with pytest.raises(DataError, match=r"would lose 8\d% of its target tokens") as caught:
         build_examples(rows(LONG), TOKENIZER, few, options=allowed)
@@ -592,7 +577,7 @@ def test_rows_that_would_lose_more_target_tokens_than_allowed_are_refused() -> N
 
 def test_split_rows_lose_nothing_and_what_is_cut_is_counted() -> None:
     whole = len(TOKENIZER.encode(LONG["text"])) + 1
-    few = contract(positions=8)
+    few = spec(sequence_length=9)
     parts, report = build_examples(rows(LONG), TOKENIZER, few, options=BuildOptions(overflow="split"))
     assert report.dropped == 0
     assert sum(len(sequence.targets) for part in parts for sequence in part.sequences) == whole
@@ -604,14 +589,14 @@ def test_split_rows_lose_nothing_and_what_is_cut_is_counted() -> None:
 
 def test_all_of_a_long_completion_that_does_not_fit_counts() -> None:
     data = rows({"prompt": "a cat", "completion": " on a mat" * 100})
-    small = contract(sequence_length=8, positions=7)
+    small = spec(sequence_length=8)
     [example], report = build_examples(data, TOKENIZER, small, options=TRUNCATE)
     whole = len(TOKENIZER.encode_pair("a cat", " on a mat" * 100).completion) + 1
     assert report.dropped + len(example.sequences[0].targets) == whole
 
 
 def test_without_another_wish_texts_are_split_and_all_else_is_cut() -> None:
-    auto, few = BuildOptions("auto"), contract(sequence_length=8, positions=7)
+    auto, few = BuildOptions("auto"), spec(sequence_length=8)
     parts, report = build_examples(rows(LONG), TOKENIZER, few, options=auto)
     assert len(parts) > 1 and report.dropped == 0 and not any(part.cut for part in parts)
     assert "longer than the bundle takes, split into several examples: 1 row (1)" in report.text()
@@ -619,13 +604,13 @@ def test_without_another_wish_texts_are_split_and_all_else_is_cut() -> None:
         rows({"prompt": "a", "completion": LONG["text"]}), TOKENIZER, few, options=auto
     )
     assert cut.cut and report.dropped > 0
-    [film], _ = build_examples(rows(FILM), TOKENIZER, contract(sequence_length=5), load_task("sst2"), auto)
+    [film], _ = build_examples(rows(FILM), TOKENIZER, spec(sequence_length=5), load_task("sst2"), auto)
     assert film.cut
 
 
 def test_only_cut_rows_are_marked() -> None:
     both = rows({"text": "a cat"}, LONG)
-    examples, _ = build_examples(both, TOKENIZER, contract(), options=TRUNCATE)
+    examples, _ = build_examples(both, TOKENIZER, spec(), options=TRUNCATE)
     assert [example.cut for example in examples] == [False, True]
 
 

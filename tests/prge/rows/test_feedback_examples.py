@@ -14,7 +14,7 @@ from prge.rows import chat
 from prge.rows.feedback import Answered, row_of_line
 from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.rows.tokenizer import Tokenizer
-from tests.numpy_engine import NumpyEngine
+from tests.bundles import make_spec
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
 TEMPLATE = (
@@ -28,8 +28,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 def make_examples(template: str | None = TEMPLATE, length: int = 32) -> FeedbackExamples:
     tokenizer = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True, chat_template=template)
-    size = {"vocabulary": 420, "sequence_length": length, "positions": length - 1}
-    return FeedbackExamples(tokenizer, NumpyEngine(1, 1, **size).contract)
+    return FeedbackExamples(tokenizer, make_spec(vocabulary_size=420, sequence_length=length))
 
 
 @cache

@@ -18,15 +18,13 @@ from prge.rows.readers import Row
 from prge.rows.report import DataReport
 from prge.rows.task import RowError, parse_task
 from prge.rows.tokenizer import Tokenizer
-from tests.bundles import make_contract
+from tests.bundles import make_spec
 from tests.prge.rows.chat_templates import CHATML
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, pad_id=0, prepend_bos=True)
 CHAT = Tokenizer(byte_level_backend(), bos_id=1, eos_id=4, chat_template=CHATML)
-contract = partial(
-    make_contract, batch_size=4, sequence_length=96, positions=95, width=8, vocabulary_size=1000
-)
+spec = partial(make_spec, sequence_length=96, width=8, vocabulary_size=1000)
 PAIR = {"prompt": "the film was", "chosen": " good", "rejected": " a bad one"}
 
 
@@ -50,8 +48,7 @@ def built(
     **options: Any,
 ) -> tuple[list[Example], DataReport]:
     chosen = BuildOptions(options.pop("overflow", "auto"), objective=objective, **options)
-    size = contract(sequence_length=length, positions=length - 1)
-    return build_examples(rows(*fields), tokenizer, size, options=chosen)
+    return build_examples(rows(*fields), tokenizer, spec(sequence_length=length), options=chosen)
 
 
 def texts(example: Example, tokenizer: Tokenizer = TOKENIZER) -> list[tuple[str, str]]:
@@ -263,7 +260,7 @@ def test_a_task_takes_the_objectives_of_its_candidates_alone() -> None:
     fields = rows({"text": "the film", "label": 1}, {"text": "the cat", "label": 0})
 
     def built_of(objective: ObjectiveName) -> list[Example]:
-        return build_examples(fields, TOKENIZER, contract(), task, BuildOptions(objective=objective))[0]
+        return build_examples(fields, TOKENIZER, spec(), task, BuildOptions(objective=objective))[0]
 
     assert [each.candidates for each in built_of("auto")] == [2, 2]
     assert [each.candidates for each in built_of("completion")] == [1, 1]

@@ -16,7 +16,7 @@ from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.readers import Row
 from prge.rows.report import DataReport
 from prge.rows.tokenizer import Tokenizer
-from tests.bundles import make_contract
+from tests.bundles import make_spec
 from tests.prge.rows import chat_templates
 from tests.prge.rows.published_templates import backend_for, published, theirs
 
@@ -121,10 +121,10 @@ def source_of(name: str) -> str:
 
 def built(source: str, *rows: Mapping[str, Any], **options: Any) -> tuple[list[Example], DataReport]:
     tokenizer = Tokenizer(backend_for(source), bos_id=1, eos_id=2, pad_id=0, chat_template=source)
-    contract = make_contract(batch_size=4, sequence_length=4000, positions=3999, vocabulary_size=2000)
+    model = make_spec(sequence_length=4000, vocabulary_size=2000)
     numbered = [Row(number, fields) for number, fields in enumerate(rows, 1)]
     chosen = BuildOptions("error", **options)
-    return build_examples(numbered, tokenizer, contract, options=chosen)
+    return build_examples(numbered, tokenizer, model, options=chosen)
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,16 @@ from tests.rows import bigram_completions
 
 
 def test_texts_are_scored_by_their_perplexity_and_less_is_better() -> None:
-    engine = NumpyEngine(copies=2)
-    record, scores = evaluate(
-        engine, Adapter.zeros(engine.contract.modules), bigram_completions(6), task=None
-    )
+    engine = NumpyEngine()
+    record, scores = evaluate(engine, Adapter.zeros(engine.model.modules), bigram_completions(6), task=None)
     expected = np.exp((scores.losses * scores.tokens).sum() / scores.tokens.sum())
     assert record["perplexity"] == pytest.approx(expected)
     assert record["value"] == -record["perplexity"] and record["examples"] == 6
 
 
 def test_scores_of_cut_rows_say_so() -> None:
-    engine = NumpyEngine(copies=2)
-    adapter = Adapter.zeros(engine.contract.modules)
+    engine = NumpyEngine()
+    adapter = Adapter.zeros(engine.model.modules)
     whole = bigram_completions(6)
     assert "cut_examples" not in evaluate(engine, adapter, whole, task=None)[0]
     some = [replace(example, cut=index < 2) for index, example in enumerate(whole)]
