@@ -20,7 +20,7 @@ from prge.verbs.settings import parse_settings, settings_to_yaml, with_whole_pat
 
 SETTINGS, NAMES = "serve.yaml", "devices.json"
 # Of earlier versions' fleets.
-_GONE = frozenset({"directions", "largest", "most_epsilon", "average", "server_rate", "proximal"})
+_GONE = frozenset({"directions", "largest", "most_epsilon", "average", "server_rate", "proximal", "guided"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,11 +62,14 @@ def budget_of_steps(
     outline, weights = costs_of(bundle)
     name = choose(engine).name
 
-    def memory(loaded: int) -> RunMemory:
-        taken = (run_memory(outline, shape, weights, bundle.chain.roles, name, loaded) for shape in shapes)
-        return max(taken, key=lambda each: each.total)
+    def memory(shape: StepShape) -> Callable[[int], int]:
+        roles = bundle.chain.roles
+        return _beside_what_is_held(
+            name, lambda loaded: run_memory(outline, shape, weights, roles, name, loaded)
+        )
 
-    return budget_within(limit, _beside_what_is_held(name, memory), weights, process, _LESS)
+    needed = [memory(shape) for shape in shapes]
+    return budget_within(limit, lambda loaded: max(each(loaded) for each in needed), weights, process, _LESS)
 
 
 def shape_of_scores(bundle: Bundle, examples: Sequence[Example]) -> StepShape:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from prge.files.peft import read_lora
 from tests.verbs import prge
 from tests.workshop import write_rows
 
@@ -68,15 +66,10 @@ def test_a_batch_has_room_for_all_candidates_of_a_row(
 def test_a_batch_counts_rows_whatever_their_candidates(quiz: Path, bundle: Path, tmp_path: Path) -> None:
     words = ["--bundle", bundle, "--task", quiz / "task.yaml", "--train", quiz / "rows.jsonl", "--steps", 1]
     words += ["--estimator", "exact", "--optimizer", "sgd"]
-    results = {}
-    for calls in (1, 2):
-        out = tmp_path / f"{calls}"
-        prge("run", *words, "--out", out, "--batch-size", 2, "--calls", calls)
-        assert "1 steps of 2 examples" in (out / "log.txt").read_text()
-        assert json.loads((out / "run.json").read_text())["train"]["rows"] == 2 * CHOICES * 3
-        results[calls] = read_lora(out / "final").lora_b
-    for name, lora_b in results[1].items():
-        np.testing.assert_allclose(results[2][name], lora_b, rtol=1e-3, atol=1e-7)
+    out = tmp_path / "run"
+    prge("run", *words, "--out", out, "--batch-size", 2)
+    assert "1 steps of 2 examples" in (out / "log.txt").read_text()
+    assert json.loads((out / "run.json").read_text())["train"]["rows"] == 2 * CHOICES * 3
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

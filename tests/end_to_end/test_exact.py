@@ -71,16 +71,16 @@ def test_a_budget_says_what_it_holds_and_changes_no_bit(
 def test_what_lies_below_the_adapter_is_computed_once_a_row(
     workshop: Path, upper_bundle: Path, tmp_path: Path
 ) -> None:
-    """There are 16 different rows. What is kept of them changes no bit."""
+    """There are 16 different rows, learnt and scored. What is kept of them changes no bit."""
     cached = ["--trunk-cache-bytes", 1 << 20]
     out, other = tmp_path / "run", tmp_path / "other"
     prge(*words_of(workshop, upper_bundle, out, steps=60), *cached)
     before, *_, after = losses(out)
     assert after < 0.5 * before
-    assert "trunk: 16 rows computed, 224 from the cache" in (out / "log.txt").read_text()
+    assert "trunk: 16 rows computed, 288 from the cache" in (out / "log.txt").read_text()
     # Room for a few rows alone.
     prge(*words_of(workshop, upper_bundle, other, steps=60), "--trunk-cache-bytes", 20_000)
-    assert " 224 from the cache" not in (other / "log.txt").read_text()
+    assert " 288 from the cache" not in (other / "log.txt").read_text()
     final = "final/adapter_model.safetensors"
     assert (out / final).read_bytes() == (other / final).read_bytes()
 
@@ -105,13 +105,13 @@ def test_an_encoder_learns_under_its_head(encoder: Path, tmp_path: Path) -> None
     # The rows that it learns, by the head that they are learnt under: a head of random states can't do more.
     words[words.index("--dev") + 1] = tmp_path / "train.jsonl"
     words[words.index("--learning-rate") + 1] = 3e-4
-    prge(*words, "--head-folds", 0, "--calls", 4)
+    prge(*words, "--head-folds", 0, "--batch-size", 16)
     before, *_, after = losses(tmp_path / "run")
     assert after < 0.96 * before
 
 
 def test_a_step_by_tokens_is_that_of_transformers(workshop: Path, tmp_path: Path) -> None:
-    """Rows of unequal lengths in two calls: the gradient of its loss with `num_items_in_batch`."""
+    """Rows of unequal lengths: the gradient of its loss in two calls, with `num_items_in_batch`."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -124,7 +124,7 @@ def test_a_step_by_tokens_is_that_of_transformers(workshop: Path, tmp_path: Path
     ]
     write_rows(tmp_path / "rows.jsonl", rows)
     bundle = open_bundle(workshop / "bundle")
-    words = ["run", "--bundle", bundle.folder, "--train", tmp_path / "rows.jsonl", "--steps", 1, "--calls", 2]
+    words = ["run", "--bundle", bundle.folder, "--train", tmp_path / "rows.jsonl", "--steps", 1]
     words += ["--batch-size", 4, "--estimator", "exact", "--optimizer", "sgd", "--learning-rate", 1]
     words += ["--warmup", 0, "--schedule", "constant"]
     moved = {}
@@ -136,8 +136,7 @@ def test_a_step_by_tokens_is_that_of_transformers(workshop: Path, tmp_path: Path
         start, step = journal.first("start"), journal.step(0)
     assert start is not None and step is not None and settings.items() <= start["settings"].items()
 
-    tokenizer, contract = bundle_tokenizer(bundle), bundle.chain.scoring
-    examples, _ = load_examples(tmp_path / "rows.jsonl", tokenizer, contract)
+    examples, _ = load_examples(tmp_path / "rows.jsonl", bundle_tokenizer(bundle), bundle.chain.model)
     sequences = [example.sequences[0] for example in examples]
     items = sum(len(sequence.targets) for sequence in sequences)
     assert len({len(sequence.targets) for sequence in sequences}) == 4

@@ -89,7 +89,7 @@ def test_an_adapter_from_elsewhere_is_scored_as_peft_computes_it_and_trained_on(
     ]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     bundle = open_bundle(lora_bundle)
-    examples, _ = load_examples(data, bundle_tokenizer(bundle), bundle.chain.scoring)
+    examples, _ = load_examples(data, bundle_tokenizer(bundle), bundle.chain.model)
     losses_of_tokens = []
     for example in examples:
         (sequence,) = example.sequences

@@ -144,13 +144,13 @@ def test_gradients_of_a_quantized_bundle_point_where_autograds_do(
     import numpy as np
     import torch
 
-    from device_runner.engines.opening import open_engines
+    from device_runner.engines.opening import open_engine
     from prge.engine import Target, TokenSequence
     from prge.files.bundle import open_bundle
     from prge.files.peft import read_peft, scaled_lora_a
     from prge.learning.estimators.exact import Exact
     from prge.learning.estimators.protocol import Step
-    from prge.learning.examples import Example, make_batch
+    from prge.learning.examples import Example
     from server_export.calibrate.rows import TEXT
 
     words = ["--quantize", "8da8w", "--roles", "stack", "back", "--sequence-length", 128]
@@ -160,10 +160,9 @@ def test_gradients_of_a_quantized_bundle_point_where_autograds_do(
     tokens = tokenizer(TEXT.read_text()).input_ids[:120]
     targets = tuple(Target(at, token, 1 / 119, 0) for at, token in enumerate(tokens[1:]))
     example = Example(1, (TokenSequence(tuple(tokens), targets),), 1, None)
-    contract = bundle.chain.contract("back", 1)
     adapter = read_peft(bundle.adapter, bundle.chain.modules)
-    step = Step(adapter, [make_batch([example], contract)], 0, 0)
-    found = Exact().measure(open_engines(bundle, contract).step, step).gradient
+    step = Step(adapter, [example], 0, 0)
+    found = Exact().measure(open_engine(bundle, "back").engine, step).gradient
 
     lora_b = {
         each.name: torch.zeros(each.rank, each.out_features, requires_grad=True)
