@@ -79,6 +79,7 @@ def plan_run(
         copies=entry.copies(settings.queries),
         queries=entry.directions(settings.queries),
         is_separate=objective.is_separate,
+        of_example=most_sequences(examples),
     )
     if examples and shape.tokens > chain.longest(entry.role):
         raise _unfit(

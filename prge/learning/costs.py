@@ -89,6 +89,7 @@ class StepShape:
         copies: of the adapter in a `stack`; scoring has one.
         queries: directions of a `tangent`.
         is_separate: see prge.learning.objectives.Objective.
+        of_example: sequences of an example, at most, which an exact step computes together.
     """
 
     role: str
@@ -99,6 +100,7 @@ class StepShape:
     copies: int = 1
     queries: int = 0
     is_separate: bool = True
+    of_example: int = 1
 
     @property
     def is_exact(self) -> bool:
@@ -109,7 +111,8 @@ class StepShape:
     def together(self) -> int:
         """Sequences whose states are there at once."""
         if self.is_exact:
-            most = MICROBATCH_TOKENS // self.tokens if self.is_separate else self.sequences
+            of_parts = max(MICROBATCH_TOKENS // self.tokens, self.of_example)
+            most = of_parts if self.is_separate else self.sequences
         elif self.copies == 1 and not self.queries:
             most = SCORED_TOKENS // self.tokens
         else:
@@ -405,8 +408,8 @@ def run_memory(
         states=3 * state + (0 if in_file else checkpoints),
         saved=saved,
         adapter=adapter,
-        # Float32 inputs of the call, and the signs that they are filled from.
-        directions=shape.queries * shape.rows * width * (4 + 1),
+        # Float32 inputs of all of a step, and the signs that they are made from.
+        directions=shape.queries * shape.sequences * width * (4 + 1),
     )
 
 

@@ -57,7 +57,7 @@ BOUNDS: Mapping[str, Range] = {
         _COUNT_OR_NONE,
     ),
     "weight_decay": Range(0, 1000),
-    **dict.fromkeys(("search_trials", "threads"), _PASSES),
+    **dict.fromkeys(("batches", "search_trials", "threads"), _PASSES),
     **dict.fromkeys(("head_folds", "lines", "sample_rows"), Range(0, 10_000)),
     **dict.fromkeys(("rank", "queries", "tokens"), _SIZE),
     **dict.fromkeys(("batch_size", "sequence_length", "context", "init_tokens", "calibration_tokens"), _SIZE),

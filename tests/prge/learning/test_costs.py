@@ -212,6 +212,11 @@ def test_adapter_and_directions() -> None:
     assert (memory.adapter, memory.directions) == (8 * 2 * 4 * 64 * 4, 0)
     tangent = run_memory(OUTLINE, TANGENT, WEIGHTS, ROLES, "native")
     assert (tangent.adapter, tangent.directions) == (2 * 4 * 64 * 4, 4 * 2 * 2 * (4 + 64) * 5)
+    # Those of a whole step, however few of its sequences are computed at once.
+    large = replace(TANGENT, sequences=1000)
+    assert large.together < 1000
+    taken = run_memory(OUTLINE, large, WEIGHTS, ROLES, "native")
+    assert taken.directions == 500 * tangent.directions
 
 
 def test_the_native_engine_takes_what_a_call_needs_whatever_the_bounds() -> None:
@@ -239,6 +244,9 @@ def test_an_export_takes_more_with_a_larger_model_and_more_roles() -> None:
         ({"role": "back", "tokens": 100}, 5, 5),
         ({"role": "back", "tokens": 600}, 1, 1),
         ({"role": "back", "sequences": 3}, 3, 3),
+        ({"role": "back", "tokens": 100, "of_example": 4}, 5, 5),
+        # The candidates of an example are computed together.
+        ({"role": "back", "tokens": 100, "of_example": 9}, 9, 9),
         # A loss that compares examples has them all at once.
         ({"role": "back", "tokens": 100, "is_separate": False}, 1000, 1000),
         ({"role": "stack", "tokens": 100}, 5, 5),
