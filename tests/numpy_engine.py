@@ -46,7 +46,7 @@ class NumpyEngine:
         self.computed: list[tuple[TokenSequence, ...]] = []
         self.model = ModelSpec(
             readout="pooled" if encoder else "logprobs",
-            width=width if encoder else 0,
+            width=width,
             vocabulary_size=vocabulary,
             sequence_length=sequence_length,
             modules=(AdaptedModule(MODULE, rank, width, out),),

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from device_runner.engines.opening import Engines
-from prge.contract import Contract
-from prge.engine import Array, Engine, Slope
+from device_runner.engines.opening import OpenEngine
+from prge.engine import Array, Call, Directions, FloatArray, GradFn
 from prge.files.bundle import ADAPTER, TOKENIZER, Bundle
 from prge.files.chain import Block, Bounds, Chain, Interface, Kind
 from prge.files.signatures import BACK, STACK, TANGENT
 from tests.bundles import make_bundle
-from tests.numpy_engine import NumpyEngine, NumpyExactEngine, NumpyTangentEngine
+from tests.numpy_engine import NumpyEngine
 from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend
 from tests.templates import write_template
 
@@ -31,16 +29,15 @@ class Killed(BaseException):
 class Device:
     """Stands for the engine: opens models in numpy, and ends the process after some calls.
 
-    `has_tangents` and `has_back` say whether its bundles have these roles. `grid` rounds what models answer
-    to its multiples, derivatives aside, as int8 activations would. `broken` takes the place of one derivative
-    of every call.
+    `has_tangents` and `has_back` say whether its bundles have these roles. `grid` rounds outputs of models to
+    its multiples, derivatives aside, as int8 activations would. `broken` takes the place of one derivative of
+    every call.
     """
 
     def __init__(
         self, encoder: bool = False, has_tangents: bool = True, grid: float = 0.0, has_back: bool = False
     ) -> None:
-        backend = encoder_backend() if encoder else byte_level_backend()
-        self.backend = backend
+        self.backend = encoder_backend() if encoder else byte_level_backend()
         self.encoder = encoder
         self.has_tangents = has_tangents
         self.has_back = has_back
@@ -48,80 +45,29 @@ class Device:
         self.calls_left: int | None = None
         self.broken: float | None = None
 
-    def model(self, batch_size: int, copies: int = 1) -> NumpyEngine:
-        """The same weights for any number of rows."""
-        size = {"vocabulary": self.backend.get_vocab_size(), "sequence_length": 16, "positions": 15}
-        return NumpyEngine(copies, batch_size, encoder=self.encoder, **size)
-
-    def engine(self, contract: Contract) -> Engine:
-        """The model for the calls of a contract."""
-        model = self.model(contract.batch_size, contract.copies)
-        engine: NumpyEngine | NumpyTangentEngine | NumpyExactEngine = model
-        if contract.is_tangent:
-            engine = model.tangent(contract.queries)
-        elif contract.is_exact:
-            engine = model.exact()
-        assert engine.contract.inputs == contract.inputs
-        if isinstance(engine, NumpyExactEngine):
-            gradient = engine.gradient
-
-            def back(inputs: Mapping[str, Array], slope: Slope) -> tuple[Array, dict[str, Array]]:
-                self._count()
-                answers, gradients = gradient(inputs, lambda answers: slope(self._rounded(answers)))
-                return self._rounded(answers), self._broken(gradients)
-
-            engine.gradient = back  # type: ignore[method-assign]
-            return engine
-        forward = engine.forward
-
-        def counted(inputs: Mapping[str, Array]) -> dict[str, Array]:
-            self._count()
-            first, *more = forward(inputs).items()
-            answers = {first[0]: self._rounded(first[1])}
-            return answers | self._broken(dict(more))
-
-        engine.forward = counted  # type: ignore[method-assign]
-        return engine  # type: ignore[return-value]
-
-    def _count(self) -> None:
+    def count(self) -> None:
+        """A call begins."""
         if self.calls_left is not None:
             self.calls_left -= 1
             if self.calls_left < 0:
                 raise Killed
 
-    def _broken(self, derivatives: Mapping[str, Array]) -> dict[str, Array]:
-        found = {name: array.astype(np.float32) for name, array in derivatives.items()}
-        if self.broken is not None and found:
-            found[list(found)[-1]].ravel()[-1] = self.broken
-        return found
-
-    def _rounded(self, array: Array) -> Array:
-        return (np.round(array / self.grid) * self.grid if self.grid else array).astype(np.float32)
-
-    def open_engines(
-        self,
-        bundle: Bundle,
-        contract: Contract | None = None,
-        threads: int | None = None,
-        engine: str = "auto",
-        memory: int | None = None,
-        scoring: Contract | None = None,
-        *_: object,
-        **__: object,
-    ) -> Engines:
-        """Stands for device_runner.engines.opening.open_engines."""
+    def open_engine(self, bundle: Bundle, role: str = STACK, **_: object) -> OpenEngine:
+        """Stands for device_runner.engines.opening.open_engine."""
+        bundle.chain.check_role(role)
         blocks: Any = None  # nobody speaks
-        scoring = scoring or bundle.chain.scoring
-        return Engines(self.engine(contract or scoring), self.engine(scoring), 1, "numpy", blocks)
+        engine: Any = _Engine(self, role)
+        assert engine.model == bundle.chain.model
+        return OpenEngine(engine, 1, "numpy", blocks)
 
     def replaces(self, monkeypatch: pytest.MonkeyPatch, *modules: object) -> None:
         """Put this device where these modules open engines."""
         for module in modules:
-            monkeypatch.setattr(module, "open_engines", self.open_engines)
+            monkeypatch.setattr(module, "open_engine", self.open_engine)
 
     def chain(self) -> Chain:
         """The model as blocks whose programs are only names."""
-        contract = self.model(BATCH).contract
+        model = _Engine(self, STACK).model
         state, targets = ("tokens",), ("state", "targets", "shift")
         roles = {
             STACK: Interface(("state", "lora_b.0"), ("state",)),
@@ -143,11 +89,11 @@ class Device:
             Block(number, f"weights/{number}.ptd", (), (0,) if number == 1 else ()) for number in (0, 1, 2)
         ]
         return Chain(
-            readout=contract.readout,
+            readout=model.readout,
             pooling="mean",
-            width=max(contract.width, 1),
-            vocabulary_size=contract.vocabulary_size,
-            modules=contract.modules,
+            width=model.width,
+            vocabulary_size=model.vocabulary_size,
+            modules=model.modules,
             bounds=Bounds(copies=2, tokens=16),
             tables=(),
             kinds=tuple(kinds[:2] if self.encoder else kinds),
@@ -168,6 +114,43 @@ class Device:
             quantization={"scheme": scheme},
             tokenizer={"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
         )
+
+
+class _Engine(NumpyEngine):
+    """The model of a device, whose steps have one role."""
+
+    def __init__(self, device: Device, role: str) -> None:
+        super().__init__(
+            vocabulary=device.backend.get_vocab_size(), sequence_length=16, encoder=device.encoder
+        )
+        self._device = device
+        self._role = role
+
+    def forward(self, call: Call) -> Array:
+        self._device.count()
+        return self._rounded(super().forward(call))
+
+    def jvp(self, call: Call, directions: Directions) -> tuple[Array, Array]:
+        assert self._role == TANGENT
+        self._device.count()
+        outputs, derivatives = super().jvp(call, directions)
+        return self._rounded(outputs), self._derived(derivatives)
+
+    def vjp(self, call: Call, grad_fn: GradFn) -> tuple[Array, Array]:
+        assert self._role == BACK
+        self._device.count()
+        outputs, gradient = super().vjp(call, lambda outputs: grad_fn(self._rounded(outputs)))
+        return self._rounded(outputs), self._derived(gradient)
+
+    def _rounded(self, outputs: Array) -> FloatArray:
+        grid = self._device.grid
+        return (np.round(outputs / grid) * grid if grid else outputs).astype(np.float32)
+
+    def _derived(self, derivatives: Array) -> FloatArray:
+        found = derivatives.astype(np.float32)
+        if self._device.broken is not None:
+            found.ravel()[-1] = self._device.broken
+        return found
 
 
 def write_films(folder: Path) -> None:

@@ -28,10 +28,10 @@ from prge.files.run_folder import run_lock
 from prge.running import training_flags
 from prge.verbs.settings import parse_settings
 from tests.bundles import read_json, rehash, write_manifest
-from tests.device_runner.numpy_device import BATCH, QUERIES, Device, Killed, write_films
+from tests.device_runner.numpy_device import QUERIES, Device, Killed, write_films
 from tests.workshop import bits
 
-STEPS = 12
+STEPS, EXAMPLES = 12, 8
 
 
 @pytest.fixture(params=[False, True], ids=["decoder", "encoder"])
@@ -52,7 +52,7 @@ def settings(device: Device, tmp_path: Path) -> RunSettings:
         task=str(tmp_path / "task.yaml") if device.encoder else None,
         out=tmp_path / "run",
         steps=STEPS,
-        calls=2,
+        batch_size=EXAMPLES,
         learning_rate=0.02,
         schedule="constant",
         warmup=0,
@@ -133,7 +133,7 @@ def test_the_journal_says_what_was_settled(settings: RunSettings) -> None:
         assert start is not None
         assert (start["settings"]["estimator"], start["settings"]["queries"]) == ("tangent", QUERIES)
         first = journal.step(0)
-        assert first is not None and np.shape(first["scalars"]) == (QUERIES, 2 * BATCH)
+        assert first is not None and np.shape(first["scalars"]) == (QUERIES, EXAMPLES)
     stored = parse_settings(RunSettings, ["--resume", str(settings.out)], "prge run")
     assert (stored.estimator, stored.queries) == ("tangent", QUERIES)
 
@@ -141,7 +141,7 @@ def test_the_journal_says_what_was_settled(settings: RunSettings) -> None:
 def test_metrics_count_rows_and_tell_the_largest_tangent(settings: RunSettings) -> None:
     run(settings)
     steps = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "step"]
-    assert [r["rows"] for r in steps] == [n * 2 * BATCH * (1 + QUERIES) for n in range(1, STEPS + 1)]
+    assert [r["rows"] for r in steps] == [n * EXAMPLES * (1 + QUERIES) for n in range(1, STEPS + 1)]
     assert all(r["largest_tangent"] > 0 and r["scalar_deviation"] > 0 for r in steps)
     summary = json.loads((settings.out / "run.json").read_text())
     assert summary["train"]["largest_tangent"] == max(r["largest_tangent"] for r in steps)
@@ -169,25 +169,24 @@ def test_it_ends_with_scores_before_and_after_and_what_to_type_next(
     )
 
 
-@pytest.mark.parametrize(("retired", "told"), [("rademacher", ""), ("gaussian", "--directions gaussian")])
-def test_a_run_of_an_earlier_version_goes_on_or_is_refused(
-    settings: RunSettings, retired: str, told: str
-) -> None:
-    """Its config.yaml, which isn't signed, and its journal have settings that this version lacks."""
+@pytest.mark.parametrize("place", ["config.yaml", "journal.jsonl"])
+def test_a_run_of_an_earlier_version_is_refused(settings: RunSettings, place: str) -> None:
+    """Its config.yaml, which isn't signed, or its journal have settings that this version lacks."""
     run(settings)
+    path = settings.out / place
+    if place == "config.yaml":
+        path.write_text(f"guided: true\n{path.read_text()}")
+    else:
+        first, *rest = path.read_bytes().splitlines(keepends=True)
+        record = json.loads(first)["record"]
+        record["settings"]["guided"] = True
+        path.write_bytes(b"".join([_signed(record).encode(), *rest]))
+    before = {each: each.read_bytes() for each in settings.out.rglob("*") if each.is_file()}
     words = ["--resume", str(settings.out), "--bundle", str(settings.bundle), "--train", str(settings.train)]
     words += ["--dev", str(settings.dev), *(["--task", settings.task] if settings.task else [])]
-    config, journal = settings.out / "config.yaml", settings.out / "journal.jsonl"
-    config.write_text(f"directions: {retired}\nbaseline: clean\n{config.read_text()}")
-    first, *rest = journal.read_bytes().splitlines(keepends=True)
-    record = json.loads(first)["record"]
-    record["settings"]["directions"] = retired
-    journal.write_bytes(b"".join([_signed(record).encode(), *rest]))
-    if not told:
-        assert run_verb.main(words) == 0
-    else:
-        with pytest.raises(ConfigError, match=f"(?s){told}.*start a new run"):
-            run_verb.main(words)
+    with pytest.raises(ConfigError, match=r"(?s)guided.*finish .*, or start a new"):
+        run_verb.main(words)
+    assert {each: each.read_bytes() for each in settings.out.rglob("*") if each.is_file()} == before
 
 
 def test_a_strangers_run_reads_no_file_of_mine(settings: RunSettings, tmp_path: Path) -> None:
@@ -269,7 +268,7 @@ def test_its_summary_tells_of_the_rows_and_of_the_result(settings: RunSettings) 
 def test_a_report_of_it_is_written_however_it_ended(
     device: Device, settings: RunSettings, tmp_path: Path
 ) -> None:
-    device.calls_left = 30
+    device.calls_left = 10
     with pytest.raises(Killed):
         run(settings)
     page = tmp_path / "report.html"
@@ -295,7 +294,7 @@ def test_killed_after_any_calls_and_resumed_it_leaves_the_same_bits_and_counts(
         metrics = killed.out / "metrics.jsonl"
         metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
 
-    assert _run_to_its_end(device, killed, range(3, 11), lose_a_line) > 3
+    assert _run_to_its_end(device, killed, range(2, 7), lose_a_line) > 3
 
     def left(folder: Path) -> dict[str, Any]:
         counts = [(r["event"], r["step"], r["rows"]) for r in _json_lines(folder / "metrics.jsonl")]
@@ -399,7 +398,7 @@ def test_told_so_a_run_goes_on_with_another_estimator(
     device: Device, settings: RunSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its journal says since when, so that it resumes and replays to the same bits."""
-    device.calls_left = 20
+    device.calls_left = 8
     with pytest.raises(Killed):
         run(settings)
     device.calls_left = 10**9
@@ -411,10 +410,10 @@ def test_told_so_a_run_goes_on_with_another_estimator(
     killed = replace(changed, out=tmp_path / "killed", resume=tmp_path / "killed")
     shutil.copytree(settings.out, killed.out)
     run(replace(changed, change_estimator=True))
-    device.calls_left = 4
+    device.calls_left = 2
     with pytest.raises(Killed):
         run(replace(killed, change_estimator=True))
-    assert _run_to_its_end(device, killed, range(4, 9))
+    assert _run_to_its_end(device, killed, range(2, 7))
     assert bits(killed.out) == bits(settings.out)
     with Journal(settings.out / "journal.jsonl", writable=False) as journal:
         (change,) = [record for record in journal.records if record["kind"] == "change"]
@@ -438,7 +437,7 @@ def test_epochs_are_steps_and_a_resumed_run_has_the_same_bits(
     """40 rows, 8 of them a step: one and a half epochs are 8 steps."""
     run(replace(settings, steps=8))
     epochs = replace(settings, steps=RunSettings.steps, epochs=1.5, out=tmp_path / "epochs")
-    device.calls_left = 12
+    device.calls_left = 6
     with pytest.raises(Killed):
         run(epochs)
     device.calls_left = None
@@ -642,7 +641,7 @@ def test_a_journal_of_ten_thousand_exact_steps_is_below_three_checkpoints(
     lora_a, lora_b = rank * layers * 2 * width, rank * layers * (width + 256)
     gradient = len(encode_array(np.zeros(lora_b, np.float32)))
     # The step's number, and those of the rows, take a few digits more than here.
-    steps = 10_000 * (max(plain) + 4 + 6 * 2 * BATCH)
+    steps = 10_000 * (max(plain) + 4 + 6 * EXAMPLES)
     journal = steps + 100 * evaluation + kept * gradient
     # Beside `lora_a` and `lora_b` lie Adam's two moments.
     checkpoint = 4 * (lora_a + 3 * lora_b)
@@ -657,7 +656,7 @@ def test_a_gradient_that_is_not_finite_is_no_step(
     """The run ends with the state before, and goes on from there to the same bits."""
     exact = replace(exact, clip=clip)
     run(replace(exact, out=tmp_path / "whole"))
-    device.calls_left = 16
+    device.calls_left = 8
     with pytest.raises(Killed):
         run(exact)
     device.calls_left, device.broken = None, bad
@@ -685,7 +684,7 @@ def test_a_run_that_no_engine_can_be_had_for_has_not_begun(
         raise EngineError("no block may stay loaded")
 
     with monkeypatch.context() as patch, pytest.raises(EngineError):
-        patch.setattr(run_verb, "open_engines", refuse)
+        patch.setattr(run_verb, "open_engine", refuse)
         run(settings)
     assert not settings.out.exists()
     run(settings)
@@ -723,7 +722,7 @@ def test_decay_and_normalisation_are_part_of_a_run(
     run(replace(settings, out=tmp_path / "plain"))
     assert bits(tmp_path / "plain")[1] != bits(settings.out)[1]
     killed = replace(changed, out=tmp_path / "killed")
-    assert _run_to_its_end(device, killed, range(3, 11)) > 3
+    assert _run_to_its_end(device, killed, range(2, 7)) > 3
     assert bits(killed.out) == bits(settings.out)
     assert replay([str(settings.out), "--out", str(tmp_path / "replayed")]) == 0
     assert "the same bits" in capsys.readouterr().out
@@ -759,5 +758,5 @@ def test_a_run_whose_steps_had_other_examples_is_not_gone_on_with(settings: RunS
         if record["kind"] == "step":
             record["rows"] = record["rows"][:2]
     write()
-    with pytest.raises(ConfigError, match=f"its steps had 2 examples, its settings now ask for {2 * BATCH}"):
+    with pytest.raises(ConfigError, match=f"its steps had 2 examples, its settings now ask for {EXAMPLES}"):
         run(replace(settings, resume=settings.out))

@@ -24,7 +24,7 @@ from prge.rows import chat
 from prge.rows.feedback_examples import FeedbackExamples
 from prge.rows.tokenizer import Tokenizer
 from prge.text.loop import Generator
-from tests.numpy_engine import NumpyEngine
+from tests.bundles import make_spec
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 from tests.speakers import NumpySpeaker, make_adapter
 
@@ -64,8 +64,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_examples() -> FeedbackExamples:
-    contract = NumpyEngine(1, 1, vocabulary=512, sequence_length=64, positions=63).contract
-    return FeedbackExamples(make_tokenizer(), contract)
+    return FeedbackExamples(make_tokenizer(), make_spec(vocabulary_size=512, sequence_length=64))
 
 
 def adapters() -> dict[str, Adapter]:

@@ -38,7 +38,7 @@ if __name__ == "__main__":
     folder, learn, every = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     learn.mkdir(exist_ok=True)
     made: Any = module
-    made.open_engines = Device(has_back=True).open_engines
+    made.open_engine = Device(has_back=True).open_engine
     bundle = open_bundle(folder)
     flags = LearnFlags(learn=learn, learn_every=every, learning_rate=0.05, learn_epochs=3)
     start = Adapter.zeros(bundle.chain.modules)

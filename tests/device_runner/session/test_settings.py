@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from device_runner.session.planning import plan_run, sampler_of, settled
+from device_runner.session.planning import plan_run, settled
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
 from prge.files.bundle import Bundle
@@ -18,6 +18,8 @@ from prge.learning.estimators.differences import Antithetic, Differences, OneSid
 from prge.learning.estimators.exact import Exact
 from prge.learning.estimators.table import make_estimator
 from prge.learning.estimators.tangents import Tangents
+from prge.learning.preferences import DPO, KTO
+from prge.running.recipe import Recipe
 from prge.verbs.settings import parse_settings
 from tests.bundles import make_small_chain, opened_bundle
 from tests.rows import classified, completion, long_choice
@@ -89,7 +91,10 @@ def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], told: str) -
     ("changes", "told"),
     [
         ({"epsilon": 1.0, "estimator": "tangent"}, "--epsilon belongs to"),
-        ({"copies": 2, "estimator": "exact"}, "--copies belongs to --estimator antithetic or fzoo"),
+        (
+            {"queries": 2, "estimator": "exact"},
+            "--queries belongs to --estimator tangent, antithetic or fzoo",
+        ),
         ({"share_directions": True, "estimator": "fzoo"}, "--share-directions belongs to"),
         (
             {"clip_examples": 1.0, "estimator": "tangent", "batch_size": 1},
@@ -132,7 +137,7 @@ def test_epochs_take_the_place_of_steps() -> None:
     words = ["--bundle", "b", "--train", "t", "--out", "o", "--epochs", "2"]
     with pytest.raises(ConfigError, match="--epochs is 2 and --steps 8: give one of them"):
         parse_settings(RunSettings, [*words, "--steps", "8"], "prge run")
-    settings = parse_settings(RunSettings, [*words, "--evaluate-at", "3", "--calls", "3"], "prge run")
+    settings = parse_settings(RunSettings, [*words, "--evaluate-at", "3", "--batch-size", "12"], "prge run")
     examples = [classified(number, [1], 2, 0) for number in range(25)]
 
     def planned(settings: RunSettings) -> RunSettings:
@@ -157,7 +162,7 @@ def test_the_name_of_a_data_set_is_no_path() -> None:
 def test_estimators_have_what_the_settings_say() -> None:
     tangents = make_estimator(settled(_settings(estimator="tangent", share_directions=True, clip=0.5), CHAIN))
     assert isinstance(tangents, Tangents)
-    assert (tangents.shared, tangents.clip) == (True, 0.5)
+    assert (tangents.queries, tangents.shared, tangents.clip) == (4, True, 0.5)
     differences = make_estimator(settled(_settings(estimator="antithetic", clip=0.5, epsilon=0.1), CHAIN))
     assert isinstance(differences, Differences)
     assert differences.rule == Antithetic(4, 0.1)
@@ -176,58 +181,55 @@ def test_estimators_have_what_the_settings_say() -> None:
         ({"estimator": "tangent"}, "tangent", (1, 4, 4)),
         ({"estimator": "antithetic", "queries": 3}, "stack", (6, 4, 0)),
         ({"estimator": "fzoo", "batch_size": 2}, "stack", (5, 2, 0)),
-        ({"estimator": "antithetic", "copies": 1}, "stack", (1, 4, 0)),
         ({"estimator": "exact"}, "back", (1, 4, 0)),
+        # Each example of these is computed alone.
+        ({"estimator": "exact", "clip_examples": 0.1, "batch_size": 3}, "back", (1, 1, 0)),
     ],
 )
-def test_a_run_chooses_its_calls(changes: dict[str, Any], role: str, sizes: tuple[int, int, int]) -> None:
-    contract = plan_run(CHAIN, [], _settings(**changes)).contract
-    assert contract.role == role
-    assert (contract.copies, contract.batch_size, contract.queries) == sizes
+def test_a_run_chooses_its_steps(changes: dict[str, Any], role: str, sizes: tuple[int, int, int]) -> None:
+    plan = plan_run(CHAIN, [], _settings(**changes))
+    assert plan.role == plan.shape.role == role
+    assert (plan.shape.copies, plan.shape.sequences, plan.shape.queries) == sizes
 
 
 @pytest.mark.parametrize(
-    ("sequences", "changes", "examples", "calls", "rows"),
+    ("sequences", "changes", "examples", "most"),
     [
-        (1, {}, 4, 1, 4),
-        (1, {"batch_size": 6, "calls": 3}, 6, 3, 2),
-        (1, {"calls": 3}, 12, 3, 4),
+        (1, {}, 4, 4),
+        (1, {"batch_size": 6}, 6, 6),
         # Pairs, and rows of six candidates: an example is one, however many sequences it takes.
-        (2, {}, 2, 1, 4),
-        (2, {"batch_size": 4}, 4, 1, 8),
-        (2, {"batch_size": 4, "calls": 2}, 4, 2, 4),
-        (3, {}, 1, 1, 3),
-        (6, {}, 1, 1, 6),
-        (6, {"batch_size": 2}, 2, 1, 12),
-        (1, {"batch_size": 3, "clip_examples": 0.1, "estimator": "exact"}, 3, 3, 1),
+        (2, {}, 2, 4),
+        (2, {"batch_size": 4}, 4, 8),
+        (3, {}, 1, 3),
+        (6, {}, 1, 6),
+        (6, {"batch_size": 2}, 2, 12),
+        (1, {"batch_size": 3, "clip_examples": 0.1, "estimator": "exact"}, 3, 1),
     ],
 )
 def test_the_batch_size_counts_the_examples_of_a_step(
-    sequences: int, changes: dict[str, Any], examples: int, calls: int, rows: int
+    sequences: int, changes: dict[str, Any], examples: int, most: int
 ) -> None:
     narrow = completion(1, [1, 2], 1)
     widest = long_choice(2, [1], [[n, n] for n in range(sequences)], 0) if sequences > 1 else narrow
     training = [narrow, widest] * 6
     plan = plan_run(CHAIN, training, _settings(**changes))
-    assert (plan.batch_size, plan.settings.calls, plan.contract.batch_size) == (examples, calls, rows)
-    batches = sampler_of(plan, training, plan.contract, pad=0).batches(0)
-    assert [batch.examples for batch in batches] == [examples // calls] * calls
+    assert (plan.recipe.batch_size, plan.shape.sequences) == (examples, most)
+    assert len(plan.recipe.sampler(training).batch(0)) == examples
+    assert (plan.shape.of_example, plan.shape.tokens) == (sequences, len(widest.sequences[0].tokens))
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"batch_size": 4, "calls": 3}, "--calls is 3, and a step has 4 examples"),
-        ({"batch_size": 1, "calls": 3}, "give a multiple of 3, or leave --calls out"),
-        (
-            {"batch_size": 4, "calls": 2, "clip_examples": 0.1, "estimator": "exact"},
-            "of which --clip-examples takes one a call",
-        ),
-    ],
-)
-def test_calls_divide_a_step(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s){told}"):
-        plan_run(CHAIN, [], _settings(**changes))
+def test_a_loss_that_compares_examples_has_all_of_a_step_at_once() -> None:
+    training = [long_choice(row, [1], [[2] * 8, [3] * 9], 0) for row in range(1, 99)]
+    settings = _settings(batch_size=64)
+    separate, together = (plan_run(CHAIN, training, settings, loss).shape for loss in (DPO(0.1), KTO(0.1)))
+    assert (separate.sequences, separate.together) == (128, 51)
+    assert (together.sequences, together.together) == (128, 128)
+
+
+def test_rows_that_no_step_of_the_estimator_takes_are_refused() -> None:
+    long = [completion(1, [1] * 17, 1)]
+    with pytest.raises(ConfigError, match="a row has 17 tokens, and steps of --estimator exact take 16"):
+        plan_run(CHAIN, long, _settings())
 
 
 def test_what_changed_in_a_resumed_run_is_told_by_the_run() -> None:
@@ -238,9 +240,10 @@ def test_what_changed_in_a_resumed_run_is_told_by_the_run() -> None:
     assert settled(_settings(**changes, resume=Path("o")), CHAIN).estimator == "exact"
 
 
-def test_a_call_that_is_too_large_names_the_runs_flags() -> None:
+def test_a_step_that_is_too_large_names_the_runs_flags() -> None:
     settings = _settings(estimator="tangent", queries=1 << 20, batch_size=1 << 12)
-    with pytest.raises(ConfigError, match=r"(?s)inputs and outputs take .*fewer --queries or a smaller"):
+    told = r"(?s)directions of a step take .* bytes.*fewer --queries or a smaller --batch-size"
+    with pytest.raises(ConfigError, match=told):
         plan_run(CHAIN, [], settings)
 
 
@@ -248,7 +251,7 @@ def test_settings_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
     stored = {"estimator": "tangent", "guided": True}
     told = "no setting guided.*the version that run.json names.*--adapter"
     with pytest.raises(ConfigError, match=f"(?s){told}"):
-        RunSettings.current(stored)
+        Recipe.from_record(stored)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
-    with pytest.raises(ConfigError, match=f"(?s){told}"):
+    with pytest.raises(ConfigError, match=r"guided.*version 0\.2 had guided directions: finish the run"):
         parse_settings(RunSettings, ["--config", str(tmp_path / "config.yaml")], "prge run")

@@ -1,11 +1,13 @@
-"""The adapter as one vector, and as the inputs of a program."""
+"""The adapter as one vector, and the matrices that are views of it."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from prge.files.adapter import Adapter, AdapterStack, stack
+from prge.files.adapter import Adapter, adapter_size, views
 from prge.model_spec import AdaptedModule
 from tests.templates import random_adapter
 
@@ -39,35 +41,25 @@ def test_a_vector_of_another_kind_is_refused(values: np.ndarray) -> None:
         Adapter(MODULES, values)
 
 
-def test_stack_puts_the_adapter_into_every_copy() -> None:
-    adapter = random_adapter(MODULES)
-    inputs = stack(adapter, 3)
-    assert list(inputs) == [f"lora_b.{module.name}" for module in MODULES]
+def test_views_are_of_every_copy_of_the_values() -> None:
+    copies = np.stack([random_adapter(MODULES, seed).values for seed in (1, 2, 3)])
+    found = views(MODULES, copies)
+    assert list(found) == [f"lora_b.{module.name}" for module in MODULES]
     for module in MODULES:
-        buffer = inputs[f"lora_b.{module.name}"]
-        assert buffer.flags.c_contiguous and buffer.dtype == np.float32
-        assert buffer.shape == (3, module.rank, module.out_features)
-        for copy in range(3):
-            assert np.array_equal(buffer[copy], adapter.lora_b[module.name])
+        matrices = found[f"lora_b.{module.name}"]
+        assert matrices.shape == (3, module.rank, module.out_features)
+        assert np.shares_memory(matrices, copies)
+        for copy, values in enumerate(copies):
+            assert np.array_equal(matrices[copy], Adapter(MODULES, values).lora_b[module.name])
 
 
-def test_a_stack_is_filled_in_place_copy_by_copy() -> None:
-    buffers = AdapterStack(MODULES, 2)
-    before = {name: array.ctypes.data for name, array in buffers.inputs.items()}
-    first, second = random_adapter(MODULES, 1), random_adapter(MODULES, 2)
-    buffers.fill(0, first.values)
-    buffers.fill(1, second.values)
-    assert before == {name: array.ctypes.data for name, array in buffers.inputs.items()}
-    for module in MODULES:
-        assert np.array_equal(buffers.inputs[f"lora_b.{module.name}"][0], first.lora_b[module.name])
-        assert np.array_equal(buffers.inputs[f"lora_b.{module.name}"][1], second.lora_b[module.name])
-
-
-def test_a_stack_refuses_what_it_has_no_place_for() -> None:
-    buffers = AdapterStack(MODULES, 2)
-    with pytest.raises(ValueError, match="copy is 2"):
-        buffers.fill(2, random_adapter(MODULES).values)
-    with pytest.raises(ValueError, match="copy is -1"):
-        buffers.fill(-1, random_adapter(MODULES).values)
-    with pytest.raises(ValueError, match="shape"):
-        buffers.fill(0, np.zeros(15, np.float32))
+def test_views_of_lora_have_both_matrices_in_their_order() -> None:
+    modules = tuple(replace(module, trains_a=True) for module in MODULES)
+    values = np.arange(adapter_size(modules), dtype=np.float32)
+    found = views(modules, values)
+    assert list(found) == [f"lora_{letter}.{module.name}" for module in modules for letter in "ab"]
+    assert np.concatenate([matrix.ravel() for matrix in found.values()]).tolist() == values.tolist()
+    adapter = Adapter(modules, values)
+    assert adapter.lora_a is not None
+    for module in modules:
+        assert np.array_equal(adapter.lora_a[module.name], found[f"lora_a.{module.name}"])

@@ -153,8 +153,10 @@ def test_a_mutated_chain_is_read_or_refused_in_our_words(data: st.DataObject) ->
     # What was read can be run: nothing below may fail.
     assert STACK in chain.roles and 1 <= chain.lowest_adapted < len(chain.blocks)
     for role in chain.roles:
+        chain.check_role(role)
         if role in STEP_ROLES:
-            chain.contract(role, 2, queries=3 if role == TANGENT else 0)
+            assert 2 <= chain.longest(role) <= chain.bounds.tokens
+    assert chain.model.modules == chain.modules
 
 
 def _adapt_instead(block: Json, number: int) -> None:
@@ -247,7 +249,7 @@ def test_a_chain_that_no_engine_can_run_is_refused(change: Change, told: str) ->
         Chain.from_json(block)
 
 
-# Roles and contracts
+# Roles and the model
 
 
 def test_a_role_is_there_if_all_blocks_from_the_lowest_adapted_one_have_it() -> None:
@@ -259,9 +261,9 @@ def test_a_role_is_there_if_all_blocks_from_the_lowest_adapted_one_have_it() -> 
     del block["kinds"][2]["methods"][BACK]
     without = Chain.from_json(block)
     assert without.roles == (STACK, TANGENT)
-    assert without.contract("tangent", 2, queries=1).role == "tangent"
+    without.check_role(TANGENT)
     with pytest.raises(BundleError, match=r"lacks the role back, it has stack, tangent\n.*another estimator"):
-        without.contract("back", 2)
+        without.check_role(BACK)
 
 
 def test_a_block_saves_what_its_way_back_takes() -> None:
@@ -276,28 +278,22 @@ def test_a_block_saves_what_its_way_back_takes() -> None:
     assert before.roles == chain.roles and not any(map(before.saved, range(4)))
 
 
-def test_a_contract_is_of_any_size_and_reads_every_position() -> None:
+def test_a_chain_tells_callers_of_its_model() -> None:
     chain = make_chain()
-    stack = chain.contract("stack", 5, copies=7)
-    assert (stack.copies, stack.batch_size, stack.sequence_length, stack.positions) == (7, 5, 16, 15)
-    assert stack.modules == chain.modules and stack.readout == "logprobs"
-    tangent = chain.contract("tangent", 5, queries=9, length=1)
-    assert (tangent.queries, tangent.sequence_length, tangent.positions) == (9, 2, 1)
-    exact = chain.contract("back", 5)
-    assert exact.is_exact and [spec.name for spec in exact.outputs] == ["logprobs"]
+    model = chain.model
+    assert (model.readout, model.is_encoder) == ("logprobs", False)
+    assert (model.sequence_length, model.vocabulary_size, model.modules) == (16, 64, chain.modules)
 
 
-def test_an_encoders_contract_reads_states() -> None:
+def test_an_encoders_model_has_states() -> None:
     chain = make_chain(readout="pooled")
     assert chain.is_encoder and not chain.is_head(3) and make_chain().is_head(3)
-    assert chain.contract("stack", 2).positions == 0
+    assert (chain.model.readout, chain.model.is_encoder, chain.model.width) == ("pooled", True, 8)
 
 
 # Bundles
 
 
-def test_calls_that_score_take_as_many_rows_as_pass_a_block_together(tmp_path: Path) -> None:
+def test_a_bundle_has_the_chain_that_was_written(tmp_path: Path) -> None:
     bundle = open_bundle(make_bundle(tmp_path / "bundle", make_chain()))
     assert bundle.chain == make_chain()
-    scoring = bundle.chain.scoring
-    assert (scoring.role, scoring.rows) == ("stack", Bounds().copies * Bounds().batch)

@@ -117,15 +117,15 @@ class Run:
 
         try:
             learner = AdapterLearner(
-                engine or self.engine,
-                Sampler(self.examples, 4, self.settings.seed),
-                self.estimator,
-                rates,
-                state,
-                self.settings,
-                journal,
-                save or keep,
-                self.evaluate,
+                engine=engine or self.engine,
+                sampler=Sampler(self.examples, 4, self.settings.seed),
+                estimator=self.estimator,
+                learning_rates=rates,
+                state=state,
+                settings=self.settings,
+                journal=journal,
+                keep=save or keep,
+                score=self.evaluate,
             )
             train(learner, self.settings, self.observer, interrupted=interrupted)
             return state

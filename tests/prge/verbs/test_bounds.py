@@ -67,7 +67,7 @@ REQUIRED = ("--bundle", "b", "--train", "t", "--out", "o")
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--calls 1000000000", "--calls is 1000000000, must be at most 10000"),
+        ("--batch-size 1000000000", "--batch-size is 1000000000, must be at most 1048576"),
         (
             "--seed 18446744073709551616",
             "--seed is 18446744073709551616, must be at most 18446744073709551615",
@@ -92,8 +92,8 @@ def test_numbers_out_of_bounds(words: str, told: str) -> None:
 
 
 def test_settings_that_were_made_without_a_command_line() -> None:
-    with pytest.raises(ConfigError, match="--calls is 0, must be at least 1"):
-        RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), calls=0)
+    with pytest.raises(ConfigError, match="--batch-size is 0, must be at least 1"):
+        RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), batch_size=0)
 
 
 def test_the_defaults_are_within_their_bounds() -> None:

@@ -23,12 +23,11 @@ from device_runner.fleet.privacy.reported import (
     system_noise,
     whole_sum,
 )
-from prge.engine import TokenSequence
+from prge.engine import Engine, TokenSequence
 from prge.learning.estimators.protocol import Measurement, Step
 from prge.learning.estimators.tangents import Tangents
 from prge.learning.examples import Example
 from prge.model_spec import AdaptedModule
-from tests.bundles import make_contract
 
 MODULES = [AdaptedModule("layer", 2, 4, 6)]
 
@@ -37,17 +36,19 @@ class _Measured(Tangents):
     """Tangents that were measured before."""
 
     def __init__(self, measurement: Measurement) -> None:
-        super().__init__(shared=True)
+        super().__init__(3, shared=True)
         self._measurement = measurement
+        self.steps: list[Step] = []
 
-    def measure(self, *_: Any) -> Measurement:
+    def measure(self, engine: Engine, step: Step) -> Measurement:
         """What was measured."""
+        self.steps.append(step)
         return self._measurement
 
 
 def _measured(queries: int = 3, examples: int = 4) -> Measurement:
     scalars = np.random.default_rng(0).normal(size=(queries, examples))
-    return Measurement(0.7, scalars, None, 0.1, 12)
+    return Measurement(0.7, scalars, None, 0.1)
 
 
 @given(
@@ -60,7 +61,7 @@ def test_exposure_bounds_the_steps_of_every_row_and_no_step_has_one_twice(
     seed: int, steps: int, examples: int, windows: list[int]
 ) -> None:
     """Whatever its number of windows is, and wherever in its order a device begins."""
-    sampler = _Turns(_split(windows), make_contract(batch_size=examples), seed)
+    sampler = _Turns(_split(windows), examples, seed)
     sampler.offset = seed % 7
     seen = [Counter(example.row for example in sampler.chosen(step)) for step in range(steps)]
     assert all(count == 1 for each in seen for count in each.values())
@@ -69,7 +70,7 @@ def test_exposure_bounds_the_steps_of_every_row_and_no_step_has_one_twice(
 
 
 def test_windows_of_a_row_take_turns_and_none_is_lost() -> None:
-    sampler = _Turns(_split([3, 1]), make_contract(batch_size=2), seed=4)
+    sampler = _Turns(_split([3, 1]), 2, seed=4)
     chosen = [example for step in range(3) for example in sampler.chosen(step)]
     assert Counter(example.sequences[0].tokens for example in chosen) == {
         (0, 0): 1, (0, 1): 1, (0, 2): 1, (1, 0): 3
@@ -151,13 +152,29 @@ def test_noise_has_the_deviation_that_was_agreed_on_and_hides_the_loss(estimator
     plan = Plan(estimator=estimator, share_directions=True, queries=3, clip=2.0, noise=0.5)
     measured = _measured()
     if estimator == "exact":
-        measured = Measurement(0.7, np.zeros(0), None, 0.1, 12, gradient=np.zeros(12, np.float32))
+        measured = Measurement(0.7, np.zeros(0), None, 0.1, gradient=np.zeros(12, np.float32))
     told = _report(plan, measured, lambda count: np.full(count, 2**20))
     silent = _report(plan, measured, lambda count: np.zeros(count, np.int64))
     added = (told.derivatives - silent.derivatives).ravel()
     norm = 2.0 * math.sqrt(3) if estimator == "tangent" else 2.0
     np.testing.assert_allclose(added, 0.5 * norm / 4, rtol=1e-5)
     assert told.loss == 0.0 and told.largest_tangent is None
+
+
+def test_each_example_of_a_noisy_exact_step_is_measured_alone() -> None:
+    """Its gradient is bounded by itself; scalars of tangents are each example's as they are."""
+    nothing: Any = None
+    step = Step(nothing, _split([1, 1, 1, 1]), 0, 0)
+    gradient = np.full(12, 0.1, np.float32)
+    inner = _Measured(Measurement(0.7, np.zeros(0), None, 0.1, gradient=gradient))
+    plan = Plan(estimator="exact", clip=2.0, noise=0.5)
+    told = Reported(inner, plan, lambda count: np.zeros(count, np.int64)).measure(nothing, step)
+    assert [each.examples for each in inner.steps] == [[example] for example in step.examples]
+    np.testing.assert_allclose(told.derivatives, gradient, rtol=1e-4)
+    tangents = _Measured(_measured())
+    plan = Plan(share_directions=True, queries=3, clip=2.0, noise=0.5)
+    Reported(tangents, plan).measure(nothing, step)
+    assert [each.examples for each in tangents.steps] == [step.examples]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
@@ -167,7 +184,7 @@ def test_with_noise_an_answer_is_finite_whatever_a_row_says(estimator: Any, valu
     measured = _measured()
     if estimator == "exact":
         gradient = np.array([value] * 12, np.float32)
-        measured = Measurement(value, np.zeros(0), None, 0.1, 12, gradient=gradient)
+        measured = Measurement(value, np.zeros(0), None, 0.1, gradient=gradient)
     else:
         measured.scalars[1, 2] = value
     told = _report(plan, measured)
