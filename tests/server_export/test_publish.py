@@ -491,13 +491,13 @@ def test_a_merged_model_has_the_weights_that_were_trained_against(
     assert zeros.lm_head.weight is not zeros.get_input_embeddings().weight
 
     # With a trained adapter: the engine's scores, but for what rounds in the engine alone.
-    from device_runner.engines.opening import open_engines
+    from device_runner.engines.opening import open_engine
     from prge.learning.evaluation import score
 
     source = rounded / f"{architecture}-trained"
     adapter = read_peft(source, bundle.chain.modules)
     examples = [completion(row, tokens, 3) for row, tokens in enumerate(rows()[0].tolist(), 1)]
-    engine = open_engines(bundle, None, 1, "auto", None).score
+    engine = open_engine(bundle, threads=1).engine
     expected = np.concatenate(score(engine, adapter, examples).scores)
     scores = {}
     for weights in ("trained", "original"):
