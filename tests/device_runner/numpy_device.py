@@ -19,7 +19,7 @@ from tests.numpy_engine import NumpyEngine
 from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend
 from tests.templates import write_template
 
-QUERIES, BATCH = 4, 4
+QUERIES = 4
 
 
 class Killed(BaseException):

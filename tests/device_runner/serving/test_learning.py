@@ -378,7 +378,7 @@ def test_a_round_whose_start_is_taken_back_is_abandoned_and_its_rows_are_new_aga
             assert learning.take_back(1) == 0
         learning.check()
 
-    monkeypatch.setattr(place.device, "_count", count)
+    monkeypatch.setattr(place.device, "count", count)
     assert learning.work()
     assert [each["status"] for each in learning.history()] == ["start", "taken back", "abandoned"]
     assert calls == 3
@@ -394,7 +394,7 @@ def test_answers_are_made_between_blocks_and_end_no_round(
 ) -> None:
     feedback(place.learn / FEEDBACK, 2 * EVERY)
     learning, blocks = place.open(), SimpleNamespace(between=lambda: None)
-    monkeypatch.setattr(place.device, "_count", lambda: blocks.between())
+    monkeypatch.setattr(place.device, "count", lambda: blocks.between())
     tokenizer = bundle_tokenizer(open_bundle(place.folder / "bundle"))
     worker = Worker(Generator(NumpySpeaker(), tokenizer), 4, learning)
     learning.give_way(worker, cast(Any, blocks))
@@ -450,7 +450,7 @@ def test_a_row_that_is_forgotten_while_it_is_learnt_is_not_served(
     place.served.clear()
     count, (last, calls) = 0, (0, 0)
     if at != "first step":
-        monkeypatch.setattr(place.device, "_count", lambda: None)
+        monkeypatch.setattr(place.device, "count", lambda: None)
         # How many calls the steps and the whole round make.
         probe = replace(place, served=[], told=[])
         total = 0
@@ -459,7 +459,7 @@ def test_a_row_that_is_forgotten_while_it_is_learnt_is_not_served(
             nonlocal total
             total += 1
 
-        monkeypatch.setattr(place.device, "_count", counted)
+        monkeypatch.setattr(place.device, "count", counted)
         probe.learnt()
         last, calls = total - 2, total
         shutil.rmtree(place.learn)
@@ -473,7 +473,7 @@ def test_a_row_that_is_forgotten_while_it_is_learnt_is_not_served(
         if count == goal:
             forget()
 
-    monkeypatch.setattr(place.device, "_count", hook)
+    monkeypatch.setattr(place.device, "count", hook)
     found = place.learnt()[-1]
     assert (found["status"], found["learnt"]) == ("served", 2) and len(place.served) == 1
     assert place.bits() == expected
