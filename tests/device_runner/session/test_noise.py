@@ -38,10 +38,9 @@ def agreements(tmp_path: Path) -> Callable[[Device], dict[tuple[str, float], Agr
         steps = [Step(adapter, rows[4 * number :][:4], 1, number) for number in range(8)]
         along = []
         for step in steps:
-            gradient, directions = (
-                Exact().measure(exact, step).gradient,
-                Directions(1, step.number, adapter.size),
-            )
+            gradient = Exact().measure(exact, step).gradient
+            assert gradient is not None
+            directions = Directions(1, step.number, adapter.size)
             along.append([float(directions(query) @ gradient) for query in range(QUERIES)])
         found = {}
         for epsilon in (SMALL, LARGE):

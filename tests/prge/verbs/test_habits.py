@@ -62,7 +62,7 @@ def test_a_flag_of_another_tool_names_that_of_the_verb(word: str, ours: str) -> 
     ("kind", "word", "told"),
     [
         (RunSettings, "--dataset", "; here it is --train"),
-        (RunSettings, "--gradient_accumulation_steps", "; here it is --calls"),
+        (RunSettings, "--gradient_accumulation_steps", ": --batch-size counts the examples of an optimizer"),
         (RunSettings, "--lora_r", "; other verbs call it --rank"),
         (ExportConfig, "--lora_alpha", "; here it is --alpha"),
         (PublishConfig, "--push-to-hub", "; here it is --push"),
