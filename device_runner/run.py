@@ -243,7 +243,7 @@ def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | 
     watcher.say(_plan(run))
     if opened.saved is not None:
         shape = run.plan.shape
-        watcher.say(opened.saved.told(shape.rows * shape.tokens, shape.rows * shape.targets))
+        watcher.say(opened.saved.told(shape.states, shape.rows * shape.targets))
     train(learner, settings.of_loop, samples or watcher, lambda: gates.hold(watcher))
     if watcher.stopped and state.step < settings.steps:
         watcher.say(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")

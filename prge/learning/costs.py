@@ -108,16 +108,25 @@ class StepShape:
         return self.role == BACK
 
     @property
-    def together(self) -> int:
-        """Sequences whose states are there at once."""
+    def tokens_together(self) -> int:
+        """Tokens of the sequences whose states are there at once."""
         if self.is_exact:
-            of_parts = max(MICROBATCH_TOKENS // self.tokens, self.of_example)
-            most = of_parts if self.is_separate else self.sequences
+            most = MICROBATCH_TOKENS if self.is_separate else self.sequences * self.tokens
         elif self.copies == 1 and not self.queries:
-            most = SCORED_TOKENS // self.tokens
+            most = SCORED_TOKENS
         else:
-            most = STATES_AT_ONCE // (self.tokens * self.copies * (1 + self.queries))
-        return min(self.sequences, max(most, 1))
+            most = STATES_AT_ONCE // (self.copies * (1 + self.queries))
+        return min(self.sequences * self.tokens, max(most, self.of_example * self.tokens))
+
+    @property
+    def states(self) -> int:
+        """The same with every copy of the adapter."""
+        return self.copies * self.tokens_together
+
+    @property
+    def together(self) -> int:
+        """Sequences of the longest length that make so many tokens."""
+        return -(-self.tokens_together // self.tokens)
 
     @property
     def rows(self) -> int:
@@ -382,11 +391,11 @@ def run_memory(
         arena = _arena(outline, shape, bounds, call)
     else:
         arena = _torch_arena(outline, shape.role, methods, roles, bounds)
-    state = 4 * shape.rows * shape.tokens * (1 + shape.queries) * outline.width
+    state = 4 * shape.states * (1 + shape.queries) * outline.width
     checkpoints = _checkpoints(outline, shape, bounds, state) if shape.is_exact else 0
     in_file = loaded is not None and checkpoints > loaded
     # What no adapter changes is computed once for all copies.
-    table = min(weights.table, shape.together * shape.tokens * _READ_AROUND)
+    table = min(weights.table, shape.tokens_together * _READ_AROUND)
     held = _kept(weights, shape.is_exact, loaded) + table
     width = sum(matrix.rank + matrix.width for matrix in matrices(outline.modules))
     numbers = adapter_size(outline.modules)
@@ -457,7 +466,7 @@ def _checkpoints(outline: Outline, shape: StepShape, bounds: Bounds, state: int)
     states = 4 if outline.experts else 1
     kept = (states * outline.adapted_blocks + 1) * state
     if shape.tokens > bounds.piece:
-        kept += outline.adapted_blocks * shape.rows * shape.tokens * 8 * outline.key_width
+        kept += outline.adapted_blocks * shape.states * 8 * outline.key_width
     return kept
 
 
@@ -487,7 +496,7 @@ def _saved(outline: Outline, shape: StepShape, weights: Weights, loaded: int | N
     )
     found = 0
     if shape.tokens <= bounds.piece:
-        found = numbers * shape.rows * shape.tokens
+        found = numbers * shape.states
     if outline.head is not None:
         found += outline.head.outputs * shape.rows * shape.targets
     left = 4 * found if loaded is None else max(0, loaded - weights.layers - weights.transposed)

@@ -239,29 +239,27 @@ def test_an_export_takes_more_with_a_larger_model_and_more_roles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "together", "rows"),
+    ("changes", "tokens", "rows"),
     [
-        ({"role": "back", "tokens": 100}, 5, 5),
-        ({"role": "back", "tokens": 600}, 1, 1),
-        ({"role": "back", "sequences": 3}, 3, 3),
-        ({"role": "back", "tokens": 100, "of_example": 4}, 5, 5),
+        ({"role": "back", "tokens": 100}, 512, 6),
+        ({"role": "back", "tokens": 600}, 600, 1),
+        ({"role": "back", "sequences": 3}, 48, 3),
+        ({"role": "back", "tokens": 100, "of_example": 4}, 512, 6),
         # The candidates of an example are computed together.
-        ({"role": "back", "tokens": 100, "of_example": 9}, 9, 9),
+        ({"role": "back", "tokens": 100, "of_example": 9}, 900, 9),
         # A loss that compares examples has them all at once.
-        ({"role": "back", "tokens": 100, "is_separate": False}, 1000, 1000),
-        ({"role": "stack", "tokens": 100}, 5, 5),
-        ({"role": "stack", "tokens": 100, "copies": 8}, 10, 80),
-        ({"role": "stack", "tokens": 2000, "copies": 8}, 1, 8),
-        ({"role": "tangent", "tokens": 100, "queries": 4}, 16, 16),
+        ({"role": "back", "tokens": 100, "is_separate": False}, 100_000, 1000),
+        ({"role": "stack", "tokens": 100}, 512, 6),
+        ({"role": "stack", "tokens": 100, "copies": 8}, 1024, 88),
+        ({"role": "stack", "tokens": 2000, "copies": 8}, 2000, 8),
+        ({"role": "tangent", "tokens": 100, "queries": 4}, 1638, 17),
     ],
 )
-def test_so_many_sequences_have_their_states_at_once(
-    changes: dict[str, Any], together: int, rows: int
-) -> None:
+def test_so_many_tokens_have_their_states_at_once(changes: dict[str, Any], tokens: int, rows: int) -> None:
     """Microbatches of 512 tokens, and 8,192 states of tokens with every copy or direction."""
     fields = {"sequences": 1000, "tokens": 16, "targets": 3, "vocabulary_size": 64}
     shape = StepShape(**{**fields, **changes})
-    assert (shape.together, shape.rows) == (together, rows)
+    assert (shape.tokens_together, shape.states, shape.rows) == (tokens, shape.copies * tokens, rows)
 
 
 def test_a_shape_has_the_largest_sizes_of_the_rows() -> None:
