@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,24 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prge.contract import Contract
 from safetensors.numpy import load_file
 from torch.func import functional_call
 
-from device_runner.engines.opening import Engines, open_engines
+from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.engines.speaking import open_speaker
-from prge.engine import Array, Engine
+from prge.engine import Array, Call, Directions, Engine, FloatArray, Target, TokenSequence
+from prge.files.adapter import adapter_size
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.peft import write_peft
+from prge.files.signatures import BACK, STACK, TANGENT
 from prge.learning import vocabulary
-from prge.model_spec import matrices
+from prge.model_spec import AdaptedModule, ModelSpec, matrices
 from tests.templates import random_adapter
 from tests.tiny_models import save_model
 
 TOKENS = 16
 # More than a call computes at once.
 POSITIONS = 224
-Inputs = dict[str, Array]
 
 
 def export_chain(
@@ -59,12 +59,16 @@ def export_chain(
 
 @dataclass
 class Whole:
-    """The model of a chain in PyTorch, which merges an adapter, given by names of inputs."""
+    """The model of a chain in PyTorch, which merges an adapter, given by its values.
+
+    `lora_a` are scaled; `pooling` is that of an encoder.
+    """
 
     model: Any
+    modules: tuple[AdaptedModule, ...]
     lora_a: dict[str, torch.Tensor]
-    scale: float
-    pooling: str
+    scale: float = 1.0
+    pooling: str = ""
 
     @classmethod
     def of(cls, folder: Path, dtype: torch.dtype = torch.float32) -> Whole:
@@ -84,40 +88,39 @@ class Whole:
             for module in bundle.chain.modules
         }
         lora_a = {name: matrix.to(dtype) for name, matrix in lora_a.items()}
-        return cls(model.requires_grad_(False).to(dtype), lora_a, scale, bundle.chain.pooling)
+        pooling = bundle.chain.pooling if bundle.chain.is_encoder else ""
+        return cls(model.requires_grad_(False).to(dtype), bundle.chain.modules, lora_a, scale, pooling)
 
-    def answers(self, given: Mapping[str, Array], adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """What some rows are answered with one adapter; it can be differentiated."""
-        tokens = torch.from_numpy(given["tokens"])
-        if "attention_mask" in given:
-            # Row by row: some models answer no number where there is padding.
-            lengths = given["attention_mask"].sum(1).tolist()
-            found = [
-                self._called(adapter, input_ids=row[None, :length])
-                for row, length in zip(tokens, lengths, strict=True)
-            ]
-            states = [each.last_hidden_state[0] for each in found]
-            return torch.stack([row[0] if self.pooling == "first" else row.mean(0) for row in states])
-        logits = self.logits(tokens, adapter)
-        rows = torch.arange(len(tokens))[:, None]
-        at = torch.log_softmax(logits, -1)[rows, torch.from_numpy(given["positions"])]
-        return at.gather(-1, torch.from_numpy(given["targets"])[..., None])[..., 0]
+    def outputs(self, sequences: Iterable[TokenSequence], values: torch.Tensor) -> torch.Tensor:
+        """An engine's outputs of sequences with one adapter; they can be differentiated."""
+        found = []
+        # One by one: some models answer no number where there is padding.
+        for sequence in sequences:
+            tokens = torch.tensor([sequence.tokens])
+            if self.pooling:
+                states = self.states(tokens, values)[0]
+                found.append(states[0] if self.pooling == "first" else states.mean(0))
+            else:
+                logprobs = torch.log_softmax(self.logits(tokens, values)[0], -1)
+                positions = [target.position for target in sequence.targets]
+                found.append(logprobs[positions, [target.token for target in sequence.targets]])
+        return torch.stack(found) if self.pooling else torch.cat(found)
 
-    def logits(self, tokens: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def logits(self, tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Logits [rows, tokens, vocabulary] with one adapter."""
-        found: torch.Tensor = self._called(adapter, input_ids=tokens, use_cache=False).logits
+        found: torch.Tensor = self._called(values, input_ids=tokens, use_cache=False).logits
         return found
 
-    def states(self, tokens: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def states(self, tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Logits, or an encoder's states, of tokens with one adapter."""
-        return self.answered(self._called(adapter, input_ids=tokens))
+        return self.answered(self._called(values, input_ids=tokens))
 
-    def _called(self, adapter: Mapping[str, torch.Tensor], **given: Any) -> Any:
+    def _called(self, values: torch.Tensor, **given: Any) -> Any:
         usual = torch.get_default_dtype()
         # Some models make numbers as they run.
         torch.set_default_dtype(self.model.dtype)
         try:
-            return functional_call(self.model, self.merged(adapter), (), given, tie_weights=False)
+            return functional_call(self.model, self.merged(values), (), given, tie_weights=False)
         finally:
             torch.set_default_dtype(usual)
 
@@ -127,14 +130,25 @@ class Whole:
         found: torch.Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
         return found
 
-    def merged(self, adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def merged(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """The model's parameters with one adapter; layers that share a weight have adapters of their own."""
         parameters: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        adapter = matrices_of(self.modules, values)
         for name, frozen in self.lora_a.items():
             key, trained = f"{name}.weight", adapter.get(f"lora_a.{name}")
             lora_a = frozen if trained is None else trained * self.scale
             parameters[key] = parameters[key] + adapter[f"lora_b.{name}"].T @ lora_a
         return parameters
+
+
+def matrices_of(modules: Sequence[AdaptedModule], values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The trained matrices by name, as views of an adapter's values."""
+    trained = matrices(modules)
+    parts = values.split([matrix.size for matrix in trained])
+    return {
+        matrix.name: part.reshape(matrix.rank, matrix.width)
+        for matrix, part in zip(trained, parts, strict=True)
+    }
 
 
 def text_model(folder: Path, bundle: Bundle) -> Any:
@@ -146,59 +160,122 @@ def text_model(folder: Path, bundle: Bundle) -> Any:
     return model
 
 
-def loss_of(answers: torch.Tensor) -> torch.Tensor:
-    """Some loss of an exact call's answers, in their precision: every answer counts, and not in a line."""
-    weights = torch.rand(answers.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    return (weights.to(answers.dtype) * torch.sin(answers)).sum() / len(answers)
+def loss_of(outputs: torch.Tensor) -> torch.Tensor:
+    """Some loss of outputs, in their precision: every one counts, and not in a line."""
+    weights = torch.rand(outputs.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return (weights.to(outputs.dtype) * torch.sin(outputs)).sum() / len(outputs)
 
 
-def slope_of(answers: Array) -> Array:
-    """Derivative of `loss_of` by the answers."""
-    given = torch.tensor(answers, dtype=torch.float64, requires_grad=True)
+def slope_of(outputs: Array) -> Array:
+    """Derivative of `loss_of` by the outputs."""
+    given = torch.tensor(outputs, dtype=torch.float64, requires_grad=True)
     loss_of(given).backward()
     assert given.grad is not None
     return given.grad.numpy()
 
 
-def computed(engine: Engine, given: Inputs) -> dict[str, Array]:
-    """What an engine answers to a call; to an exact one with `loss_of`, also its gradient."""
-    if not engine.contract.is_exact:
-        return engine.forward(given)
-    answers, gradients = engine.gradient(given, slope_of)
-    return {engine.contract.answer: answers, **gradients}
+def by_autograd(whole: Whole, call: Call) -> tuple[FloatArray, FloatArray]:
+    """Outputs of a call with one copy, and the gradient of `loss_of` by its values, in PyTorch."""
+    values = torch.tensor(call.adapters[0], dtype=whole.model.dtype, requires_grad=True)
+    outputs = whole.outputs(call.sequences, values)
+    loss_of(outputs).backward()
+    assert values.grad is not None
+    return outputs.detach().numpy(), values.grad.numpy()
 
 
-def opened(bundle: Bundle, contract: Contract, engine: str = "native", **more: Any) -> Engines:
-    """The engines of a bundle for a contract."""
-    return open_engines(bundle, contract, engine=engine, **more)  # type: ignore[arg-type]
+def derivatives(
+    whole: Whole, call: Call, directions: Directions, query: int, number: int
+) -> tuple[FloatArray, FloatArray]:
+    """Outputs of a sequence of a call with one copy, and their derivatives along a direction, in PyTorch."""
+    dtype = whole.model.dtype
+    outputs, changes = torch.autograd.functional.jvp(
+        lambda values: whole.outputs(call.sequences[number : number + 1], values),
+        torch.tensor(call.adapters[0], dtype=dtype),
+        direction_of(whole.modules, directions, query, number).to(dtype),
+    )
+    return outputs.detach().numpy(), changes.detach().numpy()
 
 
-def inputs_of(contract: Contract, seed: int = 0) -> Inputs:
-    """Rows of different lengths, the first as long as can be, with questions that repeat; an adapter."""
-    random = np.random.default_rng(seed)
-    rows, length = contract.rows, contract.sequence_length
-    lengths = random.integers(1, length + 1, rows)
-    lengths[0] = length
-    given: Inputs = {}
-    for spec in contract.inputs:
-        if spec.name == "tokens":
-            given[spec.name] = random.integers(3, contract.vocabulary_size, spec.shape)
-        elif spec.name == "attention_mask":
-            given[spec.name] = (np.arange(length) < lengths[:, None]).astype(np.int64)
-        elif spec.name == "positions":
-            given[spec.name] = random.integers(0, length, spec.shape) % lengths[:, None]
-        elif spec.name == "targets":
-            given[spec.name] = random.integers(0, 3, spec.shape)
-        else:
-            scale = 0.3 if spec.name.startswith("lora_") else 1.0
-            given[spec.name] = scale * random.standard_normal(spec.shape, np.float32)
-    return given
+def split(model: ModelSpec, call: Call, outputs: FloatArray) -> list[FloatArray]:
+    """Outputs [..., targets] or [..., sequences, width] of each sequence."""
+    if model.is_encoder:
+        return [outputs[..., number : number + 1, :] for number in range(len(call.sequences))]
+    ends = np.cumsum([len(sequence.targets) for sequence in call.sequences])
+    return np.split(outputs, ends[:-1], -1)
+
+
+def computed(engine: Engine, role: str, call: Call) -> tuple[FloatArray, ...]:
+    """What an engine answers to a call in a role, along `directions_of` or with `slope_of`."""
+    if role == STACK:
+        return (engine.forward(call),)
+    if role == TANGENT:
+        return engine.jvp(call, directions_of(engine.model, 2, len(call.sequences)))
+    return engine.vjp(call, slope_of)
+
+
+def bits(arrays: Iterable[Array]) -> list[bytes]:
+    """Of each array."""
+    return [array.tobytes() for array in arrays]
+
+
+def opened(bundle: Bundle, role: str, engine: str = "native", **more: Any) -> OpenEngine:
+    """The engine of a bundle for a role."""
+    return open_engine(bundle, role, engine=engine, **more)  # type: ignore[arg-type]
+
+
+def call_of(
+    model: ModelSpec, sequences: int, copies: int = 1, lengths: Sequence[int] = (), seed: int = 0
+) -> Call:
+    """Sequences with targets that repeat, and copies of an adapter.
+
+    Args:
+        model: of the engine.
+        sequences: how many.
+        copies: of the adapter.
+        lengths: of the sequences, over and over; by default any, the first one's as long as can be.
+        seed: of all numbers.
+    """
+    random, longest = np.random.default_rng(seed), model.sequence_length
+    sizes = np.resize(lengths, sequences) if lengths else random.integers(1, longest + 1, sequences)
+    if not lengths:
+        sizes[0] = longest
+    words = [0, model.vocabulary_size // 2, model.vocabulary_size - 1]
+    made = []
+    for length in sizes.tolist():
+        tokens = random.integers(3, model.vocabulary_size, length).tolist()
+        count = 0 if model.is_encoder else random.integers(longest // 2, 2 * longest) + 1
+        positions, chosen = random.integers(0, length, count), random.choice(words, count)
+        targets = (Target(*pair, 1.0, 0) for pair in zip(positions.tolist(), chosen.tolist(), strict=True))
+        made.append(TokenSequence(tuple(tokens), tuple(targets)))
+    size = copies, adapter_size(model.modules)
+    return Call(tuple(made), np.float32(0.3) * random.standard_normal(size, np.float32))
+
+
+def directions_of(model: ModelSpec, queries: int, sequences: int) -> dict[str, FloatArray]:
+    """A direction for each query and sequence."""
+    random = np.random.default_rng(5)
+    return {
+        name: random.standard_normal((queries, sequences, width), np.float32)
+        for matrix in matrices(model.modules)
+        for name, width in ((matrix.u, matrix.rank), (matrix.v, matrix.width))
+    }
+
+
+def direction_of(
+    modules: Sequence[AdaptedModule], directions: Directions, query: int, number: int
+) -> torch.Tensor:
+    """The direction of a query and sequence, as an adapter's values."""
+    products = [
+        np.outer(directions[matrix.u][query, number], directions[matrix.v][query, number]).ravel()
+        for matrix in matrices(modules)
+    ]
+    return torch.from_numpy(np.concatenate(products))
 
 
 @contextmanager
-def counted_loads(engines: Engines) -> Iterator[list[tuple[int, str]]]:
+def counted_loads(engine: OpenEngine) -> Iterator[list[tuple[int, str]]]:
     """The blocks and roles that are loaded meanwhile."""
-    blocks: Any = engines.step._blocks  # type: ignore[attr-defined]
+    blocks: Any = engine.blocks
     load, found = blocks._load, []
 
     def counted(number: int, role: str, arena: Any) -> Any:
@@ -210,56 +287,37 @@ def counted_loads(engines: Engines) -> Iterator[list[tuple[int, str]]]:
     blocks._load = load
 
 
-def call_of(bundle: Bundle, role: str, rows: int, longest: int = 0, **sizes: int) -> tuple[Contract, Inputs]:
-    """A call of rows of all lengths, up to what the chain takes or `longest`."""
-    contract = bundle.chain.contract(role, rows, **sizes)
-    if longest:
-        contract = replace(contract, sequence_length=longest)
-    return contract, inputs_of(contract)
-
-
 def gradient_error(folder: Path, bundle: Bundle, longest: int = 0, rows: int = 3) -> float:
     """How far an exact gradient is from autograd's in double precision, as a part of its largest entry."""
-    contract, given = call_of(bundle, "back", rows, longest)
-    adapter = {
-        matrix.name: torch.tensor(given[matrix.name], dtype=torch.float64, requires_grad=True)
-        for matrix in matrices(contract.modules)
-    }
-    loss_of(Whole.of(folder, torch.float64).answers(given, adapter)).backward()
-    found = opened(bundle, contract).step.gradient(given, slope_of)[1]
-    expected = {name: np.asarray(matrix.grad) for name, matrix in adapter.items()}
-    largest = max(float(np.abs(each).max()) for each in expected.values())
-    return max(float(np.abs(found[name] - each).max()) for name, each in expected.items()) / largest
+    call = _call_up_to(bundle, longest, rows)
+    _, expected = by_autograd(Whole.of(folder, torch.float64), call)
+    _, found = opened(bundle, BACK).engine.vjp(call, slope_of)
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
 def tangent_error(folder: Path, bundle: Bundle, longest: int = 0, rows: int = 2, queries: int = 2) -> float:
     """How far tangents are from the derivatives of autograd, as a part of the largest."""
-    contract, given = call_of(bundle, "tangent", rows, longest, queries=queries)
-    _, tangents = opened(bundle, contract).step.forward(given).values()
+    call, model = _call_up_to(bundle, longest, rows), bundle.chain.model
+    directions = directions_of(model, queries, rows)
+    _, tangents = opened(bundle, TANGENT).engine.jvp(call, directions)
     whole, error, largest = Whole.of(folder, torch.float64), 0.0, 0.0
-    adapter = {
-        matrix.name: torch.tensor(given[matrix.name], dtype=torch.float64, requires_grad=True)
-        for matrix in matrices(contract.modules)
-    }
-    for row in range(rows):
-        names = ("tokens", "attention_mask", "positions", "targets")
-        one = {name: given[name][row : row + 1] for name in names if name in given}
-        answers = whole.answers(one, adapter)[0]
-        # One sum of all answers, each with a weight of its own.
-        weights = torch.linspace(1, 2, answers.numel(), dtype=torch.float64).reshape(answers.shape)
-        slopes = torch.autograd.grad((weights * answers).sum(), list(adapter.values()))
+    values = torch.tensor(call.adapters[0], dtype=torch.float64, requires_grad=True)
+    for number, of_sequence in enumerate(split(model, call, tangents)):
+        outputs = whole.outputs(call.sequences[number : number + 1], values)
+        # One sum of all outputs, each with a weight of its own.
+        weights = torch.linspace(1, 2, outputs.numel(), dtype=torch.float64).reshape(outputs.shape)
+        (slope,) = torch.autograd.grad((weights * outputs).sum(), values)
         for query in range(queries):
-            expected = sum(
-                float(
-                    torch.from_numpy(given[matrix.u][query, row]).double()
-                    @ slope
-                    @ given[matrix.v][query, row]
-                )
-                for matrix, slope in zip(matrices(contract.modules), slopes, strict=True)
-            )
-            found = float((tangents[query, row] * weights.numpy()).sum())
+            expected = float(slope @ direction_of(model.modules, directions, query, number).double())
+            found = float((of_sequence[query] * weights.numpy()).sum())
             error, largest = max(error, abs(found - expected)), max(largest, abs(expected))
     return error / largest
+
+
+def _call_up_to(bundle: Bundle, longest: int, rows: int) -> Call:
+    """Sequences of all lengths, up to what the chain takes or `longest`."""
+    model = bundle.chain.model
+    return call_of(replace(model, sequence_length=longest) if longest else model, rows)
 
 
 def spoken_and_expected(
@@ -275,7 +333,7 @@ def spoken_and_expected(
         written.append(int(logits.argmax()))
         logits = speaker.step({sequence: written[-1]})[sequence]
     model = Whole.of(folder).model
-    merged = whole.merged({name: torch.from_numpy(array) for name, array in adapter.inputs().items()})
+    merged = whole.merged(torch.from_numpy(adapter.values))
     for name, parameter in model.named_parameters():
         parameter.copy_(merged[name])
     # Without words that some models are made to begin or end with.
@@ -298,10 +356,9 @@ def published_error(folder: Path, bundle: Bundle, whole: Whole) -> float:
             folder / "trained", folder / "peft", bundle=folder / "bundle", model=str(folder / "model")
         )
     )
-    given = {name: torch.from_numpy(array) for name, array in adapter.inputs().items()}
     tokens = torch.arange(3, 12)[None]
     with torch.no_grad():
-        expected = whole.states(tokens, given)
+        expected = whole.states(tokens, torch.from_numpy(adapter.values))
         base = text_model(folder, bundle)
         found = Whole.answered(PeftModel.from_pretrained(base, str(published)).eval()(input_ids=tokens))
     return float((found - expected).abs().max() / expected.abs().max())

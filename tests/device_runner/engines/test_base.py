@@ -1,8 +1,9 @@
-"""What every engine does before it calls a program: inputs are checked, and refusals are told apart."""
+"""What every engine does before it computes: calls are checked, and refusals are told apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,110 +11,200 @@ import pytest
 
 from device_runner.engines.base import CheckedEngine, check_threads
 from device_runner.engines.refusals import RefusedError
-from prge.contract import Contract
-from prge.engine import Array, FloatArray
+from prge.engine import Call, Directions, FloatArray, Target, TokenSequence
 from prge.errors import EngineError
-from tests.bundles import make_contract
+from prge.files.adapter import adapter_size
+from prge.model_spec import ModelSpec, matrices
+from tests.bundles import make_spec
 
 
 class Zeros(CheckedEngine):
-    """An engine that answers zeros, or with a token 63 what the runtime says when it refuses."""
+    """An engine that answers zeros, or with a first token 63 what the runtime says when it refuses."""
 
-    given: dict[str, Array]
-
-    def _call(self, inputs: dict[str, Array]) -> Sequence[Array]:
-        if inputs["tokens"].flat[0] == 63:
+    def _forward(self, call: Call) -> FloatArray:
+        if call.sequences[0].tokens[0] == 63:
             raise RefusedError("error 0x12", "", 0x12)
-        self.given = inputs
-        return [np.zeros(spec.shape, np.float32) for spec in self.contract.outputs]
+        outputs = (len(call.sequences), self.model.width) if self.model.is_encoder else (call.target_count,)
+        return np.zeros((len(call.adapters), *outputs), np.float32)
 
-    def _back(
-        self, inputs: dict[str, Array], slope: Callable[[FloatArray], FloatArray]
-    ) -> tuple[FloatArray, dict[str, FloatArray]]:
-        (answers,) = self._call(inputs)
-        return answers, {"slope": slope(answers)}
+    def _jvp(self, call: Call, directions: Directions) -> tuple[FloatArray, FloatArray]:
+        (outputs,) = self._forward(call)
+        return outputs, np.zeros((len(next(iter(directions.values()))), *outputs.shape), np.float32)
 
-
-CONTRACTS = {
-    "stack": make_contract(),
-    "exact": make_contract(role="back", copies=1),
-    "encoder": make_contract(readout="pooled", positions=0, width=8),
-}
-LIMITS = {
-    ("stack", "tokens"): 64,
-    ("stack", "positions"): 16,
-    ("stack", "targets"): 64,
-    ("encoder", "attention_mask"): 2,
-}
+    def _vjp(self, call: Call, grad_fn: Callable[[FloatArray], FloatArray]) -> tuple[FloatArray, FloatArray]:
+        (outputs,) = self._forward(call)
+        return outputs, grad_fn(outputs)
 
 
-def inputs_of(contract: Contract) -> dict[str, Array]:
-    return {spec.name: np.zeros(spec.shape, spec.dtype) for spec in contract.inputs}
+DECODER = make_spec()
+ENCODER = make_spec(readout="pooled", width=8)
+SIZE = adapter_size(DECODER.modules)
+WORDS, LENGTH = DECODER.vocabulary_size, DECODER.sequence_length
+FIRST = TokenSequence((5,), (Target(0, 6, 1.0, 0),))
 
 
-@pytest.mark.parametrize(("program", "name"), LIMITS)
-def test_an_index_out_of_range_never_reaches_the_program(program: str, name: str) -> None:
-    engine, limit = Zeros(CONTRACTS[program], 1), LIMITS[program, name]
-    inputs = inputs_of(engine.contract)
-    inputs[name].flat[-1] = limit - 1
-    engine.forward(inputs)
-    for bad in (limit, -1):
-        inputs[name] = np.full_like(inputs[name], bad)
-        with pytest.raises(EngineError, match=f"the input {name} holds {bad}, must be in 0 to {limit - 1}"):
-            engine.forward(inputs)
+def sequence(tokens: int = 4, token: int = 0, position: int = 0, target: int = 0) -> TokenSequence:
+    """One with a last token and a last target of a test's own."""
+    return TokenSequence(
+        (*[0] * (tokens - 1), *[token][:tokens]), (Target(0, 0, 1.0, 0), Target(position, target, 1.0, 0))
+    )
 
 
-def test_every_integer_input_has_a_limit() -> None:
-    for contract in CONTRACTS.values():
-        for spec in contract.inputs:
-            if spec.dtype == "int64":
-                inputs = inputs_of(contract)
-                inputs[spec.name] = np.full(spec.shape, -1)
-                with pytest.raises(EngineError, match=f"the input {spec.name} holds -1"):
-                    Zeros(contract, 1).forward(inputs)
+def call_with(*sequences: TokenSequence, copies: int = 1) -> Call:
+    return Call(sequences, np.zeros((copies, SIZE), np.float32))
 
 
+def directions_of(model: ModelSpec, queries: int = 2, sequences: int = 1) -> dict[str, FloatArray]:
+    return {
+        name: np.zeros((queries, sequences, width), np.float32)
+        for matrix in matrices(model.modules)
+        for name, width in ((matrix.u, matrix.rank), (matrix.v, matrix.width))
+    }
+
+
+def compute(engine: Zeros, method: str, call: Call) -> object:
+    """Call a method with arguments that fit."""
+    if method == "forward":
+        return engine.forward(call)
+    if method == "jvp":
+        return engine.jvp(call, directions_of(engine.model, 2, len(call.sequences)))
+    return engine.vjp(call, np.ones_like)
+
+
+@pytest.mark.parametrize("method", ["forward", "jvp", "vjp"])
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("model", "good", "bad", "told"),
     [
-        ("tokens", None, r"tokens is missing.*\n.*int64 \[8, 16\]"),
-        ("tokens", np.zeros((8, 16), np.int32), r"tokens is int32 \[8, 16\], must be int64 \[8, 16\]"),
-        ("targets", np.zeros((8, 4), np.int64), r"targets is int64 \[8, 4\], must be int64 \[8, 3\]"),
-        ("lora_b.layers.0.q_proj", np.zeros((4, 4, 8)), r"is float64 \[4, 4, 8\], must be float32"),
-        ("positions", [[0]], r"positions is a list, must be a numpy array"),
-        ("extra", np.zeros(1), r"no input extra"),
+        *(
+            (model, sequence(token=WORDS - 1), sequence(token=token), "has a token that isn't one of 0 to 63")
+            for model in (DECODER, ENCODER)
+            for token in (WORDS, -1)
+        ),
+        *(
+            (
+                DECODER,
+                sequence(target=WORDS - 1),
+                sequence(target=target),
+                f"has the target {target} at 0, must",
+            )
+            for target in (WORDS, -1)
+        ),
+        *(
+            (
+                DECODER,
+                sequence(position=3),
+                sequence(position=at),
+                f"the target 0 at {at}, must .* at 0 to 3$",
+            )
+            for at in (4, -1)
+        ),
+        *(
+            (model, sequence(LENGTH), sequence(count), f"has {count} tokens, must have 1 to {LENGTH}")
+            for model in (DECODER, ENCODER)
+            for count in (LENGTH + 1, 0)
+        ),
     ],
 )
-def test_a_wrong_input_is_named_and_the_engine_stays_usable(name: str, value: Any, message: str) -> None:
-    engine = Zeros(make_contract(), 1)
-    good = inputs_of(engine.contract)
-    bad = {**good, name: value}
-    if value is None:
-        del bad[name]
-    with pytest.raises(EngineError, match=message):
-        engine.forward(bad)
-    engine.forward(good)
+def test_an_index_out_of_range_never_reaches_the_program(
+    method: str, model: ModelSpec, good: TokenSequence, bad: TokenSequence, told: str
+) -> None:
+    engine = Zeros(model, 1)
+    compute(engine, method, call_with(FIRST, good))
+    with pytest.raises(EngineError, match=f"^sequence 1 .*{told}"):
+        compute(engine, method, call_with(FIRST, bad))
+    assert engine.calls == 1
+
+
+def test_an_encoder_has_no_targets_to_check() -> None:
+    assert compute(Zeros(ENCODER, 1), "forward", call_with(sequence(position=99, target=-1))) is not None
+
+
+ADAPTERS = call_with(FIRST).adapters
+
+
+@pytest.mark.parametrize("method", ["forward", "jvp", "vjp"])
+@pytest.mark.parametrize(
+    ("adapters", "told"),
+    [
+        (ADAPTERS.astype(np.float64), rf"are float64 \[1, {SIZE}\], must be float32"),
+        (ADAPTERS[:, :-1], rf"are float32 \[1, {SIZE - 1}\], must be float32 \[.*, {SIZE}\]"),
+        (ADAPTERS[0], rf"are float32 \[{SIZE}\]"),
+        (ADAPTERS[None], rf"are float32 \[1, 1, {SIZE}\]"),
+        (ADAPTERS[:0], rf"are float32 \[0, {SIZE}\]"),
+        (np.float32(0), r"are float32 \[\]"),
+    ],
+)
+def test_adapters_that_dont_fit_are_told_and_the_engine_stays_usable(
+    method: str, adapters: Any, told: str
+) -> None:
+    engine = Zeros(DECODER, 1)
+    good = call_with(FIRST)
+    with pytest.raises(EngineError, match=f"the adapters {told}"):
+        compute(engine, method, replace(good, adapters=adapters))
+    compute(engine, method, good)
     assert engine.calls == 1 and engine.seconds > 0
 
 
-def test_any_order_and_layout_is_taken() -> None:
-    engine = Zeros(make_contract(), 1)
-    strange = {name: np.asfortranarray(array) for name, array in reversed(inputs_of(engine.contract).items())}
-    strange["tokens"].flags.writeable = False
-    assert list(engine.forward(strange)) == ["logprobs"]
-    assert all(array.flags.c_contiguous for array in engine.given.values())
+@pytest.mark.parametrize("method", ["jvp", "vjp"])
+def test_derivatives_are_of_one_copy(method: str) -> None:
+    call = call_with(FIRST, copies=2)
+    with pytest.raises(EngineError, match=rf"are float32 \[2, {SIZE}\], must be float32 \[1, {SIZE}\]"):
+        compute(Zeros(DECODER, 1), method, call)
+    assert compute(Zeros(DECODER, 1), "forward", call) is not None
+
+
+@pytest.mark.parametrize("method", ["forward", "jvp", "vjp"])
+def test_a_call_without_sequences_is_refused(method: str) -> None:
+    with pytest.raises(EngineError, match="no sequences"):
+        compute(Zeros(DECODER, 1), method, call_with())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("u.layers.0.q_proj", None, "directions are of 3 factors, must be of 4"),
+        ("extra", np.zeros((2, 1, 4), np.float32), "directions are of 5 factors, must be of 4"),
+        ("u.layers.0.q_proj", np.zeros((2, 1, 4)), r"q_proj is float64 \[2, 1, 4\], must be float32"),
+        ("v.layers.0.v_proj", np.zeros((2, 1, 7), np.float32), r"\[2, 1, 7\].* float32 \[queries, 1, 6\]"),
+        ("v.layers.0.v_proj", np.zeros((2, 2, 6), np.float32), r"v_proj is float32 \[2, 2, 6\]"),
+        ("v.layers.0.v_proj", np.zeros((3, 1, 6), np.float32), r"v_proj is float32 \[3, 1, 6\]"),
+        ("v.layers.0.v_proj", np.zeros((2, 6), np.float32), r"v_proj is float32 \[2, 6\]"),
+    ],
+)
+def test_directions_that_dont_fit_are_told_and_the_engine_stays_usable(
+    name: str, value: Any, told: str
+) -> None:
+    engine, call = Zeros(DECODER, 1), call_with(FIRST)
+    directions = {**directions_of(DECODER), name: value}
+    if value is None:
+        del directions[name]
+    with pytest.raises(EngineError, match=told):
+        engine.jvp(call, directions)
+    with pytest.raises(EngineError, match=r"\[0, 1, "):
+        engine.jvp(call, directions_of(DECODER, queries=0))
+    compute(engine, "jvp", call)
+    assert engine.calls == 1
+
+
+def test_a_gradient_of_another_shape_than_the_outputs_is_refused() -> None:
+    engine, call = Zeros(DECODER, 1), call_with(FIRST, sequence())
+    with pytest.raises(EngineError, match=r"gradient of the loss has the shape \[\], the outputs \[3\]"):
+        engine.vjp(call, lambda outputs: outputs.sum())
+    with pytest.raises(EngineError, match=r"has the shape \[1, 3\], the outputs \[3\]"):
+        engine.vjp(call, lambda outputs: outputs[None])
+    _, gradient = engine.vjp(call, lambda outputs: np.ones(outputs.shape))
+    assert gradient.dtype == np.float32
 
 
 def test_what_the_runtime_refuses_is_told_in_words() -> None:
-    engine = Zeros(make_contract(), 1)
-    refused = {**inputs_of(engine.contract), "tokens": np.full((8, 16), 63)}
+    engine = Zeros(DECODER, 1)
     with pytest.raises(EngineError, match=r"an argument is invalid \(ExecuTorch 0x12\)"):
-        engine.forward(refused)
-    engine.forward(inputs_of(engine.contract))
+        engine.forward(call_with(TokenSequence((63,))))
+    engine.forward(call_with(FIRST))
 
 
 def test_the_pool_is_of_one_size_while_an_engine_is_used() -> None:
-    engine = Zeros(make_contract(), 2)
+    engine = Zeros(DECODER, 2)
     assert not check_threads(None, 2) and not check_threads(2, 2)
     with pytest.raises(EngineError, match="was opened with 2 threads, this one asks for 1"):
         check_threads(1, 2)

@@ -14,10 +14,11 @@ import safetensors.numpy
 from device_runner.engines import packed_files
 from prge.errors import BundleError, PrgeError
 from prge.files.bundle import TABLES, open_bundle
+from prge.files.signatures import BACK, STACK
 from prge.model_spec import LARGEST_SIZE
 from tests.bundles import read_json, rehash, write_manifest
 from tests.compilers import needs_compiler
-from tests.device_runner.engines.chains import POSITIONS, computed, inputs_of, opened
+from tests.device_runner.engines.chains import POSITIONS, bits, call_of, computed, opened
 
 pytestmark = needs_compiler
 
@@ -62,17 +63,13 @@ def flip(path: Path, share: float = 0.5) -> None:
 def answer(folder: Path, engine: str = "native") -> bytes:
     """Of a call that is always the same."""
     bundle = open_bundle(folder)
-    (found,) = (
-        opened(bundle, bundle.chain.scoring, engine).step.forward(inputs_of(bundle.chain.scoring)).values()
-    )
-    return found.tobytes()
+    return opened(bundle, STACK, engine).engine.forward(call_of(bundle.chain.model, 32)).tobytes()
 
 
 def gradient(folder: Path) -> bytes:
     """Of a call that is always the same, with answers."""
     bundle = open_bundle(folder)
-    contract = bundle.chain.contract("back", 2)
-    return b"".join(map(bytes, computed(opened(bundle, contract).step, inputs_of(contract)).values()))
+    return b"".join(bits(computed(opened(bundle, BACK).engine, BACK, call_of(bundle.chain.model, 2))))
 
 
 def refused(folder: Path, engine: str = "native") -> str:
@@ -311,12 +308,11 @@ def test_a_packed_file_of_the_way_back_is_made_again_wherever_it_is_damaged(
 def test_packed_files_that_are_gone_meanwhile_end_no_call(folder: Path, cache: Path) -> None:
     """With room for one block's weights each block is mapped again for every call, there and back."""
     bundle = open_bundle(folder)
-    contract = bundle.chain.contract("back", 2)
     largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)
-    engine, given = opened(bundle, contract, loaded=largest).step, inputs_of(contract)
-    before = [array.tobytes() for array in computed(engine, given).values()]
+    engine, call = opened(bundle, BACK, loaded=largest).engine, call_of(bundle.chain.model, 2)
+    before = bits(computed(engine, BACK, call))
     assert packed_files.remove_files(cache)
-    assert [array.tobytes() for array in computed(engine, given).values()] == before
+    assert bits(computed(engine, BACK, call)) == before
 
 
 # The command line

@@ -12,27 +12,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prge.contract import Contract
 
+from device_runner.engines import planning
 from device_runner.engines.kept_states import KeptStates
-from device_runner.engines.opening import Engines
+from device_runner.engines.opening import OpenEngine, open_engine
+from prge.engine import Array, Call, FloatArray, Target, TokenSequence
 from prge.errors import EngineError
 from prge.files.bundle import Bundle, open_bundle
-from prge.model_spec import matrices
+from prge.files.signatures import BACK, STACK, TANGENT
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
-    Inputs,
     Whole,
+    bits,
+    call_of,
     computed,
     counted_loads,
-    inputs_of,
+    derivatives,
+    directions_of,
     opened,
+    slope_of,
+    split,
 )
 from tests.tiers import rest
 
 pytestmark = needs_compiler
 
-# Copies, rows, queries and questions beyond the bounds of one call, which are 8, 4, 8 and 128.
+# Copies, sequences, queries and targets beyond the bounds of programs, which are 8, 4, 8 and 128.
 STACKS = [(1, 3), (3, 2), (1, 37), (10, 5)]
 TANGENTS = [(2, 3), (9, 6)]
 
@@ -52,127 +57,139 @@ def whole(folder: Path) -> Whole:
     return Whole.of(folder)
 
 
-def contract_of(bundle: Bundle, kind: str, rows: int, **sizes: int) -> Contract:
-    return bundle.chain.contract(kind, rows, **sizes)
+def close(found: Array, expected: Array, tolerance: float = 2e-5) -> bool:
+    return bool(np.abs(found - expected).max() <= tolerance * max(1, float(np.abs(expected).max())))
 
 
-def adapter_of(contract: Contract, given: Inputs, copy: int | None = None) -> dict[str, Any]:
-    """The call's adapter, or that of one copy, as tensors."""
-    arrays = {matrix.name: torch.from_numpy(given[matrix.name]) for matrix in matrices(contract.modules)}
-    return arrays if copy is None else {name: array[copy] for name, array in arrays.items()}
+def outputs_of(whole: Whole, call: Call, copy: int = 0) -> FloatArray:
+    """The model's with one of the call's adapters."""
+    with torch.no_grad():
+        found: FloatArray = whole.outputs(call.sequences, torch.from_numpy(call.adapters[copy])).numpy()
+    return found
 
 
-def rows_of(given: Inputs, rows: slice) -> Inputs:
-    names = ("tokens", "attention_mask", "positions", "targets")
-    return {name: given[name][rows] for name in names if name in given}
-
-
-def close(found: Any, expected: Any, tolerance: float = 2e-5) -> bool:
-    return bool(np.abs(found - expected.numpy()).max() <= tolerance * max(1, float(expected.abs().max())))
-
-
-def same_on_torch(bundle: Bundle, contract: Contract, given: Inputs, found: Inputs) -> None:
-    on_torch = computed(opened(bundle, contract, "torch").step, given)
-    assert {name: array.tobytes() for name, array in on_torch.items()} == {
-        name: array.tobytes() for name, array in found.items()
-    }
-
-
-@pytest.mark.parametrize("same_rows", [True, False])
-@pytest.mark.parametrize(("copies", "batch"), STACKS)
-def test_a_stack_answers_as_the_model_with_every_copys_adapter(
-    bundle: Bundle, whole: Whole, copies: int, batch: int, same_rows: bool
+@pytest.mark.parametrize(("copies", "sequences"), STACKS)
+def test_outputs_are_the_models_with_every_copys_adapter(
+    bundle: Bundle, whole: Whole, copies: int, sequences: int
 ) -> None:
-    contract = contract_of(bundle, "stack", batch, copies=copies)
-    given = inputs_of(contract)
-    if same_rows:
-        for name in rows_of(given, slice(0)):
-            given[name] = np.tile(given[name][:batch], (copies, 1))
-    (found,) = (outputs := opened(bundle, contract).step.forward(given)).values()
+    call = call_of(bundle.chain.model, sequences, copies)
+    found = opened(bundle, STACK).engine.forward(call)
+    assert len(found) == copies
     for copy in range(copies):
-        here = slice(copy * batch, (copy + 1) * batch)
-        assert close(found[here], whole.answers(rows_of(given, here), adapter_of(contract, given, copy)))
-    if not same_rows:
-        same_on_torch(bundle, contract, given, outputs)
+        assert close(found[copy], outputs_of(whole, call, copy))
+    assert opened(bundle, STACK, "torch").engine.forward(call).tobytes() == found.tobytes()
 
 
-@pytest.mark.parametrize(("queries", "batch"), TANGENTS)
-def test_tangents_are_the_models_derivatives(bundle: Bundle, whole: Whole, queries: int, batch: int) -> None:
-    contract = contract_of(bundle, "tangent", batch, queries=queries)
-    given = inputs_of(contract)
-    answers, tangents = (outputs := opened(bundle, contract).step.forward(given)).values()
-    adapter = adapter_of(contract, given)
-    assert close(answers, whole.answers(given, adapter))
-    for query, row in [(0, 0), (queries - 1, batch - 1), (queries - 1, 0)]:
-        directions = {
-            matrix.name: torch.outer(
-                torch.from_numpy(given[matrix.u][query, row]), torch.from_numpy(given[matrix.v][query, row])
-            )
-            for matrix in matrices(contract.modules)
-        }
-        one = rows_of(given, slice(row, row + 1))
-        _, expected = torch.func.jvp(lambda b, one=one: whole.answers(one, b), (adapter,), (directions,))
+@pytest.mark.parametrize(("queries", "sequences"), TANGENTS)
+def test_tangents_are_the_models_derivatives(
+    bundle: Bundle, whole: Whole, queries: int, sequences: int
+) -> None:
+    model = bundle.chain.model
+    call, directions = call_of(model, sequences), directions_of(model, queries, sequences)
+    found = opened(bundle, TANGENT).engine.jvp(call, directions)
+    assert close(found[0], outputs_of(whole, call))
+    tangents = split(model, call, found[1])
+    for query, number in [(0, 0), (queries - 1, sequences - 1), (queries - 1, 0)]:
+        _, expected = derivatives(whole, call, directions, query, number)
         # The reference's own rounding in float32 is 6e-5.
-        assert close(tangents[query, row], expected[0], 1e-4)
-    same_on_torch(bundle, contract, given, outputs)
+        assert close(tangents[number][query], expected, 1e-4)
+    assert bits(opened(bundle, TANGENT, "torch").engine.jvp(call, directions)) == bits(found)
 
 
-def test_a_slope_of_another_shape_than_the_answers_is_refused(bundle: Bundle) -> None:
-    contract = contract_of(bundle, "back", 3)
-    engine = opened(bundle, contract).step
-    with pytest.raises(EngineError, match=r"slope of the loss has the shape \[\], the answers \[3, \d+\]"):
-        engine.gradient(inputs_of(contract), lambda answers: answers.sum())
-    assert computed(engine, inputs_of(contract))
+def test_a_gradient_of_another_shape_than_the_outputs_is_refused(bundle: Bundle) -> None:
+    engine, call = opened(bundle, BACK).engine, call_of(bundle.chain.model, 3)
+    with pytest.raises(EngineError, match=r"gradient of the loss has the shape \[\], the outputs \[\d+"):
+        engine.vjp(call, lambda outputs: outputs.sum())
+    assert computed(engine, BACK, call)
 
 
-def test_a_row_is_answered_alike_alone_and_among_others(bundle: Bundle) -> None:
-    contract = contract_of(bundle, "stack", 7)
-    given = inputs_of(contract)
-    (among,) = opened(bundle, contract).step.forward(given).values()
-    one = replace(contract, batch_size=1)
-    engine = opened(bundle, one).step
-    for row in range(7):
-        alone = {**given, **rows_of(given, slice(row, row + 1))}
-        (found,) = engine.forward(alone).values()
-        assert np.abs(found[0] - among[row]).max() <= 1e-5 * np.abs(among).max()
+def test_a_sequence_is_answered_alike_alone_and_among_others(bundle: Bundle) -> None:
+    call, model = call_of(bundle.chain.model, 7), bundle.chain.model
+    engine = opened(bundle, STACK).engine
+    among = engine.forward(call)
+    for number, expected in enumerate(split(model, call, among)):
+        (found,) = split(model, alone := only(call, number), engine.forward(alone))
+        assert np.abs(found - expected).max() <= 1e-5 * np.abs(among).max()
 
 
-def test_a_row_of_one_token(bundle: Bundle, whole: Whole) -> None:
-    contract = contract_of(bundle, "stack", 2)
-    given = inputs_of(contract)
-    for name in {"attention_mask", "positions"} & set(given):
-        given[name][:] = 0
-    if contract.is_encoder:
-        given["attention_mask"][:, 0] = 1
-    (found,) = opened(bundle, contract).step.forward(given).values()
-    assert close(found, whole.answers(given, adapter_of(contract, given, 0)))
+def only(call: Call, *numbers: int) -> Call:
+    """A call of some of its sequences."""
+    return replace(call, sequences=tuple(call.sequences[number] for number in numbers))
+
+
+def test_a_sequence_of_one_token(bundle: Bundle, whole: Whole) -> None:
+    call = call_of(bundle.chain.model, 2, lengths=[1])
+    assert close(opened(bundle, STACK).engine.forward(call)[0], outputs_of(whole, call))
+
+
+def test_a_decoders_sequence_without_targets_adds_nothing(bundle: Bundle) -> None:
+    """So does one with what lies behind its last target."""
+    if bundle.chain.is_encoder:
+        pytest.skip("an encoder's sequences have no targets")
+    engine, call = opened(bundle, BACK).engine, call_of(bundle.chain.model, 5)
+    _, *others = call.sequences
+    first = TokenSequence((5, 6, 7), (Target(0, 3, 1.0, 0),))
+    given, shorter = (replace(call, sequences=(one, *others)) for one in (first, replace(first, tokens=(5,))))
+    silent = tuple(each for one in given.sequences for each in (replace(one, targets=()), one))
+    expected = computed(engine, BACK, given)
+    for same in (shorter, replace(call, sequences=silent)):
+        assert bits(computed(engine, BACK, same)) == bits(expected)
+    for role in (STACK, TANGENT, BACK):
+        outputs, *_ = computed(engine, role, replace(call, sequences=silent[::2]))
+        assert outputs.size == 0
+    (_, gradient) = computed(engine, BACK, replace(call, sequences=silent[::2]))
+    assert not gradient.any()
+
+
+def test_any_layout_of_adapters_and_directions_is_taken(bundle: Bundle) -> None:
+    model = bundle.chain.model
+    call, directions = call_of(model, 3, 2), directions_of(model, 2, 3)
+    engine = opened(bundle, BACK).engine
+    strange = replace(call, adapters=np.repeat(np.asfortranarray(call.adapters), 2, 1)[:, ::2])
+    strange.adapters.flags.writeable = False
+    assert engine.forward(strange).tobytes() == engine.forward(call).tobytes()
+    call, strange = (replace(each, adapters=each.adapters[1:]) for each in (call, strange))
+    reordered = {name: np.asfortranarray(array) for name, array in reversed(directions.items())}
+    assert bits(engine.jvp(strange, reordered)) == bits(engine.jvp(call, directions))
+    found = engine.vjp(strange, lambda outputs: np.asfortranarray(slope_of(outputs)))
+    assert bits(found) == bits(computed(engine, BACK, call))
+
+
+def test_states_are_held_in_turns(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many sequences, copies and queries a call has; no bit changes."""
+    call = call_of(bundle.chain.model, 9, 3)
+    one, engine = replace(call, adapters=call.adapters[:1]), opened(bundle, BACK).engine
+    before = [bits(computed(engine, role, given)) for role, given in ((STACK, call), (TANGENT, one))]
+    for most in (1, 100):
+        monkeypatch.setattr(planning, "STATES_AT_ONCE", most)
+        assert [
+            bits(computed(engine, role, given)) for role, given in ((STACK, call), (TANGENT, one))
+        ] == before
 
 
 # Memory
 
 
-Sizes = dict[str, int]
-KINDS: list[tuple[str, Sizes]] = [("stack", {"copies": 3}), ("tangent", {"queries": 2}), ("back", {})]
+ROLES = [STACK, TANGENT, BACK]
 
 
-@pytest.mark.parametrize(("kind", "sizes"), KINDS, ids=[kind for kind, _ in KINDS])
+def call_for(bundle: Bundle, role: str, sequences: int) -> Call:
+    """A call that a role computes, with copies where it takes them."""
+    return call_of(bundle.chain.model, sequences, 3 if role == STACK else 1)
+
+
+@pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("engine", ["native", "torch"])
-def test_with_room_for_one_block_the_bits_are_the_same(
-    bundle: Bundle, kind: str, sizes: dict[str, int], engine: str
-) -> None:
-    contract = contract_of(bundle, kind, 3, **sizes)
-    given = inputs_of(contract)
+def test_with_room_for_one_block_the_bits_are_the_same(bundle: Bundle, role: str, engine: str) -> None:
+    call = call_for(bundle, role, 3)
     sizes_of_blocks = bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size)
     largest = max(sizes_of_blocks)
-    want = computed(opened(bundle, contract, engine).step, given)
+    want = bits(computed(opened(bundle, role, engine).engine, role, call))
     for memory in (largest, 3 * largest // 2):
-        programs = opened(bundle, contract, engine, loaded=memory)
+        programs = opened(bundle, role, engine, loaded=memory)
         with counted_loads(programs) as loads:
-            found = [computed(programs.step, given) for _ in range(3)]
-        for one in found:
-            assert {name: array.tobytes() for name, array in one.items()} == {
-                name: array.tobytes() for name, array in want.items()
-            }
+            found = [bits(computed(programs.engine, role, call)) for _ in range(3)]
+        assert found == [want] * 3
         if engine == "native":
             assert len(loads) == len(set(loads))
             assert 0 < sum(sizes_of_blocks[number] for number in resident(programs)) <= memory
@@ -180,10 +197,10 @@ def test_with_room_for_one_block_the_bits_are_the_same(
             assert len(loads) > len(set(loads)), "nothing was unloaded"
 
 
-def resident(programs: Engines) -> set[int]:
+def resident(programs: OpenEngine) -> set[int]:
     """Blocks whose packed weights are in this process's memory."""
     gc.collect()  # engines of before have them too
-    blocks: Any = programs.step._blocks  # type: ignore[attr-defined]
+    blocks: Any = programs.blocks
     numbers = {str(file.packed): number for number, file in blocks._files.items()}
     found, path = set[int](), ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -196,29 +213,25 @@ def resident(programs: Engines) -> set[int]:
 
 
 def test_without_a_bound_every_method_is_loaded_once(bundle: Bundle) -> None:
-    contract = contract_of(bundle, "back", 9)
-    programs = opened(bundle, contract)
+    programs = opened(bundle, BACK)
     with counted_loads(programs) as loads:
         for _ in range(3):
-            computed(programs.step, inputs_of(contract))
+            computed(programs.engine, BACK, call_of(bundle.chain.model, 9))
     assert len(loads) == len(set(loads))
 
 
 def test_a_bound_below_the_largest_block_says_what_would_do(bundle: Bundle) -> None:
     with pytest.raises(EngineError, match=r"1000 bytes of weights may, the largest block has \d+\n  allow"):
-        opened(bundle, bundle.chain.scoring, loaded=1000)
+        opened(bundle, STACK, loaded=1000)
 
 
-@pytest.mark.parametrize(("kind", "sizes"), KINDS, ids=[kind for kind, _ in KINDS])
-def test_many_calls_take_no_more_buffers_than_the_first(
-    bundle: Bundle, kind: str, sizes: dict[str, int]
-) -> None:
-    contract = contract_of(bundle, kind, 9, **sizes)
-    programs = opened(bundle, contract)
-    blocks: Any = programs.step._blocks  # type: ignore[attr-defined]
-    given, counts = inputs_of(contract), []
-    for _ in range(200 if kind == "stack" else 20):
-        computed(programs.step, given)
+@pytest.mark.parametrize("role", ROLES)
+def test_many_calls_take_no_more_buffers_than_the_first(bundle: Bundle, role: str) -> None:
+    programs = opened(bundle, role)
+    blocks: Any = programs.blocks
+    call, counts = call_for(bundle, role, 9), []
+    for _ in range(200 if role == STACK else 20):
+        computed(programs.engine, role, call)
         spare = [id(array) for arrays in blocks._spare.values() for array in arrays]
         assert len(spare) == len(set(spare))
         counts.append(len(spare))
@@ -226,92 +239,71 @@ def test_many_calls_take_no_more_buffers_than_the_first(
 
 
 def test_kept_states_in_a_file_change_no_bit_and_in_float16_little(bundle: Bundle, tmp_path: Path) -> None:
-    contract = contract_of(bundle, "back", 9)
-    given = inputs_of(contract)
-    expected = computed(opened(bundle, contract).step, given)
+    call = call_of(bundle.chain.model, 9)
     in_file, half = KeptStates("float32", tmp_path, 0), KeptStates("float16")
-    in_a_file = computed(opened(bundle, contract, kept=in_file).step, given)
-    rounded = computed(opened(bundle, contract, kept=half).step, given)
-    assert all(np.array_equal(in_a_file[name], array) for name, array in expected.items())
-    assert np.array_equal(rounded[contract.answer], expected[contract.answer])
-    names = [name for name in expected if name != contract.answer]
-    exact, approximate = (
-        np.concatenate([each[name].ravel() for name in names]) for each in (expected, rounded)
+    expected, in_a_file, rounded = (
+        computed(opened(bundle, BACK, kept=kept).engine, BACK, call) for kept in (None, in_file, half)
     )
+    assert bits(in_a_file) == bits(expected)
+    assert rounded[0].tobytes() == expected[0].tobytes()
+    exact, approximate = expected[1], rounded[1]
     assert 0 < np.linalg.norm(approximate - exact) < 5e-3 * np.linalg.norm(exact)
 
 
 def test_a_short_call_follows_one_of_exactly_the_bounds(bundle: Bundle) -> None:
-    bounds = bundle.chain.bounds
-    contract = contract_of(bundle, "back", bounds.batch)
-    assert contract.sequence_length == bounds.tokens
-    engine = opened(bundle, contract).step
-    short = inputs_of(contract, seed=1)
-    if contract.is_encoder:
-        short["attention_mask"][:, 5:] = 0
-    else:
-        short["positions"] %= 5
-    expected = computed(engine, short)
+    bounds, model = bundle.chain.bounds, bundle.chain.model
+    engine = opened(bundle, BACK).engine
+    assert model.sequence_length == bounds.tokens
+    long = call_of(model, bounds.batch, lengths=[bounds.tokens])
+    short = call_of(model, bounds.batch, lengths=[5], seed=1)
+    expected = bits(computed(engine, BACK, short))
     for _ in range(2):
-        computed(engine, inputs_of(contract))
-        found = computed(engine, short)
-        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+        computed(engine, BACK, long)
+        assert bits(computed(engine, BACK, short)) == expected
 
 
 def test_answers_are_not_changed_by_later_calls(bundle: Bundle) -> None:
-    contract = contract_of(bundle, "back", 5)
-    engine = opened(bundle, contract).step
-    first = computed(engine, inputs_of(contract))
-    before = {name: array.tobytes() for name, array in first.items()}
-    computed(engine, inputs_of(contract, seed=1))
-    assert {name: array.tobytes() for name, array in first.items()} == before
+    engine, model = opened(bundle, BACK).engine, bundle.chain.model
+    first = computed(engine, BACK, call_of(model, 5))
+    before = bits(first)
+    computed(engine, BACK, call_of(model, 5, seed=1))
+    assert bits(first) == before
 
 
 def test_the_adapter_that_an_answer_is_of_is_the_calls(bundle: Bundle) -> None:
     """Buffers are filled anew between calls."""
-    contract = contract_of(bundle, "stack", 2)
-    engine, given = opened(bundle, contract).step, inputs_of(contract)
-    (before,) = computed(engine, given).values()
-    for name in given:
-        if name.startswith("lora_b."):
-            given[name] *= 2
-    (after,) = computed(engine, given).values()
+    engine, call = opened(bundle, STACK).engine, call_of(bundle.chain.model, 2)
+    before, after = (engine.forward(each) for each in (call, replace(call, adapters=2 * call.adapters)))
     assert np.abs(after - before).max() > 1e-3
 
 
 def test_a_failure_in_a_forward_is_told_and_the_engine_stays_usable(bundle: Bundle) -> None:
-    contract = contract_of(bundle, "stack", 2)
-    engine, given = opened(bundle, contract).step, inputs_of(contract)
-    want = [array.tobytes() for array in computed(engine, given).values()]
-    blocks: Any = engine._blocks  # type: ignore[attr-defined]
-    method = blocks.method(1, "stack")
+    programs, call = opened(bundle, STACK), call_of(bundle.chain.model, 2)
+    want = programs.engine.forward(call).tobytes()
+    method: Any = programs.blocks.method(1, STACK)
     run, method.run = method.run, lambda inputs, outputs: run(inputs[:-1], outputs)
     with pytest.raises(EngineError, match="the engine failed in a forward: the method takes"):
-        computed(engine, given)
+        programs.engine.forward(call)
     method.run = run
-    assert [array.tobytes() for array in computed(engine, given).values()] == want
+    assert programs.engine.forward(call).tobytes() == want
 
 
 def test_another_number_of_threads_is_refused_while_engines_live(bundle: Bundle) -> None:
-    from device_runner.engines.opening import open_engines
-
-    programs = open_engines(bundle, engine="native")
+    programs = open_engine(bundle, engine="native")
     with pytest.raises(EngineError, match="this one asks for 7"):
-        open_engines(bundle, threads=7, engine="native")
+        open_engine(bundle, threads=7, engine="native")
     with pytest.raises(EngineError, match="threads is 0, must be at least 1"):
-        open_engines(bundle, threads=0, engine="native")
+        open_engine(bundle, threads=0, engine="native")
     assert programs.threads >= 1
 
 
 def test_with_little_memory_the_next_block_is_read_while_one_computes(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    contract = contract_of(bundle, "back", 2)
     largest = max(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
-    engine = opened(bundle, contract, loaded=largest).step
-    blocks: Any = engine._blocks  # type: ignore[attr-defined]
-    given = inputs_of(contract)
-    computed(engine, given)
+    programs, call = opened(bundle, BACK, loaded=largest), call_of(bundle.chain.model, 2)
+    blocks: Any = programs.blocks
+    computed(programs.engine, BACK, call)
     advised: list[int] = []
     order = [
         (file.stat().st_dev, file.stat().st_ino) for file in (each.packed for each in blocks._files.values())
@@ -322,7 +314,7 @@ def test_with_little_memory_the_next_block_is_read_while_one_computes(
         advised.append(order.index((facts.st_dev, facts.st_ino)))
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    computed(engine, given)
+    computed(programs.engine, BACK, call)
     last = len(order) - 1
     # Forward to the last block, and back from it.
     assert last in advised

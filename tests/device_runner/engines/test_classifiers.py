@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from prge.contract import Contract
 from torch.func import functional_call
 
 from device_runner.engines.chain_engine import ChainEngine
-from prge.engine import Array
+from prge.engine import Array, TokenSequence
 from prge.files.chain import Bounds
-from prge.model_spec import matrices
 from server_export.model.adapted import default_target_modules, match_target_modules
 from server_export.model.loading import load_model, outline_model
-from tests.device_runner.engines.chains import Inputs, inputs_of, loss_of, slope_of
+from tests.device_runner.engines.chains import (
+    call_of,
+    direction_of,
+    directions_of,
+    loss_of,
+    matrices_of,
+    slope_of,
+)
 from tests.device_runner.engines.graph_blocks import GraphBlocks
 from tests.tiers import rest
 from tests.tiny_types import make_classifier
@@ -48,15 +54,15 @@ class Case:
         self.model: Any = loaded.model.double()
         self.model.set_submodule(loaded.classifier.layer, self.head)
 
-    def logits(self, given: Inputs, adapter: dict[str, torch.Tensor]) -> torch.Tensor:
-        """What transformers answers rows, [rows, classes]."""
+    def logits(self, sequences: Iterable[TokenSequence], values: torch.Tensor) -> torch.Tensor:
+        """What transformers answers sequences with one adapter, [sequences, classes]."""
         parameters: dict[str, Any] = dict(self.model.named_parameters(remove_duplicate=False))
+        adapter = matrices_of(self.blocks.chain.modules, values)
         for name, frozen in self.lora_a.items():
             key = f"{name}.weight"
             parameters[key] = parameters[key] + adapter[f"lora_b.{name}"].T @ frozen
-        # Row by row: some models answer no number where there is padding.
-        rows = zip(given["tokens"], given["attention_mask"].sum(1).tolist(), strict=True)
-        words = ({"input_ids": torch.from_numpy(row[None, :length])} for row, length in rows)
+        # One by one: some models answer no number where there is padding.
+        words = ({"input_ids": torch.tensor([sequence.tokens])} for sequence in sequences)
         found = [functional_call(self.model, parameters, (), each, tie_weights=False) for each in words]
         return torch.cat([each.logits for each in found])
 
@@ -64,13 +70,6 @@ class Case:
         """Scores of classes by what the blocks answer."""
         found: Array = self.head(torch.from_numpy(np.asarray(pooled, np.float64))).detach().numpy()
         return found
-
-
-def adapter_of(contract: Contract, given: Inputs, *copy: int) -> dict[str, torch.Tensor]:
-    return {
-        each.name: torch.from_numpy(given[each.name][copy]).double().requires_grad_()
-        for each in matrices(contract.modules)
-    }
 
 
 @pytest.fixture(scope="module", params=["bert", *rest(*TYPES[1:], "modernbert-mean")])
@@ -83,44 +82,32 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_scores_of_all_copies_are_the_models(case: Case) -> None:
-    contract = case.blocks.chain.contract("stack", 3, copies=2)
-    given = inputs_of(contract)
-    found = case.scores(ChainEngine(contract, case.blocks, 1).forward(given)["pooled"])
+    call = call_of(case.blocks.chain.model, 3, copies=2)
+    found = case.scores(ChainEngine(case.blocks, 1).forward(call))
     for copy in range(2):
-        rows = slice(copy * 3, (copy + 1) * 3)
-        own = {name: given[name][rows] for name in ("tokens", "attention_mask")}
-        expected = case.logits(own, adapter_of(contract, given, copy)).detach().numpy()
-        np.testing.assert_allclose(found[rows], expected, atol=1e-5)
+        expected = case.logits(call.sequences, torch.from_numpy(call.adapters[copy]).double())
+        np.testing.assert_allclose(found[copy], expected.detach().numpy(), atol=1e-5)
 
 
 def test_the_gradient_is_autograds(case: Case) -> None:
-    contract = case.blocks.chain.contract("back", 3)
-    given = inputs_of(contract)
-    adapter = adapter_of(contract, given)
-    loss_of(case.logits(given, adapter)).backward()
+    call = call_of(case.blocks.chain.model, 3)
+    values = torch.from_numpy(call.adapters[0]).double().requires_grad_()
+    loss_of(case.logits(call.sequences, values)).backward()
     weight = case.head.weight.detach().numpy()
-    _, found = ChainEngine(contract, case.blocks, 1).gradient(
-        given, lambda pooled: np.asarray(slope_of(case.scores(pooled)) @ weight, np.float32)
-    )
-    largest = max(float(each.grad.abs().max()) for each in adapter.values() if each.grad is not None)
-    for name, each in adapter.items():
-        assert each.grad is not None
-        assert np.abs(found[name] - each.grad.numpy()).max() < 1e-5 * largest
+    _, found = ChainEngine(case.blocks, 1).vjp(call, lambda pooled: slope_of(case.scores(pooled)) @ weight)
+    assert values.grad is not None
+    expected = values.grad.numpy()
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
 
 
 def test_tangents_are_the_models_derivatives(case: Case) -> None:
-    contract = case.blocks.chain.contract("tangent", 2, queries=2)
-    given = inputs_of(contract)
-    found = ChainEngine(contract, case.blocks, 1).forward(given)["dpooled"]
-    for query, row in ((0, 0), (1, 1)):
-        along = {
-            each.name: torch.from_numpy(
-                np.outer(given[each.u][query, row], given[each.v][query, row])
-            ).double()
-            for each in matrices(contract.modules)
-        }
-        one = {name: given[name][row : row + 1] for name in ("tokens", "attention_mask")}
-        adapter = {name: each.detach() for name, each in adapter_of(contract, given).items()}
-        _, expected = torch.func.jvp(lambda values, one=one: case.logits(one, values), (adapter,), (along,))
-        slopes, expected = found[query, row] @ case.head.weight.detach().numpy().T, expected[0].detach()
+    model = case.blocks.chain.model
+    call, directions = call_of(model, 2), directions_of(model, 2, 2)
+    _, found = ChainEngine(case.blocks, 1).jvp(call, directions)
+    values = torch.from_numpy(call.adapters[0]).double()
+    for query, number in ((0, 0), (1, 1)):
+        along = direction_of(model.modules, directions, query, number).double()
+        one = call.sequences[number : number + 1]
+        _, changes = torch.func.jvp(lambda given, one=one: case.logits(one, given), (values,), (along,))
+        slopes, expected = found[query, number] @ case.head.weight.detach().numpy().T, changes[0].detach()
         np.testing.assert_allclose(slopes, expected, atol=1e-5 * float(expected.abs().max()))

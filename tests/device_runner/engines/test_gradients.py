@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,23 +11,24 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from prge.contract import Contract
 from transformers import AutoModelForCausalLM
 
-from device_runner.engines.chain_engine import ChainEngine, Part
-from prge.engine import Array
-from prge.files.bundle import Bundle, open_bundle
+from device_runner.engines.forward import Forward
+from device_runner.engines.parts import Part
+from prge.files.bundle import open_bundle
 from prge.files.signatures import BACK, BACK_SAVED, STACK
-from prge.model_spec import matrices
 from server_export.model.bundle_layers import layers_of
 from server_export.model.quantization import quantize_layers, round_base
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
-    Inputs,
     Whole,
+    bits,
+    by_autograd,
+    call_of,
+    computed,
     export_chain,
-    inputs_of,
     loss_of,
+    matrices_of,
     opened,
     slope_of,
 )
@@ -45,23 +46,6 @@ CANCELLING = {"gemma4": 4, "mpnet": 4, "albert lora": 2}
 LAYERS = 30
 # What is different in the engine; tests/server_export/derive/test_blocks.py has the graphs of all.
 ARCHITECTURES = ("gpt2", "gemma3", "opt", "qwen3", "roberta", "gemma4")
-
-
-def call_of(bundle: Bundle, rows: int, seed: int = 0) -> tuple[Contract, Inputs]:
-    contract = bundle.chain.contract("back", rows)
-    return contract, inputs_of(contract, seed)
-
-
-def adapter_of(contract: Contract, given: Inputs, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    return {
-        matrix.name: torch.tensor(given[matrix.name], dtype=dtype, requires_grad=True)
-        for matrix in matrices(contract.modules)
-    }
-
-
-def flat(matrices: Mapping[str, Any]) -> Array:
-    """Gradients by name one after the other, in double precision."""
-    return np.concatenate([np.asarray(matrix).ravel() for _, matrix in sorted(matrices.items())], dtype=float)
 
 
 @pytest.mark.parametrize(
@@ -83,21 +67,18 @@ def test_in_float32_it_is_autograds_but_for_rounding(
     if pooling:
         bundle = replace(bundle, chain=replace(bundle.chain, pooling=pooling))
     for rows in (1, 3, 9):
-        contract, given = call_of(bundle, rows)
-        (answers, gradients), on_torch = (
-            opened(bundle, contract, name).step.gradient(given, slope_of) for name in ("native", "torch")
+        call = call_of(bundle.chain.model, rows)
+        (outputs, found), on_torch = (
+            computed(opened(bundle, BACK, name).engine, BACK, call) for name in ("native", "torch")
         )
-        found = flat(gradients)
-        assert (answers.tobytes(), found.tobytes()) == (on_torch[0].tobytes(), flat(on_torch[1]).tobytes())
-        by_autograd = []
+        assert bits((outputs, found)) == bits(on_torch)
+        by_dtype = []
         for dtype in (torch.float64, torch.float32):
-            adapter = adapter_of(contract, given, dtype)
-            want = replace(Whole.of(folder, dtype), pooling=bundle.chain.pooling).answers(given, adapter)
-            largest = max(1, float(want.detach().abs().max()))
-            assert np.abs(answers - want.detach().numpy()).max() <= 2e-5 * largest
-            loss_of(want).backward()
-            by_autograd.append(flat({name: matrix.grad for name, matrix in adapter.items()}))
-        expected, rounded = by_autograd
+            whole = Whole.of(folder, dtype)
+            want, gradient = by_autograd(replace(whole, pooling=pooling or whole.pooling), call)
+            assert np.abs(outputs - want).max() <= 2e-5 * max(1, float(np.abs(want).max()))
+            by_dtype.append(gradient)
+        expected, rounded = by_dtype
         # Gradients of lora_a are sums over a layer's outputs too.
         own = np.abs(rounded - expected).max() * (2 if bundle.chain.trains_a else 1)
         own *= CANCELLING.get(architecture, 1)
@@ -119,9 +100,9 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
 ) -> None:
     """Autograd goes through the same rounded weights; rounding of activations has the derivative 1."""
     bundle = open_bundle(deep / "bundle")
-    contract, given = call_of(bundle, 4)
-    given |= {name: np.float32(scale) * given[name] for name in given if name.startswith("lora_b.")}
-    found = flat(opened(bundle, contract).step.gradient(given, slope_of)[1])
+    call = call_of(bundle.chain.model, 4)
+    call = replace(call, adapters=np.float32(scale) * call.adapters)
+    _, found = opened(bundle, BACK).engine.vjp(call, slope_of)
     model: Any = AutoModelForCausalLM.from_pretrained(deep / "model", attn_implementation="eager")
     model.eval().requires_grad_(False)
     if activations == "rounded":
@@ -129,15 +110,18 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
         straight_through(model)
     else:
         round_base(model, "8da4w", layers_of(bundle))
-    lora_a, adapter = Whole.of(deep).lora_a, adapter_of(contract, given)
-    for name, frozen in lora_a.items():
+    values = torch.tensor(call.adapters[0], requires_grad=True)
+    adapter = matrices_of(bundle.chain.modules, values)
+    for name, frozen in Whole.of(deep).lora_a.items():
         layer, matrix = model.get_submodule(name), adapter[f"lora_b.{name}"]
         layer.forward = lambda x, of=layer.forward, a=frozen, b=matrix: of(x) + x @ a.T @ b
-    at = torch.log_softmax(model(torch.from_numpy(given["tokens"])).logits, -1)
-    rows = torch.arange(len(at))[:, None]
-    answers = at[rows, torch.from_numpy(given["positions"]), torch.from_numpy(given["targets"])]
-    loss_of(answers).backward()
-    expected = flat({name: matrix.grad for name, matrix in adapter.items()})
+    outputs = []
+    for sequence in call.sequences:
+        logprobs = torch.log_softmax(model(torch.tensor([sequence.tokens])).logits[0], -1)
+        outputs += [logprobs[target.position, target.token] for target in sequence.targets]
+    loss_of(torch.stack(outputs)).backward()
+    assert values.grad is not None
+    expected = values.grad.numpy()
     assert float(F.cosine_similarity(*map(torch.from_numpy, (found, expected)), dim=0)) >= 0.999
     assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(expected), rel=0.02)
 
@@ -153,19 +137,19 @@ def test_a_number_that_is_none_shows_through_layers_that_round(
 ) -> None:
     """Rounded to int8 it would be a number again, and the gradient wrong and finite."""
     bundle = open_bundle(deep / "bundle")
-    contract, given = call_of(bundle, 2)
+    call = call_of(bundle.chain.model, 2)
     weights = sum(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
     memory = 1 << 40 if role == BACK_SAVED else weights
-    engine = opened(bundle, contract, loaded=memory).step
-    before, run = engine.gradient(given, slope_of)[1], ChainEngine._run
+    engine = opened(bundle, BACK, loaded=memory).engine
+    before, run = engine.vjp(call, slope_of)[1], Forward.run
 
-    def broken(self: ChainEngine, number: int, now: str, part: Part, *rest: Any, **more: Any) -> Any:
+    def broken(self: Forward, number: int, now: str, part: Part, *rest: Any, **more: Any) -> Any:
         if (number, now) == (LAYERS // 2, role):
             part.values[name] = part.values[name].copy()
             part.values[name].ravel()[5] = bad
         return run(self, number, now, part, *rest, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ChainEngine, "_run", broken)
-        assert np.isnan(flat(engine.gradient(given, slope_of)[1])).all()
-    assert flat(engine.gradient(given, slope_of)[1]).tobytes() == flat(before).tobytes()
+        patch.setattr(Forward, "run", broken)
+        assert np.isnan(engine.vjp(call, slope_of)[1]).all()
+    assert engine.vjp(call, slope_of)[1].tobytes() == before.tobytes()

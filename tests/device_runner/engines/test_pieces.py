@@ -9,23 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prge.contract import Contract
 
+from prge.engine import Call
 from prge.errors import BundleError
 from prge.files import chain
 from prge.files.bundle import Bundle, open_bundle
-from prge.files.signatures import PREFILL, PREFILL_BACK, PREFILL_TANGENT
+from prge.files.signatures import BACK, PREFILL, PREFILL_BACK, PREFILL_TANGENT, STACK, TANGENT
 from prge.model_spec import matrices
 from server_export.export import ExportConfig, export
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
-    Inputs,
     Whole,
+    bits,
+    by_autograd,
+    call_of,
     computed,
+    derivatives,
+    directions_of,
     export_chain,
-    inputs_of,
-    loss_of,
     opened,
+    split,
 )
 from tests.tiers import rest
 from tests.tiny_models import save_model
@@ -58,101 +61,78 @@ def folder(request: pytest.FixtureRequest, made_once: Made) -> Path:
     return made_once(f"pieces of {request.param}", make)
 
 
-def call_of(bundle: Bundle, role: str, rows: int, **sizes: int) -> tuple[Contract, Inputs]:
-    """Rows of all lengths, the first the longest."""
-    contract = bundle.chain.contract(role, rows, **sizes)
-    given = inputs_of(contract)
-    lengths = np.array([TOKENS, 5, 2 * PIECE + 1, 27, PIECE] * contract.rows)[: contract.rows, None]
-    given["positions"] %= lengths - 1
-    return contract, given
-
-
-def adapter_of(contract: Contract, given: Inputs, *copy: int) -> dict[str, torch.Tensor]:
-    return {each.name: torch.from_numpy(given[each.name][copy]) for each in matrices(contract.modules)}
-
-
-def rows_of(given: Inputs, rows: slice) -> Inputs:
-    return {name: given[name][rows] for name in ("tokens", "positions", "targets")}
+def calls_of(bundle: Bundle, sequences: int, copies: int = 1) -> Call:
+    """Sequences of all lengths, the first the longest."""
+    lengths = [TOKENS, 5, 2 * PIECE + 1, 27, PIECE]
+    return call_of(bundle.chain.model, sequences, copies, lengths=lengths)
 
 
 def test_an_export_for_long_rows_has_pieces(folder: Path) -> None:
     found = open_bundle(folder / "bundle").chain
     assert (found.bounds.tokens, found.bounds.piece) == (TOKENS, PIECE)
     assert {PREFILL, PREFILL_TANGENT, PREFILL_BACK} <= set(found.roles)
-    assert found.contract("back", 1).sequence_length == TOKENS
+    assert found.longest(BACK) == found.model.sequence_length == TOKENS
 
 
-@pytest.mark.parametrize(("copies", "batch"), [(1, 5), (3, 2)])
-def test_answers_of_all_copies_are_the_models(folder: Path, copies: int, batch: int) -> None:
+@pytest.mark.parametrize(("copies", "sequences"), [(1, 5), (3, 2)])
+def test_answers_of_all_copies_are_the_models(folder: Path, copies: int, sequences: int) -> None:
     bundle, whole = open_bundle(folder / "bundle"), Whole.of(folder)
-    contract, given = call_of(bundle, "stack", batch, copies=copies)
-    found = computed(opened(bundle, contract).step, given)["logprobs"]
+    call = calls_of(bundle, sequences, copies)
+    found = opened(bundle, STACK).engine.forward(call)
     for copy in range(copies):
-        rows = slice(copy * batch, (copy + 1) * batch)
-        expected = whole.answers(rows_of(given, rows), adapter_of(contract, given, copy))
-        np.testing.assert_allclose(found[rows], expected.detach().numpy(), atol=2e-5)
+        expected = whole.outputs(call.sequences, torch.from_numpy(call.adapters[copy]))
+        np.testing.assert_allclose(found[copy], expected.detach().numpy(), atol=2e-5)
 
 
 def test_the_gradient_is_autograds(folder: Path) -> None:
-    bundle, whole = open_bundle(folder / "bundle"), Whole.of(folder)
-    contract, given = call_of(bundle, "back", 5)
-    found = computed(opened(bundle, contract).step, given)
-    adapter = {name: each.requires_grad_() for name, each in adapter_of(contract, given).items()}
-    answers = whole.answers(given, adapter)
-    loss_of(answers).backward()
-    np.testing.assert_allclose(found["logprobs"], answers.detach().numpy(), atol=2e-5)
-    largest = max(float(each.grad.abs().max()) for each in adapter.values() if each.grad is not None)
-    for name, each in adapter.items():
-        assert each.grad is not None
-        assert np.abs(found[name] - each.grad.numpy()).max() < 1e-5 * largest
+    bundle = open_bundle(folder / "bundle")
+    call = calls_of(bundle, 5)
+    outputs, found = computed(opened(bundle, BACK).engine, BACK, call)
+    expected, gradient = by_autograd(Whole.of(folder), call)
+    np.testing.assert_allclose(outputs, expected, atol=2e-5)
+    assert np.abs(found - gradient).max() < 1e-5 * np.abs(gradient).max()
 
 
 def test_tangents_are_the_models_derivatives(folder: Path) -> None:
     bundle, whole = open_bundle(folder / "bundle"), Whole.of(folder)
-    contract, given = call_of(bundle, "tangent", 3, queries=2)
-    found = computed(opened(bundle, contract).step, given)
-    adapter = adapter_of(contract, given)
-    for query in range(contract.queries):
-        for row in range(contract.rows):
-            one = rows_of(given, slice(row, row + 1))
-            directions = {
-                each.name: torch.from_numpy(np.outer(given[each.u][query, row], given[each.v][query, row]))
-                for each in matrices(contract.modules)
-            }
-            answers, expected = torch.func.jvp(
-                lambda adapter, one=one: whole.answers(one, adapter), (adapter,), (directions,)
-            )
-            np.testing.assert_allclose(found["logprobs"][row], answers[0], atol=2e-5)
-            scale = max(1.0, float(expected.abs().max()))
-            np.testing.assert_allclose(found["dlogprobs"][query, row], expected[0], atol=2e-5 * scale)
+    call, model = calls_of(bundle, 3), bundle.chain.model
+    directions = directions_of(model, 2, 3)
+    outputs, tangents = (
+        split(model, call, each) for each in opened(bundle, TANGENT).engine.jvp(call, directions)
+    )
+    for query in range(2):
+        for number in range(3):
+            answers, expected = derivatives(whole, call, directions, query, number)
+            np.testing.assert_allclose(outputs[number], answers, atol=2e-5)
+            scale = max(1.0, float(np.abs(expected).max()))
+            np.testing.assert_allclose(tangents[number][query], expected, atol=2e-5 * scale)
 
 
 def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:
     """Not from the rows beside it, the engine, or the weights that stay loaded."""
     bundle = open_bundle(folder / "bundle")
-    contract, given = call_of(bundle, "stack", 5)
-    found = computed(opened(bundle, contract).step, given)["logprobs"]
-    alone = bundle.chain.contract("stack", 1)
-    for row in (0, 3):
-        one = {**given, **rows_of(given, slice(row, row + 1))}
-        assert computed(opened(bundle, alone).step, one)["logprobs"].tobytes() == found[row].tobytes()
-    contract, given = call_of(bundle, "back", 2)
-    whole = computed(opened(bundle, contract).step, given)
+    call, engine = calls_of(bundle, 5), opened(bundle, STACK).engine
+    found = split(bundle.chain.model, call, engine.forward(call))
+    for number in (0, 3):
+        one = replace(call, sequences=call.sequences[number : number + 1])
+        assert engine.forward(one).tobytes() == found[number].tobytes()
+    call = calls_of(bundle, 2)
+    whole = bits(computed(opened(bundle, BACK).engine, BACK, call))
     least = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks[1:])
-    for other in (opened(bundle, contract, loaded=least), opened(bundle, contract, "torch")):
-        assert {name: array.tobytes() for name, array in computed(other.step, given).items()} == {
-            name: array.tobytes() for name, array in whole.items()
-        }
+    for other in (opened(bundle, BACK, loaded=least), opened(bundle, BACK, "torch")):
+        assert bits(computed(other.engine, BACK, call)) == whole
 
 
 def test_a_bundle_without_the_way_back_of_pieces_takes_short_rows(folder: Path) -> None:
-    """Its contract is for what a call holds."""
+    """In steps; it scores longer ones."""
     found = open_bundle(folder / "bundle").chain
     kinds = tuple(
         replace(kind, methods={role: m for role, m in kind.methods.items() if role != PREFILL_BACK})
         for kind in found.kinds
     )
-    assert replace(found, kinds=kinds).contract("back", 1).sequence_length == PIECE
+    found = replace(found, kinds=kinds)
+    assert found.longest(BACK) == PIECE
+    assert found.longest(STACK) == found.model.sequence_length == TOKENS
 
 
 def test_pieces_longer_than_rows_are_refused(folder: Path) -> None:
@@ -175,14 +155,12 @@ def test_a_block_of_a_real_shape_at_1024_tokens(made_once: Made, monkeypatch: py
 
     folder = made_once("a real block in pieces", make)
     bundle, whole = open_bundle(folder / "bundle"), Whole.of(folder)
-    contract = bundle.chain.contract("back", 1)
-    given = inputs_of(contract)
-    found = computed(opened(bundle, contract).step, given)
-    adapter = {name: each.requires_grad_() for name, each in adapter_of(contract, given).items()}
-    loss_of(whole.answers(given, adapter)).backward()
-    for name, each in adapter.items():
-        assert each.grad is not None
-        expected = each.grad.numpy().ravel().astype(float)
-        ours = found[name].ravel().astype(float)
+    call = call_of(bundle.chain.model, 1)
+    _, found = computed(opened(bundle, BACK).engine, BACK, call)
+    _, gradient = by_autograd(whole, call)
+    start = 0
+    for matrix in matrices(bundle.chain.modules):
+        expected, ours = (each[start : start + matrix.size].astype(float) for each in (gradient, found))
+        start += matrix.size
         assert ours @ expected / (np.linalg.norm(ours) * np.linalg.norm(expected)) > 0.999999
         np.testing.assert_allclose(ours, expected, atol=2e-5 * np.abs(expected).max())

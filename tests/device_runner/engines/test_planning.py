@@ -13,9 +13,11 @@ from device_runner.engines.planning import (
     groups,
     groups_of_one_adapter,
     padded_length,
+    padded_lengths,
     slices,
+    turns,
 )
-from prge.engine import IntArray
+from prge.engine import STATES_AT_ONCE, IntArray, Target, TokenSequence
 from prge.files.chain import Bounds
 
 BOUNDS = Bounds(copies=3, batch=4, tokens=300, piece=100)
@@ -24,6 +26,12 @@ COUNTS = st.lists(st.integers(1, BOUNDS.tokens), min_size=1, max_size=40)
 
 def lengths_of(counts: list[int]) -> IntArray:
     return np.array([padded_length(count, BOUNDS) for count in counts])
+
+
+def some_of(counts: list[int], data: st.DataObject) -> IntArray:
+    """Numbers of some rows, as a turn has them."""
+    numbers = st.sets(st.integers(0, len(counts) - 1), min_size=1)
+    return np.array(sorted(data.draw(numbers)))
 
 
 @pytest.mark.parametrize(
@@ -38,22 +46,43 @@ def test_a_program_for_few_tokens_gets_no_more() -> None:
     assert [padded_length(tokens, Bounds(tokens=5)) for tokens in (1, 5)] == [5, 5]
 
 
-@given(COUNTS)
-def test_every_row_passes_once_and_only_with_rows_of_its_length(counts: list[int]) -> None:
+def test_a_decoders_sequence_is_as_long_as_its_last_target_needs() -> None:
+    targets = (Target(18, 1, 1.0, 0), Target(8, 1, 1.0, 0))
+    sequences = [TokenSequence((1,) * 90, targets), TokenSequence((1,) * 90), TokenSequence((1,) * 120)]
+    assert padded_lengths(sequences, BOUNDS, is_encoder=False).tolist() == [24, 8, 8]
+    assert padded_lengths(sequences, BOUNDS, is_encoder=True).tolist() == [96, 96, 120]
+
+
+@given(COUNTS, st.integers(1, 400))
+def test_every_sequence_has_its_turn_shorter_ones_first(counts: list[int], passes: int) -> None:
     lengths = lengths_of(counts)
-    found = [*groups(lengths, BOUNDS)]
-    assert sorted(np.concatenate(found).tolist()) == [*range(len(counts))]
+    found = [*turns(lengths, passes)]
+    order = np.concatenate(found).tolist()
+    assert order == sorted(range(len(counts)), key=lambda number: int(lengths[number]))
+    states = [int(lengths[numbers].sum()) * passes for numbers in found]
+    for numbers, held, following in zip(found, states, [*found[1:], None], strict=True):
+        assert len(numbers) == 1 or held <= STATES_AT_ONCE
+        assert following is None or held + int(lengths[following[0]]) * passes > STATES_AT_ONCE
+
+
+@given(COUNTS, st.data())
+def test_every_row_passes_once_and_only_with_rows_of_its_length(
+    counts: list[int], data: st.DataObject
+) -> None:
+    lengths, mine = lengths_of(counts), some_of(counts, data)
+    found = [*groups(mine, lengths, BOUNDS)]
+    assert sorted(np.concatenate(found).tolist()) == mine.tolist()
     for rows in found:
         assert len({*lengths[rows].tolist()}) == 1
         assert len(rows) <= (BOUNDS.batch if lengths[rows[0]] <= BOUNDS.piece else 1)
         assert rows.tolist() == sorted(rows.tolist())
 
 
-@given(COUNTS)
-def test_rows_of_one_adapter_take_the_place_of_copies_too(counts: list[int]) -> None:
-    lengths = lengths_of(counts)
-    found = [*groups_of_one_adapter(lengths, BOUNDS)]
-    assert sorted(np.concatenate([rows.ravel() for rows in found]).tolist()) == [*range(len(counts))]
+@given(COUNTS, st.data())
+def test_rows_of_one_adapter_take_the_place_of_copies_too(counts: list[int], data: st.DataObject) -> None:
+    lengths, mine = lengths_of(counts), some_of(counts, data)
+    found = [*groups_of_one_adapter(mine, lengths, BOUNDS)]
+    assert sorted(np.concatenate([rows.ravel() for rows in found]).tolist()) == mine.tolist()
     for rows in found:
         length = int(lengths[rows.flat[0]])
         assert (lengths[rows] == length).all()

@@ -7,17 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prge.contract import Contract
-from torch.autograd.functional import jvp
 from transformers import AutoModelForCausalLM
 
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.speaking import ChainSpeaker
+from prge.engine import Call
 from prge.files import chain as manifest
-from prge.files.chain import Chain
-from prge.model_spec import matrices
+from prge.model_spec import ModelSpec
 from server_export.model.adapted import match_target_modules
-from tests.device_runner.engines.chains import Inputs, Whole, inputs_of, loss_of, slope_of
+from tests.device_runner.engines.chains import (
+    Whole,
+    by_autograd,
+    call_of,
+    derivatives,
+    directions_of,
+    slope_of,
+    split,
+)
 from tests.device_runner.engines.graph_blocks import GraphBlocks
 from tests.server_export.derive.tangent.graphs import random
 from tests.server_export.derive.test_blocks import IN_BLOCKS
@@ -40,80 +46,53 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         for name in match_target_modules(model, IN_BLOCKS)
     }
     blocks = GraphBlocks(folder, lora_a, manifest.Bounds(tokens=TOKENS, context=48, piece=PIECE))
-    return blocks, Whole(model.eval().requires_grad_(False), lora_a, 1.0, "mean")
+    return blocks, Whole(model.eval().requires_grad_(False), blocks.chain.modules, lora_a)
 
 
-def call_of(chain: Chain, role: str, rows: int, **sizes: int) -> tuple[Contract, Inputs]:
-    """Rows of more pieces than one, and of one."""
-    contract = chain.contract(role, rows, **sizes)
-    given = inputs_of(contract)
-    given["positions"] %= np.resize([TOKENS, 5, PIECE + 3], contract.rows)[:, None] - 1
-    return contract, given
-
-
-def adapter_of(contract: Contract, given: Inputs, *copy: int) -> dict[str, torch.Tensor]:
-    return {each.name: torch.from_numpy(given[each.name][copy]) for each in matrices(contract.modules)}
-
-
-def rows_of(given: Inputs, rows: slice) -> Inputs:
-    return {name: given[name][rows] for name in ("tokens", "positions", "targets")}
+def calls_of(model: ModelSpec, sequences: int, copies: int = 1) -> Call:
+    """Sequences of more pieces than one, and of one."""
+    return call_of(model, sequences, copies, lengths=[TOKENS - 1, 4, PIECE + 2])
 
 
 def test_answers_are_the_models(both: tuple[Any, Whole]) -> None:
     blocks, whole = both
-    contract, given = call_of(blocks.chain, "stack", 3, copies=2)
-    found = ChainEngine(contract, blocks, 1).forward(given)["logprobs"]
+    call = calls_of(blocks.chain.model, 3, copies=2)
+    found = ChainEngine(blocks, 1).forward(call)
     for copy in range(2):
-        rows = slice(3 * copy, 3 * copy + 3)
-        expected = whole.answers(rows_of(given, rows), adapter_of(contract, given, copy))
-        np.testing.assert_allclose(found[rows], expected.numpy(), atol=2e-5)
+        expected = whole.outputs(call.sequences, torch.from_numpy(call.adapters[copy]))
+        np.testing.assert_allclose(found[copy], expected.numpy(), atol=2e-5)
 
 
 def test_the_gradient_is_autograds(both: tuple[Any, Whole]) -> None:
     blocks, whole = both
-    contract, given = call_of(blocks.chain, "back", 3)
-    answers, found = ChainEngine(contract, blocks, 1).gradient(given, slope_of)
-    adapter = {name: each.requires_grad_() for name, each in adapter_of(contract, given).items()}
-    expected = whole.answers(given, adapter)
-    loss_of(expected).backward()
-    np.testing.assert_allclose(answers, expected.detach().numpy(), atol=2e-5)
-    largest = max(float(each.grad.abs().max()) for each in adapter.values() if each.grad is not None)
-    for name, each in adapter.items():
-        assert each.grad is not None
-        assert np.abs(found[name] - each.grad.numpy()).max() < 1e-5 * largest
+    call = calls_of(blocks.chain.model, 3)
+    outputs, found = ChainEngine(blocks, 1).vjp(call, slope_of)
+    expected, gradient = by_autograd(whole, call)
+    np.testing.assert_allclose(outputs, expected, atol=2e-5)
+    assert np.abs(found - gradient).max() < 1e-5 * np.abs(gradient).max()
 
 
 def test_tangents_are_the_models_derivatives(both: tuple[Any, Whole]) -> None:
     blocks, whole = both
-    contract, given = call_of(blocks.chain, "tangent", 2, queries=2)
-    found = ChainEngine(contract, blocks, 1).forward(given)["dlogprobs"]
-    adapter = adapter_of(contract, given)
-    for query in range(2):
-        for row in range(2):
-            along = {
-                each.name: torch.from_numpy(np.outer(given[each.u][query, row], given[each.v][query, row]))
-                for each in matrices(contract.modules)
-            }
-            rows = rows_of(given, slice(row, row + 1))
-            _, expected = jvp(
-                lambda *given, rows=rows: whole.answers(rows, dict(zip(adapter, given, strict=True))),
-                tuple(adapter.values()),
-                tuple(along[name] for name in adapter),
-            )
-            atol = 1e-5 * float(expected.abs().max())
-            np.testing.assert_allclose(found[query, row], expected[0].numpy(), atol=atol)
+    model = blocks.chain.model
+    call, directions = calls_of(model, 2), directions_of(model, 2, 2)
+    _, tangents = ChainEngine(blocks, 1).jvp(call, directions)
+    for number, found in enumerate(split(model, call, tangents)):
+        for query in range(2):
+            _, expected = derivatives(whole, call, directions, query, number)
+            np.testing.assert_allclose(found[query], expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_texts_go_on_as_the_whole_model_does(both: tuple[Any, Whole]) -> None:
     """Token by token; several at once, in slots that others left; and again from the start."""
     blocks, whole = both
     adapter = random_adapter(blocks.chain.modules, 1, 0.3)
-    given = {name: torch.from_numpy(array) for name, array in adapter.inputs().items()}
+    values = torch.from_numpy(adapter.values)
     speaker = ChainSpeaker(blocks, slots=3)
 
     def expected(tokens: list[int]) -> Any:
         with torch.no_grad():
-            return whole.logits(torch.tensor([tokens]), given)[0, -1].numpy()
+            return whole.logits(torch.tensor([tokens]), values)[0, -1].numpy()
 
     prompts = [np.random.default_rng(n).integers(3, 100, n).tolist() for n in (1, 2, 7, 19)]
     open_ones = {}

@@ -9,18 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prge.contract import Contract
 from transformers import AutoModelForCausalLM
 
 from device_runner.engines import speaking
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.saved_values import SavedValues
 from device_runner.engines.speaking import ChainSpeaker
+from prge.engine import Array, Call
 from prge.files import chain
 from prge.files.chain import Bounds
-from prge.model_spec import matrices
 from server_export.model.adapted import match_target_modules
-from tests.device_runner.engines.chains import Inputs, Whole, inputs_of, loss_of, slope_of
+from tests.device_runner.engines.chains import (
+    Whole,
+    by_autograd,
+    call_of,
+    derivatives,
+    directions_of,
+    slope_of,
+    split,
+)
 from tests.device_runner.engines.graph_blocks import GraphBlocks
 from tests.templates import random_adapter
 from tests.tiers import rest
@@ -39,12 +46,11 @@ class Case:
     whole: Whole
     single: Whole
 
-    def call(self, role: str, rows: int, **sizes: int) -> tuple[Contract, Inputs]:
-        """Rows of all lengths, the first the longest."""
-        contract = self.blocks.chain.contract(role, rows, **sizes)
-        given = inputs_of(contract)
-        given["positions"] %= np.array([TOKENS, 5, 2 * PIECE + 1] * contract.rows)[: contract.rows, None] - 1
-        return contract, given
+    def call(self, sequences: int, copies: int = 1) -> Call:
+        """Sequences of all lengths, the first the longest."""
+        lengths = [TOKENS, 5, 2 * PIECE + 1]
+        # Some other tokens give gradients that PyTorch is off of too, in single precision.
+        return call_of(self.blocks.chain.model, sequences, copies, lengths=lengths, seed=1)
 
 
 # Gemmas have streams or one state, inputs for each layer, and keys and values of layers before; with an
@@ -63,8 +69,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     }
     blocks = GraphBlocks(folder, lora_a, Bounds(tokens=TOKENS, context=CONTEXT, piece=PIECE))
     double = {name: matrix.double() for name, matrix in lora_a.items()}
-    single = Whole(deepcopy(model.requires_grad_(False)), lora_a, 1.0, "mean")
-    return Case(blocks, Whole(model.double(), double, 1.0, "mean"), single)
+    single = Whole(deepcopy(model.requires_grad_(False)), blocks.chain.modules, lora_a)
+    return Case(blocks, Whole(model.double(), blocks.chain.modules, double), single)
 
 
 @pytest.fixture(autouse=True)
@@ -74,72 +80,44 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speaking, "_GROWTH", 16)
 
 
-def adapter_of(contract: Contract, given: Inputs, *copy: int) -> dict[str, torch.Tensor]:
-    return {
-        each.name: torch.from_numpy(given[each.name][copy]).double() for each in matrices(contract.modules)
-    }
-
-
-def rows_of(given: Inputs, rows: slice) -> Inputs:
-    return {name: given[name][rows] for name in ("tokens", "positions", "targets")}
-
-
-def difference(found: Any, expected: torch.Tensor) -> float:
+def difference(found: Array, expected: Array) -> float:
     """As a part of the largest number."""
-    return float(np.abs(found - expected.detach().numpy()).max() / expected.detach().abs().max())
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
 def test_answers_of_all_copies_are_the_models(case: Case) -> None:
-    contract, given = case.call("stack", 3, copies=2)
-    found = ChainEngine(contract, case.blocks, 1).forward(given)["logprobs"]
+    call = case.call(3, copies=2)
+    found = ChainEngine(case.blocks, 1).forward(call)
     for copy in range(2):
-        rows = slice(copy * 3, (copy + 1) * 3)
-        expected = case.whole.answers(rows_of(given, rows), adapter_of(contract, given, copy))
-        assert difference(found[rows], expected) < 1e-5
+        expected = case.whole.outputs(call.sequences, torch.from_numpy(call.adapters[copy]).double())
+        assert difference(found[copy], expected.detach().numpy()) < 1e-5
 
 
 def test_the_gradient_is_autograds_whatever_is_saved(case: Case) -> None:
-    contract, given = case.call("back", 3)
+    call = case.call(3)
     engines = (
-        ChainEngine(contract, case.blocks, 1, saved=saved)
-        for saved in (None, SavedValues(case.blocks, 1 << 40))
+        ChainEngine(case.blocks, 1, saved=saved) for saved in (None, SavedValues(case.blocks, 1 << 40))
     )
-    (answers, found), (_, from_saved) = (engine.gradient(given, slope_of) for engine in engines)
-    adapter = {name: each.requires_grad_() for name, each in adapter_of(contract, given).items()}
-    expected = case.whole.answers(given, adapter)
-    loss_of(expected).backward()
-    assert difference(answers, expected) < 1e-5
-    largest = max(float(each.grad.abs().max()) for each in adapter.values() if each.grad is not None)
-    for name, each in adapter.items():
-        assert each.grad is not None
-        assert np.abs(found[name] - each.grad.numpy()).max() < 1e-4 * largest
-        # PyTorch's products have other last bits where their operands lie otherwise; test_saved_values.py has
-        # the engine's, which don't.
-        assert np.abs(found[name] - from_saved[name]).max() < 1e-5 * largest
+    (outputs, found), (_, from_saved) = (engine.vjp(call, slope_of) for engine in engines)
+    expected, gradient = by_autograd(case.whole, call)
+    assert difference(outputs, expected) < 1e-5
+    assert difference(found, gradient) < 1e-4
+    # PyTorch's products have other last bits where their operands lie otherwise; test_saved_values.py has the
+    # engine's, which don't.
+    assert np.abs(found - from_saved).max() < 1e-5 * np.abs(gradient).max()
 
 
 def test_tangents_are_the_models_derivatives(case: Case) -> None:
-    contract, given = case.call("tangent", 3, queries=2)
-    found = ChainEngine(contract, case.blocks, 1).forward(given)["dlogprobs"]
-    for query, row in ((0, 0), (1, 1), (1, 2)):
-        directions = {
-            each.name: torch.from_numpy(
-                np.outer(given[each.u][query, row], given[each.v][query, row])
-            ).double()
-            for each in matrices(contract.modules)
-        }
-        one = rows_of(given, slice(row, row + 1))
+    model = case.blocks.chain.model
+    call, directions = case.call(3), directions_of(model, 2, 3)
+    tangents = split(model, call, ChainEngine(case.blocks, 1).jvp(call, directions)[1])
+    for query, number in ((0, 0), (1, 1), (1, 2)):
         expected, rounded = (
-            torch.func.jvp(
-                lambda adapter, one=one, whole=whole: whole.answers(one, adapter),
-                ({name: each.to(dtype) for name, each in adapter_of(contract, given).items()},),
-                ({name: each.to(dtype) for name, each in directions.items()},),
-            )[1][0]
-            for whole, dtype in ((case.whole, torch.float64), (case.single, torch.float32))
+            derivatives(whole, call, directions, query, number)[1] for whole in (case.whole, case.single)
         )
         # Streams that all but cancel lose digits in PyTorch's own single precision as well.
-        most = max(1e-4, difference(rounded.numpy(), expected))
-        assert difference(found[query, row], expected) < most
+        most = max(1e-4, difference(rounded, expected))
+        assert difference(tangents[number][query], expected) < most
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 5e-5), ("float16", 2e-2)])
@@ -147,8 +125,8 @@ def test_texts_go_on_token_by_token(case: Case, precision: Any, tolerance: float
     """Of two sequences at once, one of which moves to the other's place."""
     adapter = random_adapter(case.blocks.chain.modules, 1, 0.3)
     tokens = np.random.default_rng(0).integers(3, case.blocks.chain.vocabulary_size, TOKENS).tolist()
-    given = {name: torch.from_numpy(array).double() for name, array in adapter.inputs().items()}
-    expected = case.whole.logits(torch.tensor([tokens]), given)[0]
+    values = torch.from_numpy(adapter.values).double()
+    expected = case.whole.logits(torch.tensor([tokens]), values)[0].detach().numpy()
     speaker = ChainSpeaker(case.blocks, 2, precision=precision)
     first, second = speaker.open(adapter), speaker.open(adapter)
     assert difference(speaker.feed(first, tokens[:9]), expected[8]) < tolerance

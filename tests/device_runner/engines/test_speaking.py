@@ -56,10 +56,9 @@ def tokens_of(bundle: Bundle, count: int, seed: int = 0) -> list[int]:
 
 def logits_of(whole: Whole, adapter: Adapter, tokens: list[int]) -> FloatArray:
     """Logits [tokens, vocabulary] of what follows each token."""
-    dtype = whole.model.dtype
-    given = {name: torch.from_numpy(array).to(dtype) for name, array in adapter.inputs().items()}
+    values = torch.from_numpy(adapter.values).to(whole.model.dtype)
     with torch.no_grad():
-        found: FloatArray = whole.logits(torch.tensor([tokens]), given)[0].numpy()
+        found: FloatArray = whole.logits(torch.tensor([tokens]), values)[0].numpy()
     return found
 
 

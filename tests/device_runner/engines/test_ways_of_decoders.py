@@ -13,10 +13,9 @@ from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.speaking import ChainSpeaker
 from prge.files import chain
 from prge.files.chain import Bounds
-from prge.model_spec import matrices
 from server_export.model.adapted import default_target_modules, match_target_modules, read_by_rows
 from server_export.model.loading import load_model, outline_model
-from tests.device_runner.engines.chains import Whole, inputs_of, loss_of, slope_of
+from tests.device_runner.engines.chains import Whole, by_autograd, call_of, slope_of
 from tests.device_runner.engines.graph_blocks import GraphBlocks
 from tests.templates import random_adapter
 from tests.tiers import rest
@@ -57,30 +56,21 @@ def case(
     blocks = GraphBlocks(tmp_path, lora_a, Bounds(tokens=TOKENS, context=CONTEXT, piece=PIECE))
     model: Any = load_model(str(tmp_path)).model
     model.set_experts_implementation("eager")
-    return blocks, Whole(model.double(), {name: each.double() for name, each in lora_a.items()}, 1.0, "mean")
+    double = {name: each.double() for name, each in lora_a.items()}
+    return blocks, Whole(model.double(), blocks.chain.modules, double)
 
 
 def test_gradients_and_logits_are_those_of_the_whole_model(case: tuple[GraphBlocks, Whole]) -> None:
     blocks, whole = case
-    contract = blocks.chain.contract("back", 3)
-    given = inputs_of(contract)
-    adapter = {
-        each.name: torch.tensor(given[each.name], dtype=torch.float64, requires_grad=True)
-        for each in matrices(contract.modules)
-    }
-    expected = whole.answers(given, adapter)
-    loss_of(expected).backward()
-    answers, found = ChainEngine(contract, blocks, 1).gradient(given, slope_of)
-    np.testing.assert_allclose(answers, expected.detach().numpy(), atol=1e-5)
-    largest = max(float(each.grad.abs().max()) for each in adapter.values() if each.grad is not None)
-    for name, each in adapter.items():
-        assert each.grad is not None
-        assert np.abs(found[name] - each.grad.numpy()).max() < 1e-4 * largest
+    call = call_of(blocks.chain.model, 3)
+    expected, gradient = by_autograd(whole, call)
+    outputs, found = ChainEngine(blocks, 1).vjp(call, slope_of)  # type: ignore[arg-type]
+    np.testing.assert_allclose(outputs, expected, atol=1e-5)
+    assert np.abs(found - gradient).max() < 1e-4 * np.abs(gradient).max()
 
     tokens = np.random.default_rng(0).integers(3, blocks.chain.vocabulary_size, TOKENS).tolist()
     own = random_adapter(blocks.chain.modules, 1, 0.3)
-    values = {name: torch.from_numpy(each).double() for name, each in own.inputs().items()}
-    logits = whole.logits(torch.tensor([tokens]), values)[0].detach().numpy()
+    logits = whole.logits(torch.tensor([tokens]), torch.from_numpy(own.values).double())[0].detach().numpy()
     speaker = ChainSpeaker(blocks, 1)
     sequence = speaker.open(own)
     np.testing.assert_allclose(speaker.feed(sequence, tokens[:-2]), logits[-3], atol=1e-4)
