@@ -21,6 +21,7 @@ from device_runner.engines.readouts import LogProbabilities, PooledStates, Reado
 from device_runner.engines.saved_values import SavedValues
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.engine import Call, Directions, FloatArray
+from prge.errors import EngineError
 from prge.files.signatures import BACK, STACK, TANGENT
 
 
@@ -61,7 +62,7 @@ class ChainEngine(CheckedEngine):
         return outputs
 
     def _jvp(self, call: Call, directions: Directions) -> tuple[FloatArray, FloatArray]:
-        self._chain.check_role(TANGENT)
+        self._check_role(TANGENT, call)
         forward, readout = self._passes(call)
         queries = len(next(iter(directions.values())))
         outputs, derivatives = readout.empty(), readout.empty(queries)
@@ -74,7 +75,7 @@ class ChainEngine(CheckedEngine):
         return outputs, derivatives
 
     def _vjp(self, call: Call, grad_fn: Callable[[FloatArray], FloatArray]) -> tuple[FloatArray, FloatArray]:
-        self._chain.check_role(BACK)
+        self._check_role(BACK, call)
         forward, readout = self._passes(call)
         parts = forward.of_one_copy(np.arange(len(call.sequences)))
         self._make_room(forward, parts, call.target_count)
@@ -84,6 +85,16 @@ class ChainEngine(CheckedEngine):
         if not (self._saved and self._saved.most):
             self._kept.forget()
         return outputs, gradient
+
+    def _check_role(self, role: str, call: Call) -> None:
+        """A bundle may score longer sequences than it has derivatives of."""
+        self._chain.check_role(role)
+        most, longest = self._chain.longest(role), max(len(each.tokens) for each in call.sequences)
+        if longest > most:
+            raise EngineError(
+                f"a sequence has {longest} tokens, the bundle takes {most} in the role {role}",
+                remedy="give shorter ones, or export the bundle again",
+            )
 
     def _passes(self, call: Call) -> tuple[Forward, Readout]:
         """What takes a call through the blocks, and what reads the states behind them."""

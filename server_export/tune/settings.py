@@ -88,7 +88,7 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
     """Default: exact, the gradient by backpropagation."""
     roles: list[str] | None = None
     """Roles of the exported programs, as of `prge export`. Default: those that this tuning uses;
-    `prge probe` and other estimators need more."""
+    other estimators need more."""
     batch_size: int | None = None
     """Examples of an optimizer step; those that don't fit into memory together are added up. Default: by the
     number of rows."""

@@ -16,7 +16,7 @@ import torch
 from device_runner.engines import planning
 from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.opening import OpenEngine, open_engine
-from prge.engine import Array, Call, FloatArray, Target, TokenSequence
+from prge.engine import Array, Call, FloatArray
 from prge.errors import EngineError
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.signatures import BACK, STACK, TANGENT
@@ -40,6 +40,7 @@ pytestmark = needs_compiler
 # Copies, sequences, queries and targets beyond the bounds of programs, which are 8, 4, 8 and 128.
 STACKS = [(1, 3), (3, 2), (1, 37), (10, 5)]
 TANGENTS = [(2, 3), (9, 6)]
+ROLES = [STACK, TANGENT, BACK]
 
 
 @pytest.fixture(scope="module", params=["llama", *rest("llama lora", "bert", "bert lora", "gemma4")])
@@ -55,6 +56,11 @@ def bundle(folder: Path) -> Bundle:
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Whole:
     return Whole.of(folder)
+
+
+def call_for(bundle: Bundle, role: str, sequences: int) -> Call:
+    """A call that a role computes, with copies where it takes them."""
+    return call_of(bundle.chain.model, sequences, 3 if role == STACK else 1)
 
 
 def close(found: Array, expected: Array, tolerance: float = 2e-5) -> bool:
@@ -122,23 +128,36 @@ def test_a_sequence_of_one_token(bundle: Bundle, whole: Whole) -> None:
     assert close(opened(bundle, STACK).engine.forward(call)[0], outputs_of(whole, call))
 
 
-def test_a_decoders_sequence_without_targets_adds_nothing(bundle: Bundle) -> None:
-    """So does one with what lies behind its last target."""
-    if bundle.chain.is_encoder:
-        pytest.skip("an encoder's sequences have no targets")
-    engine, call = opened(bundle, BACK).engine, call_of(bundle.chain.model, 5)
-    _, *others = call.sequences
-    first = TokenSequence((5, 6, 7), (Target(0, 3, 1.0, 0),))
-    given, shorter = (replace(call, sequences=(one, *others)) for one in (first, replace(first, tokens=(5,))))
-    silent = tuple(each for one in given.sequences for each in (replace(one, targets=()), one))
-    expected = computed(engine, BACK, given)
-    for same in (shorter, replace(call, sequences=silent)):
-        assert bits(computed(engine, BACK, same)) == bits(expected)
-    for role in (STACK, TANGENT, BACK):
-        outputs, *_ = computed(engine, role, replace(call, sequences=silent[::2]))
+@pytest.fixture
+def decoder(make_chain: Callable[[str], Path]) -> Bundle:
+    return open_bundle(make_chain("llama") / "bundle")
+
+
+def test_a_decoders_sequence_without_targets_adds_nothing(decoder: Bundle) -> None:
+    engine, call = opened(decoder, BACK).engine, call_of(decoder.chain.model, 5)
+    silent = [replace(sequence, targets=()) for sequence in call.sequences]
+    pairs = zip(silent, call.sequences, strict=True)
+    among = replace(call, sequences=tuple(sequence for pair in pairs for sequence in pair))
+    assert bits(computed(engine, BACK, among)) == bits(computed(engine, BACK, call))
+    for role in ROLES:
+        outputs, *_ = computed(engine, role, replace(call, sequences=tuple(silent)))
         assert outputs.size == 0
-    (_, gradient) = computed(engine, BACK, replace(call, sequences=silent[::2]))
+    _, gradient = computed(engine, BACK, replace(call, sequences=tuple(silent)))
     assert not gradient.any()
+
+
+def test_what_lies_behind_a_decoders_last_target_changes_nothing(decoder: Bundle) -> None:
+    engine, call = opened(decoder, BACK).engine, call_of(decoder.chain.model, 3)
+    cut = [
+        replace(each, tokens=each.tokens[: 1 + max(target.position for target in each.targets)])
+        for each in call.sequences
+    ]
+    longer = [
+        replace(each, tokens=(each.tokens + (7,) * 16)[: decoder.chain.model.sequence_length]) for each in cut
+    ]
+    assert cut != longer
+    found = [bits(computed(engine, BACK, replace(call, sequences=tuple(some)))) for some in (cut, longer)]
+    assert found[0] == found[1]
 
 
 def test_any_layout_of_adapters_and_directions_is_taken(bundle: Bundle) -> None:
@@ -157,25 +176,15 @@ def test_any_layout_of_adapters_and_directions_is_taken(bundle: Bundle) -> None:
 
 def test_states_are_held_in_turns(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many sequences, copies and queries a call has; no bit changes."""
-    call = call_of(bundle.chain.model, 9, 3)
-    one, engine = replace(call, adapters=call.adapters[:1]), opened(bundle, BACK).engine
-    before = [bits(computed(engine, role, given)) for role, given in ((STACK, call), (TANGENT, one))]
+    engine = opened(bundle, BACK).engine
+    calls = [(role, call_for(bundle, role, 9)) for role in (STACK, TANGENT)]
+    before = [bits(computed(engine, role, call)) for role, call in calls]
     for most in (1, 100):
         monkeypatch.setattr(planning, "STATES_AT_ONCE", most)
-        assert [
-            bits(computed(engine, role, given)) for role, given in ((STACK, call), (TANGENT, one))
-        ] == before
+        assert [bits(computed(engine, role, call)) for role, call in calls] == before
 
 
 # Memory
-
-
-ROLES = [STACK, TANGENT, BACK]
-
-
-def call_for(bundle: Bundle, role: str, sequences: int) -> Call:
-    """A call that a role computes, with copies where it takes them."""
-    return call_of(bundle.chain.model, sequences, 3 if role == STACK else 1)
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from prge.engine import Call
-from prge.errors import BundleError
+from prge.errors import BundleError, EngineError
 from prge.files import chain
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.signatures import BACK, PREFILL, PREFILL_BACK, PREFILL_TANGENT, STACK, TANGENT
@@ -123,16 +123,23 @@ def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:
         assert bits(computed(other.engine, BACK, call)) == whole
 
 
-def test_a_bundle_without_the_way_back_of_pieces_takes_short_rows(folder: Path) -> None:
-    """In steps; it scores longer ones."""
-    found = open_bundle(folder / "bundle").chain
+@pytest.mark.parametrize(("role", "of_pieces"), [(TANGENT, PREFILL_TANGENT), (BACK, PREFILL_BACK)])
+def test_a_bundle_without_a_role_of_pieces_takes_short_rows_in_it(
+    folder: Path, role: str, of_pieces: str
+) -> None:
+    bundle = open_bundle(folder / "bundle")
     kinds = tuple(
-        replace(kind, methods={role: m for role, m in kind.methods.items() if role != PREFILL_BACK})
-        for kind in found.kinds
+        replace(kind, methods={name: m for name, m in kind.methods.items() if name != of_pieces})
+        for kind in bundle.chain.kinds
     )
-    found = replace(found, kinds=kinds)
-    assert found.longest(BACK) == PIECE
-    assert found.longest(STACK) == found.model.sequence_length == TOKENS
+    bundle = replace(bundle, chain=replace(bundle.chain, kinds=kinds))
+    assert bundle.chain.longest(role) == PIECE
+    assert bundle.chain.longest(STACK) == bundle.chain.model.sequence_length == TOKENS
+    engine, model = opened(bundle, role).engine, bundle.chain.model
+    with pytest.raises(EngineError, match=f"has 9 tokens, the bundle takes 8 in the role {role}"):
+        computed(engine, role, call_of(model, 2, lengths=[8, 9]))
+    assert computed(engine, role, call_of(model, 2, lengths=[8]))
+    assert engine.forward(call_of(model, 2)).size
 
 
 def test_pieces_longer_than_rows_are_refused(folder: Path) -> None:
