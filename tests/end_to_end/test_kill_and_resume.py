@@ -37,7 +37,7 @@ INSTANTS = {
     "back": (0, 1, 2, 3, 4, 5, 7, 8),
     "back_saved": (0, 3, 5, 8, 13),
     "loading": (1, 3, 4, 5),
-    "given_back": (1, 4, 6, 9, 14, 18, 23),
+    "given_back": (1, 4, 6, 9, 14, 3, 8),
     "packing": (1, 0, 1, 1),
     "packed": (0, 1, 2, 1, 3),
     "forgetting": (0, 0, 1, 0),
