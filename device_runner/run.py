@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.engines.trunk_cache import TrunkCache
 from device_runner.reporting.next_steps import next_steps
@@ -200,8 +199,9 @@ def open_run(plan: RunPlan, inputs: RunInputs, journal: Journal, budget: Budget 
         threads=settings.threads,
         engine=settings.engine,
         loaded=loaded,
-        cache=cache,
-        kept=KeptStates(settings.checkpoint_dtype, settings.out, loaded),
+        folder=settings.out,
+        checkpoint_dtype=settings.checkpoint_dtype,
+        trunk=cache,
     )
     begin(journal, inputs.identity(settings), settings)
     sampler, estimator = plan.recipe.sampler(inputs.train), estimator_of(journal)
@@ -241,9 +241,9 @@ def train_run(run: OpenRun, watcher: Watcher) -> tuple[TrainingState, Samples | 
     answerer = _answerer(inputs, opened)
     samples = Samples(answerer, state, settings.sample_every, watcher) if answerer else None
     watcher.say(_plan(run))
-    if opened.saved is not None:
+    if opened.store.residual_bytes is not None:
         shape = run.plan.shape
-        watcher.say(opened.saved.told(shape.states, shape.rows * shape.targets))
+        watcher.say(opened.store.describe_residuals(shape.states, shape.rows * shape.targets))
     train(learner, settings.of_loop, samples or watcher, lambda: gates.hold(watcher))
     if watcher.stopped and state.step < settings.steps:
         watcher.say(f"stopped after step {state.step}; go on with: prge run --resume {settings.out}")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
+from device_runner.engines.activations import ActivationStore, values_of
 from device_runner.engines.experts import Experts
 from device_runner.engines.forward import Forward
-from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.parts import Part
-from device_runner.engines.saved_values import SavedValues, read
 from prge.engine import FloatArray
 from prge.files.adapter import adapter_size, views
 from prge.files.signatures import BACK, BACK_SAVED
@@ -20,17 +20,15 @@ class Backward:
     """Goes back through the blocks that a forward pass went through.
 
     Args:
-        forward: of the call, whose parts have what was kept.
-        kept: what entered the blocks.
-        saved: what forward passes saved, of some blocks.
+        forward: of the call.
+        store: has what the forward pass kept.
     """
 
-    def __init__(self, forward: Forward, kept: KeptStates, saved: SavedValues | None) -> None:
+    def __init__(self, forward: Forward, store: ActivationStore) -> None:
         self._forward = forward
         self._chain = forward.chain
         self._blocks = forward.blocks
-        self._kept = kept
-        self._saved = saved
+        self._store = store
         self._experts = Experts(forward.blocks)
         self.gradient: FloatArray = np.zeros(adapter_size(self._chain.modules), np.float32)
         self._gradients = views(self._chain.modules, self.gradient)
@@ -63,18 +61,16 @@ class Backward:
         but the rows: shorter ones come first, those of one padded length in the order of the call.
         """
         is_finite = True
-        for turn, part in enumerate(parts):
-            kept = part.kept.pop()
-            given = {name: array.astype(np.float32, copy=False) for name, array in kept.items()}
-            part.values |= {**given, "state": given["state"][0]}
-            places = self._saved.places(number, turn) if self._saved else {}
-            found = self._forward.run(number, BACK_SAVED if places else BACK, part, read(places))
-            part.shared.keep(number, found)
-            passed = (part.values["state"], found["slope"])
-            is_finite &= all(bool(np.isfinite(array).all()) for array in passed)
-            self._forward.release(part.values)
-            for array in kept.values():
-                self._kept.leave(array)
+        for index, part in enumerate(parts):
+            residuals = self._store.residuals(number, index)
+            role = BACK_SAVED if residuals else BACK
+            with self._store.restored(index) as kept:
+                part.values |= {**kept, "state": kept["state"][0]}
+                found = self._forward.run(number, role, part, values_of(residuals))
+                part.shared.keep(number, found)
+                passed = (part.values["state"], found["slope"])
+                is_finite &= all(bool(np.isfinite(array).all()) for array in passed)
+                self._forward.release(part.values)
             part.values = {"slope": found["slope"]}
             for ours, its in self._forward.matrices(number):
                 of_rows = found[its.gradient]
@@ -85,12 +81,12 @@ class Backward:
 
     def _through_experts(self, number: int, parts: Sequence[Part]) -> bool:
         """The slopes of all parts before the experts of a layer; whether what it read is finite."""
-        kept = [part.kept.pop()["state"] for part in parts]
-        states = [array[0].astype(np.float32, copy=False) for array in kept]
-        slopes = self._experts.back(number, states, [part.values["slope"] for part in parts])
-        is_finite = all(bool(np.isfinite(array).all()) for array in (*states, *slopes))
-        for part, array, slope in zip(parts, kept, slopes, strict=True):
+        with ExitStack() as stack:
+            kept = [stack.enter_context(self._store.restored(index)) for index in range(len(parts))]
+            states = [arrays["state"][0] for arrays in kept]
+            slopes = self._experts.back(number, states, [part.values["slope"] for part in parts])
+            is_finite = all(bool(np.isfinite(array).all()) for array in (*states, *slopes))
+        for part, slope in zip(parts, slopes, strict=True):
             self._forward.release(part.values)
-            self._kept.leave(array)
             part.values = {"slope": slope}
         return is_finite

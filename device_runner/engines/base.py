@@ -123,7 +123,7 @@ class CheckedEngine(ABC):
                 )
             if not (min(sequence.tokens) >= 0 and max(sequence.tokens) < vocabulary):
                 raise EngineError(f"sequence {number} has a token that isn't one of 0 to {vocabulary - 1}")
-            for target in () if model.is_encoder else sequence.targets:
+            for target in sequence.targets:
                 if not (0 <= target.position < length and 0 <= target.token < vocabulary):
                     raise EngineError(
                         f"sequence {number} has the target {target.token} at {target.position}, must be 0 to "

@@ -10,19 +10,19 @@ from collections.abc import Callable
 
 import numpy as np
 
+from device_runner.engines.activations import ActivationStore
 from device_runner.engines.backward import Backward
 from device_runner.engines.base import CheckedEngine
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.forward import Forward
-from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.parts import Part
 from device_runner.engines.planning import slices, turns
 from device_runner.engines.readouts import LogProbabilities, PooledStates, Readout
-from device_runner.engines.saved_values import SavedValues
-from device_runner.engines.trunk_cache import TrunkCache
 from prge.engine import Call, Directions, FloatArray
 from prge.errors import EngineError
 from prge.files.signatures import BACK, STACK, TANGENT
+
+_READOUTS: dict[str, type[Readout]] = {"logprobs": LogProbabilities, "pooled": PooledStates}
 
 
 class ChainEngine(CheckedEngine):
@@ -31,25 +31,14 @@ class ChainEngine(CheckedEngine):
     Args:
         blocks: of the bundle.
         threads: size of the engine's pool.
-        cache: keeps the states that enter the lowest adapted block, sequence by sequence.
-        kept: keeps the states that enter the blocks of a `vjp`.
-        saved: what forward passes save for the way back; without it all is computed again.
+        store: holds activations; without it in memory, and blocks save none.
     """
 
-    def __init__(
-        self,
-        blocks: Blocks,
-        threads: int,
-        cache: TrunkCache | None = None,
-        kept: KeptStates | None = None,
-        saved: SavedValues | None = None,
-    ) -> None:
+    def __init__(self, blocks: Blocks, threads: int, store: ActivationStore | None = None) -> None:
         super().__init__(blocks.chain.model, threads)
         self._blocks = blocks
         self._chain = blocks.chain
-        self._cache = cache
-        self._kept = kept or KeptStates()
-        self._saved = saved
+        self._store = store or ActivationStore(blocks)
         self._above = range(self._chain.lowest_adapted, self._chain.end)
 
     def _forward(self, call: Call) -> FloatArray:
@@ -78,12 +67,11 @@ class ChainEngine(CheckedEngine):
         self._check_role(BACK, call)
         forward, readout = self._passes(call)
         parts = forward.of_one_copy(np.arange(len(call.sequences)))
-        self._make_room(forward, parts, call.target_count)
-        forward.through(parts, STACK, self._above, self._kept, self._saved)
-        outputs, slopes = readout.vjp(parts, grad_fn, self._saved)
-        gradient = Backward(forward, self._kept, self._saved).through(parts, slopes, self._above)
-        if not (self._saved and self._saved.most):
-            self._kept.forget()
+        self._begin(forward, parts, call.target_count)
+        forward.through(parts, STACK, self._above, self._store)
+        outputs, slopes = readout.vjp(parts, grad_fn, self._store)
+        gradient = Backward(forward, self._store).through(parts, slopes, self._above)
+        self._store.end()
         return outputs, gradient
 
     def _check_role(self, role: str, call: Call) -> None:
@@ -98,16 +86,13 @@ class ChainEngine(CheckedEngine):
 
     def _passes(self, call: Call) -> tuple[Forward, Readout]:
         """What takes a call through the blocks, and what reads the states behind them."""
-        readout = PooledStates if self._chain.is_encoder else LogProbabilities
-        return Forward(self._blocks, call, self._cache), readout(self._blocks, call.sequences)
+        readout = _READOUTS[self._chain.model.readout](self._blocks, call.sequences)
+        return Forward(self._blocks, call, readout, self._store.trunk), readout
 
-    def _make_room(self, forward: Forward, parts: list[Part], targets: int) -> None:
-        """Room for what a forward pass keeps and saves."""
+    def _begin(self, forward: Forward, parts: list[Part], targets: int) -> None:
+        """Make room for the activations of a call."""
         blocks = [turn.start for turn in self._chain.turns(self._above)]
-        numbers = [count for part in parts for block in blocks for count in forward.kept_numbers(part, block)]
-        self._kept.begin(len(numbers), sum(numbers))
-        if self._saved is not None:
-            asked = 0 if self._chain.is_encoder else targets
-            # A row in pieces saves nothing.
-            whole = [(part.rows.size, 0 if forward.in_pieces(part) else part.length) for part in parts]
-            self._saved.begin(whole, asked)
+        checkpoints = [n for part in parts for block in blocks for n in forward.kept_numbers(part, block)]
+        # A row in pieces saves no residuals.
+        whole = [(part.rows.size, 0 if forward.in_pieces(part) else part.length) for part in parts]
+        self._store.begin(checkpoints, whole, targets)

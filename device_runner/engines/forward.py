@@ -11,22 +11,16 @@ from types import MappingProxyType
 
 import numpy as np
 
+from device_runner.engines.activations import ActivationStore, outputs_of
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.experts import Experts
-from device_runner.engines.kept_states import KeptStates
-from device_runner.engines.parts import Arrays, Part, padding_of, tokens_of
+from device_runner.engines.parts import Arrays, Part, tokens_of
 from device_runner.engines.pieces import Pieces
-from device_runner.engines.planning import (
-    copies_together,
-    groups,
-    groups_of_one_adapter,
-    padded_lengths,
-    slices,
-)
-from device_runner.engines.saved_values import SavedValues, written
+from device_runner.engines.planning import copies_together, groups, groups_of_one_adapter, slices
+from device_runner.engines.readouts import Readout
 from device_runner.engines.shared_values import SharedValues, beside, parted
 from device_runner.engines.trunk_cache import TrunkCache
-from prge.engine import Array, Call, Directions, FloatArray, IntArray, TokenSequence
+from prge.engine import Array, Call, Directions, FloatArray, IntArray
 from prge.files.adapter import views
 from prge.files.chain import GIVEN, KEYS, TABLE, VALUES
 from prge.files.signatures import BACK, SAVE, STACK, TANGENT
@@ -41,15 +35,17 @@ class Forward:
     Args:
         blocks: of the bundle.
         call: with its sequences and adapters.
-        cache: keeps the states that enter the lowest adapted block.
+        readout: of the same call.
+        trunk: keeps the states that enter the lowest adapted block.
     """
 
-    def __init__(self, blocks: Blocks, call: Call, cache: TrunkCache | None = None) -> None:
+    def __init__(self, blocks: Blocks, call: Call, readout: Readout, trunk: TrunkCache | None = None) -> None:
         self.blocks = blocks
         self.chain = blocks.chain
         self.call = call
-        self.lengths = padded_lengths(call.sequences, self.chain.bounds, self.chain.is_encoder)
-        self._cache = cache
+        self.lengths = readout.lengths
+        self._readout = readout
+        self._trunk = trunk
         self._adapters = views(self.chain.modules, call.adapters)
         self._pieces = Pieces(blocks)
         self._experts = Experts(blocks)
@@ -101,25 +97,23 @@ class Forward:
 
     def _new_part(self, rows: IntArray, copy: IntArray, values: Arrays, shared: SharedValues) -> Part:
         length = int(self.lengths[rows.flat[0]])
-        given: Arrays = {"ones": np.ones((1, length, 1), np.float32)}
-        if self.chain.is_encoder:
-            given["padding"] = padding_of(self.call.sequences, rows, length)
+        given = {"ones": np.ones((1, length, 1), np.float32), **self._readout.masks(rows, length)}
         return Part(rows, copy, values, given, shared)
 
     # Below the lowest adapted block
 
     def _below(self, numbers: IntArray) -> dict[int, FloatArray]:
         """What enters the lowest adapted block, f32 [length, width], and behind it shared values."""
-        if self._cache is None:
+        if self._trunk is None:
             return self._computed(numbers)
-        return {number: self._cached(number, self._cache) for number in numbers.tolist()}
+        return {number: self._cached(number, self._trunk) for number in numbers.tolist()}
 
-    def _cached(self, number: int, cache: TrunkCache) -> FloatArray:
+    def _cached(self, number: int, trunk: TrunkCache) -> FloatArray:
         """That of a sequence, kept for its own length: what follows from the sequence alone."""
         sequence, length = self.call.sequences[number], int(self.lengths[number])
         width = self.blocks.width(self.chain.lowest_adapted) + sum(self._widths)
         seen = [np.array(sequence.tokens[:length], np.int64), np.array([length])]
-        return cache.states(
+        return trunk.states(
             self.blocks.sha256,
             seen,
             (length, width),
@@ -148,8 +142,7 @@ class Forward:
         parts: Sequence[Part],
         role: str,
         numbers: range,
-        kept: KeptStates | None = None,
-        saved: SavedValues | None = None,
+        store: ActivationStore | None = None,
     ) -> None:
         """Take all parts through some blocks, in place.
 
@@ -157,41 +150,39 @@ class Forward:
             parts: before the first of them.
             role: `stack` or `tangent`.
             numbers: of the blocks.
-            kept: keeps what a way back needs, if there is one.
-            saved: has places for what it needs of some blocks.
+            store: keeps what a backward pass needs, if there is one.
         """
         for experts in self.chain.turns(numbers):
             number = experts.start
             if self.chain.is_expert(number):
-                self._through_experts(number, parts, kept)
+                self._through_experts(number, parts, store)
                 continue
-            for turn, part in enumerate(parts):
-                places = saved.places(number, turn) if saved else {}
-                if places:
+            for index, part in enumerate(parts):
+                residuals = store.residuals(number, index) if store else {}
+                if residuals:
                     alone = part.of_one_copy({"state": part.values["state"][0]})
-                    answer = self.run(number, SAVE, alone, into=written(places))
-                    found = {name: array[None] for name, array in answer.items() if name not in places}
+                    answer = self.run(number, SAVE, alone, into=outputs_of(residuals))
+                    found = {name: array[None] for name, array in answer.items() if name not in residuals}
                 else:
                     found = self.run(number, role, part)
                 part.shared.keep(number, found)
                 of_pieces = (KEYS, VALUES, *self.chain.carried(number))
                 needed = {name: found.pop(name) for name in of_pieces if name in found}
-                if kept is None:
+                if store is None:
                     part.shared.leave(number, self.blocks.release)
                 else:
-                    needed["state"] = part.values["state"]
-                    part.kept.append({name: kept.keep(array) for name, array in needed.items()})
+                    store.keep(index, {**needed, "state": part.values["state"]})
                 self.release(part.values)
                 part.values = found
 
-    def _through_experts(self, number: int, parts: Sequence[Part], kept: KeptStates | None) -> None:
+    def _through_experts(self, number: int, parts: Sequence[Part], store: ActivationStore | None) -> None:
         """All parts at once, so that an expert is loaded once."""
         names = ("state", "d_state") if "d_state" in parts[0].values else ("state",)
         given = [[part.values[name] for part in parts] for name in names]
-        if kept is not None:
+        if store is not None:
             read = self.blocks.routing(number).read
-            for part, state in zip(parts, given[0], strict=True):
-                part.kept.append({"state": kept.keep(state[..., :read])})
+            for index, state in enumerate(given[0]):
+                store.keep(index, {"state": state[..., :read]})
         found = self._experts.forward(number, *given)
         for turn, part in enumerate(parts):
             self.release(part.values)
@@ -255,8 +246,3 @@ class Forward:
         """Let the memory of outputs be used again."""
         for array in values.values():
             self.blocks.release(array)
-
-
-def mask_of(sequence: TokenSequence, length: int) -> FloatArray:
-    """1 for a token and 0 for padding, f32 [length, 1]."""
-    return (np.arange(length) < len(sequence.tokens)).astype(np.float32)[:, None]

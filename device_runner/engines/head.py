@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 import numpy as np
 
+from device_runner.engines.activations import ActivationStore, Residuals, outputs_of, values_of
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.planning import at_least_two, slices
-from device_runner.engines.saved_values import Place, SavedValues, read, written
 from prge.engine import Array, FloatArray, IntArray
 from prge.files.chain import FEWEST_TOKENS
 from prge.files.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
@@ -41,7 +41,7 @@ class VocabularyHead:
         states: FloatArray,
         targets: IntArray,
         tangents: FloatArray | None = None,
-        saved: SavedValues | None = None,
+        store: ActivationStore | None = None,
     ) -> Reading:
         """What the head tells of targets.
 
@@ -49,7 +49,7 @@ class VocabularyHead:
             states: f32 [targets, width] that each is read from.
             targets: tokens, i64 [targets].
             tangents: f32 [queries, targets, width] of the states.
-            saved: has places for what the way back needs, of some pieces.
+            store: has room for the residuals of some pieces, if there is a backward pass.
         """
         queries = 0 if tangents is None else len(tangents)
         reading = Reading(targets, self._blocks.chain.piece_words, queries)
@@ -60,31 +60,34 @@ class VocabularyHead:
                     for some in slices(queries, self._bounds.queries)
                     if tangents is not None
                 ]
-                into = written(self._places(piece, saved), mine.start)
+                into = outputs_of(self._residuals(piece, store), mine.start)
                 within = reading.within(piece, mine)[0]
                 ask = partial(self._parts, piece, states[mine], within, moved, into)
                 reading.add(piece, mine, *reading.ask(mine, ask))
         return reading
 
     def back(
-        self, states: FloatArray, reading: Reading, slopes: FloatArray, saved: SavedValues | None = None
+        self, states: FloatArray, reading: Reading, slopes: FloatArray, store: ActivationStore | None = None
     ) -> FloatArray:
         """Slope of the states f32 [targets, width], from that of each target's log-probability."""
         result = np.zeros_like(states)
         for piece in self._pieces:
-            places = self._places(piece, saved)
-            role = BACK_SAVED if places else BACK
+            residuals = self._residuals(piece, store)
+            role = BACK_SAVED if residuals else BACK
             for mine in self._slices(len(states), _ROWS_OF_BACK):
                 targets, has = reading.within(piece, mine)
                 # With the logarithm of the whole sum as the shift, the sum of exponentials is 1.
                 slope = np.stack([slopes[mine] * has, -slopes[mine]], -1)
                 shift = reading.log_total[mine].astype(np.float32)
-                more = {"slope": slope, **{name: array[0] for name, array in read(places, mine).items()}}
+                more = {
+                    "slope": slope,
+                    **{name: array[0] for name, array in values_of(residuals, mine).items()},
+                }
                 result[mine] += self._run(piece, role, states[mine], targets, shift, more)["slope"]
         return result
 
-    def _places(self, piece: int, saved: SavedValues | None) -> Mapping[str, Place]:
-        return saved.places(self._blocks.chain.end + piece) if saved else {}
+    def _residuals(self, piece: int, store: ActivationStore | None) -> Residuals:
+        return store.residuals(self._blocks.chain.end + piece) if store else {}
 
     def _parts(
         self,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from device_runner.engines.activations import ActivationStore
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.choice import choose
-from device_runner.engines.kept_states import KeptStates
-from device_runner.engines.saved_values import SavedValues
 from device_runner.engines.speaking import ChainSpeaker
 from device_runner.engines.trunk_cache import Precision, TrunkCache
 from prge.engine import Engine, EngineName
@@ -24,8 +24,8 @@ class OpenEngine:
     threads: int
     name: str
     blocks: Blocks
+    store: ActivationStore
     notes: str = ""
-    saved: SavedValues | None = None
 
     def speaker(
         self, slots: int = 1, context: int | None = None, precision: Precision = "float32"
@@ -41,8 +41,9 @@ def open_engine(
     threads: int | None = None,
     engine: EngineName = "auto",
     loaded: int | None = None,
-    cache: TrunkCache | None = None,
-    kept: KeptStates | None = None,
+    folder: Path | None = None,
+    checkpoint_dtype: Precision = "float32",
+    trunk: TrunkCache | None = None,
     speaks: bool = False,
 ) -> OpenEngine:
     """Open the blocks of a bundle, each tried before it is used.
@@ -52,10 +53,11 @@ def open_engine(
         role: of steps: `tangent` where `jvp` is going to be called, `back` for `vjp`.
         threads: size of the engine's thread pool; by default what the runtime picks, performance cores.
         engine: see device_runner.engines.choice.
-        loaded: bytes of weights that may stay loaded; beside all of them, of what a `vjp` saves. See
-            prge.learning.costs.Budget.
-        cache: keeps what the blocks below the adapter make of sequences.
-        kept: keeps the states that enter the blocks of a `vjp`.
+        loaded: bytes of weights that may stay loaded, as many of activation checkpoints in memory, and what
+            is left beside all weights for residuals. See prge.learning.costs.Budget.
+        folder: of the file of activation checkpoints that take more.
+        checkpoint_dtype: of activation checkpoints.
+        trunk: keeps what the blocks below the adapter compute.
         speaks: whether texts are to be written too, see `OpenEngine.speaker`.
 
     Raises:
@@ -69,9 +71,13 @@ def open_engine(
     roles = {role, *((PREFILL, DECODE) if speaks else ())}
     blocks = Blocks(bundle, backend, roles, loaded, notes.append)
     count = backend.runtime.set_threads(threads)
-    saved = None
-    # What is rounded between blocks has to go through them again.
-    if role == BACK and (kept is None or kept.precision == "float32"):
-        saved = SavedValues(blocks, blocks.beside_weights)
-    opened = ChainEngine(blocks, count, cache, kept, saved)
-    return OpenEngine(opened, count, backend.name, blocks, "; ".join(notes), saved)
+    store = ActivationStore(
+        blocks,
+        precision=checkpoint_dtype,
+        folder=folder,
+        checkpoint_bytes=loaded,
+        # Residuals of hidden states that checkpoints round would belong to another forward pass.
+        residual_bytes=blocks.beside_weights if role == BACK and checkpoint_dtype == "float32" else None,
+        trunk=trunk,
+    )
+    return OpenEngine(ChainEngine(blocks, count, store), count, backend.name, blocks, store, "; ".join(notes))

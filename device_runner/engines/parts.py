@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from device_runner.engines.shared_values import SharedValues
-from prge.engine import Array, FloatArray, IntArray, TokenSequence
-from prge.files.chain import MASKED
+from prge.engine import Array, IntArray, TokenSequence
 
 Arrays = dict[str, Array]
 
@@ -25,7 +24,6 @@ class Part:
         beside: what every block is given beside it.
         shared: values that several blocks read.
         directions: factors of the rows' directions, by their names in the call.
-        kept: of a way back, the states that entered the blocks, and of a row in pieces what it needs besides.
     """
 
     rows: IntArray
@@ -34,7 +32,6 @@ class Part:
     beside: Arrays
     shared: SharedValues
     directions: Arrays = field(default_factory=dict)
-    kept: list[Arrays] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -45,7 +42,7 @@ class Part:
         """The same rows without the axis of copies, with values that lack it."""
         beside = {name: array[0] if name == "padding" else array for name, array in self.beside.items()}
         shared = self.shared.of_one_copy()
-        return Part(self.rows, self.copy, values, beside, shared, self.directions, self.kept)
+        return Part(self.rows, self.copy, values, beside, shared, self.directions)
 
 
 def tokens_of(sequences: Sequence[TokenSequence], rows: IntArray, length: int) -> IntArray:
@@ -55,11 +52,3 @@ def tokens_of(sequences: Sequence[TokenSequence], rows: IntArray, length: int) -
         given = sequences[int(number)].tokens[:length]
         tokens[place][: len(given)] = given
     return tokens
-
-
-def padding_of(sequences: Sequence[TokenSequence], rows: IntArray, length: int) -> FloatArray:
-    """What an encoder's attention adds, f32 [copies, batch, 1, 1, length]: nothing for a token."""
-    ends = np.array([len(sequences[number].tokens) for number in rows.ravel().tolist()]).reshape(
-        *rows.shape, 1, 1, 1
-    )
-    return np.where(np.arange(length) < ends, np.float32(0), np.float32(MASKED))

@@ -13,24 +13,15 @@ own, so programs are given at least two (`at_least_two`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
-from prge.engine import STATES_AT_ONCE, Array, IntArray, TokenSequence
+from prge.engine import STATES_AT_ONCE, Array, IntArray
 from prge.files.chain import FEWEST_TOKENS, Bounds
 
 # Sequences are padded to multiples of this: for a few tokens more, more of them are of one length.
 _MULTIPLE = 8
-
-
-def padded_lengths(sequences: Sequence[TokenSequence], bounds: Bounds, is_encoder: bool) -> IntArray:
-    """Tokens that each sequence is computed with, i64 [sequences]: a decoder's up to its last target."""
-    counts = (
-        len(each.tokens) if is_encoder else 1 + max((at.position for at in each.targets), default=0)
-        for each in sequences
-    )
-    return np.array([padded_length(count, bounds) for count in counts], np.int64)
 
 
 def padded_length(tokens: int, bounds: Bounds) -> int:

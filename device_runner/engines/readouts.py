@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from device_runner.engines.activations import ActivationStore
 from device_runner.engines.blocks import Blocks
-from device_runner.engines.forward import mask_of
 from device_runner.engines.head import VocabularyHead
-from device_runner.engines.parts import Part
-from device_runner.engines.saved_values import SavedValues
+from device_runner.engines.parts import Arrays, Part
+from device_runner.engines.planning import padded_length
 from prge.engine import FloatArray, IntArray, TokenSequence
+from prge.files.chain import MASKED
 
 GradOfOutputs = Callable[[FloatArray], FloatArray]
 
@@ -23,11 +24,23 @@ class Readout(ABC):
     Args:
         blocks: of the bundle.
         sequences: of the call.
+
+    `lengths` are the tokens that each sequence is computed with, i64 [sequences].
     """
 
     def __init__(self, blocks: Blocks, sequences: Sequence[TokenSequence]) -> None:
         self._blocks = blocks
         self._sequences = sequences
+        bounds = blocks.chain.bounds
+        self.lengths = np.array([padded_length(self._tokens_read(each), bounds) for each in sequences])
+
+    @abstractmethod
+    def _tokens_read(self, sequence: TokenSequence) -> int:
+        """How many tokens of a sequence its outputs depend on, from its first."""
+
+    def masks(self, rows: IntArray, length: int) -> Arrays:
+        """What blocks are given of the padding of some rows [copies, batch], by name."""
+        return {}
 
     @abstractmethod
     def empty(self, *lead: int) -> FloatArray:
@@ -43,7 +56,7 @@ class Readout(ABC):
 
     @abstractmethod
     def vjp(
-        self, parts: Sequence[Part], grad_fn: GradOfOutputs, saved: SavedValues | None
+        self, parts: Sequence[Part], grad_fn: GradOfOutputs, store: ActivationStore
     ) -> tuple[FloatArray, list[FloatArray]]:
         """The outputs [...] of all parts, and the gradient of each part's states [batch, length, width]."""
 
@@ -59,6 +72,9 @@ class LogProbabilities(Readout):
         targets = [target for sequence in sequences for target in sequence.targets]
         self._positions = np.array([target.position for target in targets], np.int64)
         self._tokens = np.array([target.token for target in targets], np.int64)
+
+    def _tokens_read(self, sequence: TokenSequence) -> int:
+        return 1 + max((target.position for target in sequence.targets), default=0)
 
     def empty(self, *lead: int) -> FloatArray:
         """See Readout."""
@@ -80,14 +96,14 @@ class LogProbabilities(Readout):
             outputs[asked], derivatives[:, asked] = reading.logprobs, reading.changes
 
     def vjp(
-        self, parts: Sequence[Part], grad_fn: GradOfOutputs, saved: SavedValues | None
+        self, parts: Sequence[Part], grad_fn: GradOfOutputs, store: ActivationStore
     ) -> tuple[FloatArray, list[FloatArray]]:
         """See Readout."""
         _, asked = self._asked(parts)
         states, outputs = self._picked(parts, "state"), self.empty()
-        reading = self._head.read(states, self._tokens[asked], saved=saved)
+        reading = self._head.read(states, self._tokens[asked], store=store)
         outputs[asked] = reading.logprobs
-        picked = self._head.back(states, reading, grad_fn(outputs)[asked], saved)
+        picked = self._head.back(states, reading, grad_fn(outputs)[asked], store)
         found, start = [], 0
         for part in parts:
             grads = np.zeros((part.rows.size, part.length, picked.shape[-1]), np.float32)
@@ -126,6 +142,15 @@ class LogProbabilities(Readout):
 class PooledStates(Readout):
     """An encoder's: one vector for each sequence, [..., sequences, width]."""
 
+    def _tokens_read(self, sequence: TokenSequence) -> int:
+        return len(sequence.tokens)
+
+    def masks(self, rows: IntArray, length: int) -> Arrays:
+        """What attention adds to the scores of keys, f32 [copies, batch, 1, 1, length]: 0 for a token."""
+        counts = [len(self._sequences[number].tokens) for number in rows.ravel().tolist()]
+        ends = np.array(counts).reshape(*rows.shape, 1, 1, 1)
+        return {"padding": np.where(np.arange(length) < ends, np.float32(0), np.float32(MASKED))}
+
     def empty(self, *lead: int) -> FloatArray:
         """See Readout."""
         width = self._blocks.chain.width
@@ -151,7 +176,7 @@ class PooledStates(Readout):
             self._blocks.release(tangents)
 
     def vjp(
-        self, parts: Sequence[Part], grad_fn: GradOfOutputs, saved: SavedValues | None
+        self, parts: Sequence[Part], grad_fn: GradOfOutputs, store: ActivationStore
     ) -> tuple[FloatArray, list[FloatArray]]:
         """See Readout."""
         outputs = self.empty()
@@ -168,15 +193,19 @@ class PooledStates(Readout):
         """Of states [..., length, width] of a sequence, [..., width]."""
         if self._blocks.chain.pooling != "mean":
             return states[..., 0, :]
-        mask = mask_of(self._sequences[number], states.shape[-2])
+        mask = self._mask(number, states.shape[-2])
         # Added up token by token: a matrix product may add in another order for another shape.
         total: FloatArray = (mask * states).sum(-2) / mask.sum()
         return total
 
+    def _mask(self, number: int, length: int) -> FloatArray:
+        """1 for a token of a sequence and 0 for padding, f32 [length, 1]."""
+        return (np.arange(length) < len(self._sequences[number].tokens)).astype(np.float32)[:, None]
+
     def _share(self, number: int, length: int) -> FloatArray:
         """How much of each state a sequence's vector has, f32 [length, 1]."""
         if self._blocks.chain.pooling == "mean":
-            mask = mask_of(self._sequences[number], length)
+            mask = self._mask(number, length)
             share: FloatArray = mask / mask.sum()
             return share
         return (np.arange(length) == 0).astype(np.float32)[:, None]

@@ -9,7 +9,6 @@ from itertools import groupby
 
 import numpy as np
 
-from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.messages import Answer
@@ -147,8 +146,9 @@ def open_local(
     sized = plan_steps(plan, settings, bundle, inputs.train, memory)
     budget = budget_of_steps(bundle, [sized.shape], memory, engine, "this device")
     loaded = None if budget is None else budget.loaded
-    kept = KeptStates("float32", settings.out, loaded)
-    opened = open_engine(bundle, sized.role, threads=threads, engine=engine, loaded=loaded, kept=kept)
+    opened = open_engine(
+        bundle, sized.role, threads=threads, engine=engine, loaded=loaded, folder=settings.out
+    )
     data = inputs.origin["train"]
     return Local(plan, sized.settings, bundle, opened.engine, inputs.train, data=data), opened
 

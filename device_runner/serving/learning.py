@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.engines.blocks import Blocks
-from device_runner.engines.kept_states import KeptStates
 from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.serving.feedback_index import SECONDS, ChangedError, Entry, FeedbackIndex
 from device_runner.serving.flags import LearnFlags
@@ -366,7 +365,8 @@ def open_learning(
         threads=settings.threads,
         engine=settings.engine,
         loaded=loaded,
-        kept=KeptStates(settings.checkpoint_dtype, flags.learn, loaded),
+        folder=flags.learn,
+        checkpoint_dtype=settings.checkpoint_dtype,
         speaks=True,
     )
     if opened.notes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,8 @@ class Device:
         blocks: Any = None  # nobody speaks
         engine: Any = _Engine(self, role)
         assert engine.model == bundle.chain.model
-        return OpenEngine(engine, 1, "numpy", blocks)
+        store: Any = SimpleNamespace(residual_bytes=None)
+        return OpenEngine(engine, 1, "numpy", blocks, store)
 
     def replaces(self, monkeypatch: pytest.MonkeyPatch, *modules: object) -> None:
         """Put this device where these modules open engines."""

@@ -164,9 +164,7 @@ def test_no_space_left(run_words: list[object], tmp_path: Path) -> None:
 def test_no_space_left_for_the_states_of_an_exact_step(workshop: Path, tmp_path: Path) -> None:
     """They lie in a file above `--memory`. The run goes on where there is room for them."""
     # KTO compares the examples of a step, so that the activations of all of them are kept at once.
-    rated = [
-        {"prompt": "aa aa ?", "completion": " yes", "label": number % 2 == 0} for number in range(24)
-    ]
+    rated = [{"prompt": "aa aa ?", "completion": " yes", "label": number % 2 == 0} for number in range(24)]
     (tmp_path / "rated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rated))
     words = [
         "--bundle", workshop / "bundle", "--train", tmp_path / "rated.jsonl", "--objective", "kto",

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from device_runner.engines.activations import ActivationStore
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.opening import OpenEngine
 from device_runner.engines.planning import padded_length
@@ -206,7 +207,7 @@ def test_a_copy_of_the_adapter_is_answered_alike_with_any_number_of_others(scene
 
 
 def test_a_gradient_is_the_same_whether_values_are_saved_for_it_or_not(scene: Scene) -> None:
-    assert scene.opened.saved is not None and scene.opened.saved.most
+    assert scene.opened.store.residual_bytes
     call = scene.call(range(len(LENGTHS)))
     (outputs, saved), (again, computed) = (
         engine.vjp(call, gradient_by_outputs)
@@ -218,7 +219,7 @@ def test_a_gradient_is_the_same_whether_values_are_saved_for_it_or_not(scene: Sc
 
 def test_states_from_the_cache_change_no_bit(scene: Scene, tmp_path: Path) -> None:
     cache = TrunkCache(tmp_path / "cache", 1 << 24)
-    engine = ChainEngine(scene.opened.blocks, 1, cache, saved=scene.opened.saved)
+    engine = ChainEngine(scene.opened.blocks, 1, ActivationStore(scene.opened.blocks, trunk=cache))
     rows = [7, 2, 0, 3]
     for _ in range(2):
         found, gradient = scene.outputs(BACK, rows, engine=engine)

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from device_runner.engines import planning
-from device_runner.engines.kept_states import KeptStates
+from device_runner.engines.activations import ActivationStore
+from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.opening import OpenEngine, open_engine
 from prge.engine import Array, Call, FloatArray
 from prge.errors import EngineError
@@ -247,11 +248,14 @@ def test_many_calls_take_no_more_buffers_than_the_first(bundle: Bundle, role: st
     assert counts[0] == counts[-1] > 0
 
 
-def test_kept_states_in_a_file_change_no_bit_and_in_float16_little(bundle: Bundle, tmp_path: Path) -> None:
+def test_checkpoints_in_a_file_change_no_bit_and_in_float16_little(bundle: Bundle, tmp_path: Path) -> None:
     call = call_of(bundle.chain.model, 9)
-    in_file, half = KeptStates("float32", tmp_path, 0), KeptStates("float16")
+    programs = opened(bundle, BACK)
+    in_file = ActivationStore(programs.blocks, folder=tmp_path, checkpoint_bytes=0)
+    half = ActivationStore(programs.blocks, precision="float16")
     expected, in_a_file, rounded = (
-        computed(opened(bundle, BACK, kept=kept).engine, BACK, call) for kept in (None, in_file, half)
+        computed(ChainEngine(programs.blocks, 1, store), BACK, call)
+        for store in (programs.store, in_file, half)
     )
     assert bits(in_a_file) == bits(expected)
     assert rounded[0].tobytes() == expected[0].tobytes()

@@ -13,11 +13,10 @@ from device_runner.engines.planning import (
     groups,
     groups_of_one_adapter,
     padded_length,
-    padded_lengths,
     slices,
     turns,
 )
-from prge.engine import STATES_AT_ONCE, IntArray, Target, TokenSequence
+from prge.engine import STATES_AT_ONCE, IntArray
 from prge.files.chain import Bounds
 
 BOUNDS = Bounds(copies=3, batch=4, tokens=300, piece=100)
@@ -44,13 +43,6 @@ def test_a_sequence_is_padded_to_a_multiple_and_a_long_one_not_at_all(tokens: in
 
 def test_a_program_for_few_tokens_gets_no_more() -> None:
     assert [padded_length(tokens, Bounds(tokens=5)) for tokens in (1, 5)] == [5, 5]
-
-
-def test_a_decoders_sequence_is_as_long_as_its_last_target_needs() -> None:
-    targets = (Target(18, 1, 1.0, 0), Target(8, 1, 1.0, 0))
-    sequences = [TokenSequence((1,) * 90, targets), TokenSequence((1,) * 90), TokenSequence((1,) * 120)]
-    assert padded_lengths(sequences, BOUNDS, is_encoder=False).tolist() == [24, 8, 8]
-    assert padded_lengths(sequences, BOUNDS, is_encoder=True).tolist() == [96, 96, 120]
 
 
 @given(COUNTS, st.integers(1, 400))

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from device_runner.engines import speaking
+from device_runner.engines.activations import ActivationStore
 from device_runner.engines.chain_engine import ChainEngine
-from device_runner.engines.saved_values import SavedValues
 from device_runner.engines.speaking import ChainSpeaker
 from prge.engine import Array, Call
 from prge.files import chain
@@ -96,13 +96,14 @@ def test_answers_of_all_copies_are_the_models(case: Case) -> None:
 def test_the_gradient_is_autograds_whatever_is_saved(case: Case) -> None:
     call = case.call(3)
     engines = (
-        ChainEngine(case.blocks, 1, saved=saved) for saved in (None, SavedValues(case.blocks, 1 << 40))
+        ChainEngine(case.blocks, 1, ActivationStore(case.blocks, residual_bytes=most))
+        for most in (None, 1 << 40)
     )
     (outputs, found), (_, from_saved) = (engine.vjp(call, slope_of) for engine in engines)
     expected, gradient = by_autograd(case.whole, call)
     assert difference(outputs, expected) < 1e-5
     assert difference(found, gradient) < 1e-4
-    # PyTorch's products have other last bits where their operands lie otherwise; test_saved_values.py has the
+    # PyTorch's products have other last bits where their operands lie otherwise; test_activations.py has the
     # engine's, which don't.
     assert np.abs(found - from_saved).max() < 1e-5 * np.abs(gradient).max()
 
