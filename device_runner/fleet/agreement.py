@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
@@ -30,6 +33,15 @@ MOST_AGREEMENT_BYTES = 1 << 16
 HASH_BYTES = 16
 # Whole numbers of the noise's grid fit their words, and what they stand for a float32.
 _WITH_NOISE = {"noise": (1e-3, 1e6), "clip": (1e-6, 1e6)}
+
+
+class FleetRecipe(Recipe):
+    """The recipe of a plan's steps."""
+
+    def learning_rates(self) -> Callable[[int], dict[str, float]]:
+        """Learning rates of a step, rounded to float32 as messages carry them."""
+        rates = super().learning_rates()
+        return lambda step: {name: float(np.float32(rate)) for name, rate in rates(step).items()}
 
 
 @dataclass(frozen=True)
@@ -132,10 +144,10 @@ class Plan(OptimizerFlags, RateFlags):
         return (self.queries, 1 if self.share_directions else self.examples)
 
     @property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> FleetRecipe:
         """That of a run which takes the plan's steps."""
         exact = self.estimator == "exact"
-        return Recipe(
+        return FleetRecipe(
             estimator=self.estimator,
             queries=None if exact else self.queries,
             share_directions=self.estimator == "tangent" and self.share_directions,

@@ -30,7 +30,6 @@ from device_runner.fleet.combining import (
     values_of,
 )
 from device_runner.fleet.common import common_recipe, pack_state, replayer, take_steps
-from device_runner.fleet.local import rates_of
 from device_runner.fleet.messages import (
     Answer,
     MessageError,
@@ -402,7 +401,7 @@ class Coordinator:
         losses = np.median([answer.losses.astype(np.float64) for answer in answers], 0)
         values = np.array([answer.values for answer in answers])
         if plan.by_scalars:
-            rates = rates_of(plan)
+            rates = plan.recipe.learning_rates()
             steps = Steps(
                 step,
                 np.array([rates(step + k)["learning_rate"] for k in range(plan.local_steps)], np.float32),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -20,16 +19,17 @@ from device_runner.session.settings import RunSettings
 from prge.engine import Engine, EngineName, FloatArray
 from prge.errors import ConfigError
 from prge.files.bundle import Bundle
-from prge.files.journal import Journal, Record
+from prge.files.journal import Journal
 from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.exact import check_single_sequences
-from prge.learning.estimators.protocol import Measurement
+from prge.learning.estimators.protocol import Estimator
 from prge.learning.examples import Example
 from prge.learning.preferences import Preference
 from prge.learning.sampling import Sampler, row_order
-from prge.learning.training import AdapterLearner, TrainingSettings, train
 from prge.rows.report import warn_unread
 from prge.rows.sources import describe_paths
+from prge.running.recipe import Recipe
+from prge.running.session import SessionData, Unwatched, open_session
 from prge.verbs.kinds import Bytes
 
 # Losses f32 [K], and scalars f32 [K * scalars of a step] or a change f32 [size].
@@ -75,45 +75,53 @@ class Local:
         Raises:
             DivergenceError: see prge.learning.training.
         """
-        plan = self.plan
-        state = self._from(start)
-        first, end = state.step, state.step + plan.local_steps
+        plan, store = self.plan, _RoundStore(self.plan, start, journal, self.draw)
         order = _Turns if plan.noise else _OwnRows
         sampler = order(self.examples, plan.examples, rows_seed, plan.loss_normalisation)
-        sampler.offset = taken - first
-        loop = TrainingSettings(end, plan.seed, checkpoint_every=0)
-        learner = AdapterLearner(
-            engine=self.engine,
-            sampler=sampler,
-            estimator=self._estimator,
-            learning_rates=rates_of(plan),
-            state=state,
-            settings=loop,
-            journal=journal,
-            keep=lambda state: None,
-        )
-        train(learner, loop, _Silence(), stopped)
-        records = [record for step in range(first, end) if (record := journal.step(step)) is not None]
+        sampler.offset = taken - store.first_step
+        data = SessionData(train=self.examples, adapter=start.adapter, sampler=sampler)
+        end = store.first_step + plan.local_steps
+        session = open_session(plan.recipe, self.engine, data, store, until=end)
+        session.train(Unwatched(), stopped)
+        steps = range(store.first_step, end)
+        records = [record for step in steps if (record := journal.step(step)) is not None]
         if len(records) < plan.local_steps:
             return None
         losses = np.array([record["loss"] for record in records], np.float32)
         if plan.by_scalars:
             return losses, np.array([record["scalars"] for record in records], np.float32).ravel()
-        return losses, state.adapter.values - start.adapter.values
+        return losses, session.state.adapter.values - start.adapter.values
 
-    def _from(self, start: TrainingState) -> TrainingState:
-        """The state that the device's own steps change."""
-        # The server takes one step a round where devices send changes.
-        first = start.step if self.plan.by_scalars else start.step * self.plan.local_steps
-        state = start.copy()
-        state.progress.step = first
+
+@dataclass(frozen=True)
+class _RoundStore:
+    """Implements Store for a round: its journal, and the common state that it begins with."""
+
+    plan: Plan
+    start: TrainingState
+    journal: Journal
+    draw: Draw
+    checkpoint_every: int = 0
+
+    @property
+    def first_step(self) -> int:
+        """Steps before the round: the server takes one a round where devices send changes."""
+        return self.start.step if self.plan.by_scalars else self.start.step * self.plan.local_steps
+
+    def estimator(self, recipe: Recipe) -> Estimator:
+        """See Store; what it measures is what is reported."""
+        return Reported(recipe.new_estimator(), self.plan, self.draw)
+
+    def resume(self, first: TrainingState) -> TrainingState:
+        """See Store; a device that sends changes begins every round with a new optimizer."""
+        state = self.start.copy()
+        state.progress.step = self.first_step
         if not self.plan.by_scalars:
-            state.optimizer = self.plan.recipe.new_optimizer(start.adapter.modules)
+            state.optimizer = first.optimizer
         return state
 
-    @cached_property
-    def _estimator(self) -> Reported:
-        return Reported(self.plan.recipe.new_estimator(), self.plan, self.draw)
+    def save(self, state: TrainingState) -> None:
+        """See Store; the journal is enough."""
 
 
 def open_local(
@@ -184,12 +192,6 @@ def by_row(examples: Sequence[Example]) -> list[list[Example]]:
     return [list(windows) for _, windows in groupby(examples, lambda example: example.row)]
 
 
-def rates_of(plan: Plan) -> Callable[[int], dict[str, float]]:
-    """Learning rates of a step as messages carry them, in float32."""
-    rates = plan.recipe.learning_rates()
-    return lambda step: {name: float(np.float32(rate)) for name, rate in rates(step).items()}
-
-
 class _OwnRows(Sampler):
     """A device's batches go on where its last round ended, whichever steps those were for the fleet."""
 
@@ -210,13 +212,3 @@ class _Turns(_OwnRows):
         turns = range((step + self.offset) * count, (step + self.offset + 1) * count)
         windows = [(turn // len(rows), rows[order[turn % len(rows)]]) for turn in turns]
         return [window[turn % len(window)] for turn, window in windows]
-
-
-class _Silence:
-    """Implements Observer; a round's steps are told by nobody."""
-
-    def on_step(self, record: Record, measurement: Measurement | None) -> None:
-        """Nothing."""
-
-    def on_evaluation(self, record: Record, fresh: bool) -> None:
-        """Nothing."""

@@ -21,7 +21,6 @@ from typing import Any
 from device_runner.engines.opening import OpenEngine
 from device_runner.serving.feedback_index import Entry
 from device_runner.session.inputs import (
-    estimator_of,
     origin_of,
 )
 from device_runner.session.planning import plan_run
@@ -32,14 +31,11 @@ from prge.files.bundle import Bundle
 from prge.files.curves import score_of
 from prge.files.journal import Journal, Record
 from prge.files.run_folder import CHECKPOINTS, FINAL, JOURNAL
-from prge.learning.checkpoint import TrainingState, keep_state, load_latest, write_result
-from prge.learning.encoder_heads import Heads
-from prge.learning.estimators.protocol import Measurement
+from prge.learning.checkpoint import TrainingState, write_result
 from prge.learning.evaluation import score
 from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
 from prge.learning.sampling import row_order
-from prge.learning.training import AdapterLearner, train
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.feedback import Fields
 from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
@@ -51,6 +47,8 @@ from prge.rows.sources import Source, read_source
 from prge.rows.splitting import split_rows
 from prge.rows.task import RowError, Task, load_task
 from prge.rows.tokenizer import Tokenizer
+from prge.running.session import SessionData, Unwatched, open_session
+from prge.running.store import RunStore
 
 # Of what was asked in a round, one in so many is held back, the third one first.
 _HELD, _FIRST = 5, 2
@@ -235,26 +233,18 @@ class Workshop:
         with _Journal(_folder_of(round.folder, identity) / JOURNAL, self.apart) as journal:
             if journal.first("start") is None:
                 journal.append(identity)
-            state = plan.recipe.new_state(adapter, Heads())
-            load_latest(round.folder / CHECKPOINTS, state, newest=journal.steps)
-            every, gradients = settings.checkpoint_every, settings.keep_gradients
-            template = self._bundle.adapter
-
-            def keep(at: TrainingState) -> None:
-                kept = round.folder, at, template, journal, every, gradients
-                self.apart(lambda: keep_state(*kept))
-
-            learner = AdapterLearner(
-                engine=self._engine,
-                sampler=plan.recipe.sampler(examples),
-                estimator=estimator_of(journal),
-                learning_rates=plan.recipe.learning_rates(),
-                state=state,
-                settings=settings.of_loop,
+            store = _RoundStore(
+                folder=round.folder,
                 journal=journal,
-                keep=keep,
+                template=self._bundle.adapter,
+                checkpoint_every=settings.checkpoint_every,
+                keep_gradients=settings.keep_gradients,
+                apart=self.apart,
             )
-            train(learner, settings.of_loop, _Unwatched(), self._interrupted)
+            data = SessionData(train=examples, adapter=adapter)
+            session = open_session(plan.recipe, self._engine, data, store)
+            session.train(Unwatched(), self._interrupted)
+            state = session.state
         if state.step < settings.steps:
             return None
         judged = self._judged(round, adapter, state.adapter, settings.steps, learnt)
@@ -334,14 +324,16 @@ def at_once(work: Callable[[], Any]) -> Any:
     return work()
 
 
-class _Unwatched:
-    """Implements prge.learning.training.Observer: nobody watches."""
+@dataclass(frozen=True, kw_only=True)
+class _RoundStore(RunStore):
+    """Checkpoints are written apart."""
 
-    def on_step(self, record: Record, measurement: Measurement | None) -> None:
-        """See Observer."""
+    apart: Apart
 
-    def on_evaluation(self, record: Record, fresh: bool) -> None:
-        """See Observer."""
+    def save(self, state: TrainingState) -> None:
+        """See Store."""
+        save = super().save
+        self.apart(lambda: save(state))
 
 
 def build_options(settings: RunSettings, task: Task | None = None) -> BuildOptions:

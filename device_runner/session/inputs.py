@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 from device_runner.session.samples import SamplePrompt, read_prompts
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
-from prge.files.journal import Journal, Record, encode_array
+from prge.files.journal import Record, encode_array
 from prge.files.peft import find_adapter, read_compatible_adapter
-from prge.learning.estimators.protocol import Estimator, InTurn
-from prge.learning.estimators.table import EstimatorFlags
 from prge.learning.examples import Example, tokens_sha256
 from prge.learning.head import Head
 from prge.learning.objectives import CROSS_ENTROPY, Objective
@@ -25,12 +23,7 @@ from prge.rows.report import DataReport, show_sample
 from prge.rows.sources import read_source
 from prge.rows.task import Task
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
-from prge.running.recipe import Recipe
 from prge.text.prompts import Prompts
-
-# What may change with the estimator of a run, and the journal's record of it.
-CHANGEABLE = frozenset({"learning_rate", *(item.name for item in fields(EstimatorFlags))})
-CHANGE = "change"
 
 
 @dataclass(frozen=True)
@@ -157,17 +150,3 @@ def _sample_rows(count: int, dev: list[Example]) -> list[Example]:
             remedy="leave it out, or give --dev and a task with candidates",
         )
     return dev[:count]
-
-
-def settings_records(journal: Journal) -> list[Record]:
-    """The records of a journal that have settings: of its start, and of every change."""
-    return [record for record in journal.records if record["kind"] in ("start", CHANGE)]
-
-
-def estimator_of(journal: Journal) -> Estimator:
-    """The estimator of a journal's run; it replays a step by that which the step was taken with."""
-    since = []
-    for record in settings_records(journal):
-        with journal.reading(record):
-            since.append((record.get("step", 0), Recipe.from_record(record["settings"]).new_estimator()))
-    return since[0][1] if len(since) == 1 else InTurn(since)

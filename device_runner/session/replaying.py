@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from device_runner.session.inputs import estimator_of
 from prge.errors import RunError
 from prge.files.adapter import Adapter
 from prge.files.journal import Journal, Record, decode_array
@@ -11,6 +10,7 @@ from prge.learning.encoder_heads import Heads
 from prge.learning.estimators.protocol import Estimator
 from prge.model_spec import AdaptedModule
 from prge.running.recipe import Recipe
+from prge.running.store import estimator_of
 
 
 def replay(journal: Journal, step: int | None = None) -> TrainingState:

@@ -16,7 +16,7 @@ from prge.rows.windows import Overflow
 from prge.verbs.bounds import bound_problems
 from prge.verbs.kinds import Day, Paths
 from prge.verbs.outputs import OutputFolder
-from prge.verbs.settings import part_of, with_whole_paths
+from prge.verbs.settings import with_whole_paths
 
 Flags = TypeVar("Flags", bound="TrainingFlags")
 Rows = TypeVar("Rows", bound="RowsFlags")
@@ -150,6 +150,18 @@ class CourseFlags(OverflowFlags, RateFlags):
         """Steps of warm-up."""
         return usual_warmup(self.steps) if self.warmup is None else self.warmup
 
+    def loop(self, *, checkpoint_every: int, until: int | None = None) -> TrainingSettings:
+        """The settings of the loop, which ends after `until` steps if that is given."""
+        return TrainingSettings(
+            steps=self.steps if until is None else until,
+            seed=self.seed,
+            evaluate_every=self.evaluate_every,
+            evaluate_at=self.evaluate_at,
+            checkpoint_every=checkpoint_every,
+            patience=self.patience,
+            divergence_ratio=self.divergence_ratio,
+        )
+
 
 @dataclass(frozen=True)
 class TrainingFlags(CourseFlags, ExampleFlags):
@@ -174,11 +186,6 @@ class TrainingFlags(CourseFlags, ExampleFlags):
     def resolved(self: Flags) -> Flags:
         """The same settings with absolute paths, for whoever resumes from another folder."""
         return with_whole_paths(self, leave=hub_names(self, _ROWS), places=("model",))
-
-    @property
-    def of_loop(self) -> TrainingSettings:
-        """The part of the settings that the loop needs."""
-        return part_of(TrainingSettings, self)
 
     def shared_problems(self, steps: int | None) -> list[str]:
         """What can't be used of the settings above; `steps` of the training, if they are known."""

@@ -59,7 +59,7 @@ class Device:
         blocks: Any = None  # nobody speaks
         engine: Any = _Engine(self, role)
         assert engine.model == bundle.chain.model
-        store: Any = SimpleNamespace(residual_bytes=None)
+        store: Any = SimpleNamespace(residual_bytes=None, trunk=None)
         return OpenEngine(engine, 1, "numpy", blocks, store)
 
     def replaces(self, monkeypatch: pytest.MonkeyPatch, *modules: object) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +87,7 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
     with watcher, graceful_stop(watcher):
         watcher.say(inputs.report)
         # There is no resuming, so that nothing is kept on the way.
-        train(learner, replace(settings.of_loop, checkpoint_every=0), watcher, lambda: watcher.stopped)
+        train(learner, settings.loop(checkpoint_every=0), watcher, lambda: watcher.stopped)
         if watcher.stopped and learner.progress.step < settings.steps:
             raise KeyboardInterrupt
         watcher.stop_clock()
