@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cached_property
 
 import numpy as np
 
@@ -29,7 +30,6 @@ class Backward:
         self._chain = forward.chain
         self._blocks = forward.blocks
         self._store = store
-        self._experts = Experts(forward.blocks)
         self.gradient: FloatArray = np.zeros(adapter_size(self._chain.modules), np.float32)
         self._gradients = views(self._chain.modules, self.gradient)
 
@@ -78,6 +78,10 @@ class Backward:
                     self._gradients[ours.name][...] += of_row
                 self._blocks.release(of_rows)
         return is_finite
+
+    @cached_property
+    def _experts(self) -> Experts:
+        return Experts(self._blocks)
 
     def _through_experts(self, number: int, parts: Sequence[Part]) -> bool:
         """The slopes of all parts before the experts of a layer; whether what it read is finite."""

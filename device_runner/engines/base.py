@@ -6,9 +6,9 @@ import gc
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from prge.host.memory import GET_MEMORY
 from prge.model_spec import ModelSpec, matrices
 
 Tensors = Sequence["tuple[int, tuple[int, ...]] | None"]
-_Found = TypeVar("_Found")
 
 # c10/core/ScalarType.h, as far as programs name them
 DTYPES = {
@@ -66,13 +65,15 @@ class CheckedEngine(ABC):
             EngineError: the call isn't of the model, or the engine failed. The engine stays usable.
         """
         self._check(call)
-        return self._computed(lambda: self._forward(call))
+        with self._computing():
+            return self._forward(call)
 
     def jvp(self, call: Call, directions: Directions) -> tuple[FloatArray, FloatArray]:
         """See prge.engine.Engine; errors as of `forward`."""
         self._check(call, 1)
         self._check_directions(directions, len(call.sequences))
-        return self._computed(lambda: self._jvp(call, directions))
+        with self._computing():
+            return self._jvp(call, directions)
 
     def vjp(self, call: Call, grad_fn: GradFn) -> tuple[FloatArray, FloatArray]:
         """See prge.engine.Engine; errors as of `forward`."""
@@ -88,12 +89,15 @@ class CheckedEngine(ABC):
                 )
             return grads
 
-        return self._computed(lambda: self._vjp(call, checked))
+        with self._computing():
+            return self._vjp(call, checked)
 
-    def _computed(self, compute: Callable[[], _Found]) -> _Found:
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Count a call and its time, and explain why it failed."""
         start = time.perf_counter()
         try:
-            found = compute()
+            yield
         except RuntimeError as error:
             remedy = "export the bundle again with this version of executorch; if it stays, report it"
             raise EngineError(
@@ -102,7 +106,6 @@ class CheckedEngine(ABC):
             ) from None
         self.seconds += time.perf_counter() - start
         self.calls += 1
-        return found
 
     def _check(self, call: Call, copies: int | None = None) -> None:
         """Not every kernel checks its indices; one out of range may read foreign memory."""

@@ -45,7 +45,7 @@ class ChainEngine(CheckedEngine):
         forward, readout = self._passes(call)
         outputs = readout.empty(len(call.adapters))
         for numbers in turns(forward.lengths, len(call.adapters)):
-            parts = forward.with_copies(numbers)
+            parts = forward.with_copies(numbers, forward.below(numbers))
             forward.through(parts, STACK, self._above)
             readout.forward(parts, outputs)
         return outputs
@@ -56,17 +56,18 @@ class ChainEngine(CheckedEngine):
         queries = len(next(iter(directions.values())))
         outputs, derivatives = readout.empty(), readout.empty(queries)
         for numbers in turns(forward.lengths, 1 + queries):
-            below = forward.of_one_copy(numbers)
+            parts = forward.of_one_copy(numbers, forward.below(numbers))
             for mine in slices(queries, self._chain.bounds.queries):
-                parts = forward.with_directions(below, directions, mine)
-                forward.through(parts, TANGENT, self._above)
-                readout.jvp(parts, outputs, derivatives[mine])
+                moved = forward.with_directions(parts, directions, mine)
+                forward.through(moved, TANGENT, self._above)
+                readout.jvp(moved, outputs, derivatives[mine])
         return outputs, derivatives
 
     def _vjp(self, call: Call, grad_fn: Callable[[FloatArray], FloatArray]) -> tuple[FloatArray, FloatArray]:
         self._check_role(BACK, call)
         forward, readout = self._passes(call)
-        parts = forward.of_one_copy(np.arange(len(call.sequences)))
+        numbers = np.arange(len(call.sequences))
+        parts = forward.of_one_copy(numbers, forward.below(numbers))
         self._begin(forward, parts, call.target_count)
         forward.through(parts, STACK, self._above, self._store)
         outputs, slopes = readout.vjp(parts, grad_fn, self._store)

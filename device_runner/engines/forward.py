@@ -7,6 +7,7 @@ loaded. A row that is longer than the bundle's pieces is a part of its own, whic
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -27,6 +28,8 @@ from prge.files.signatures import BACK, SAVE, STACK, TANGENT
 from prge.model_spec import Matrix
 
 _NOTHING: Mapping[str, Array] = MappingProxyType({})
+# f32 [length, width] by the number of each sequence.
+Trunk = dict[int, FloatArray]
 
 
 class Forward:
@@ -36,29 +39,34 @@ class Forward:
         blocks: of the bundle.
         call: with its sequences and adapters.
         readout: of the same call.
-        trunk: keeps the states that enter the lowest adapted block.
+        cache: keeps the states that enter the lowest adapted block.
     """
 
-    def __init__(self, blocks: Blocks, call: Call, readout: Readout, trunk: TrunkCache | None = None) -> None:
+    def __init__(self, blocks: Blocks, call: Call, readout: Readout, cache: TrunkCache | None = None) -> None:
         self.blocks = blocks
         self.chain = blocks.chain
         self.call = call
         self.lengths = readout.lengths
         self._readout = readout
-        self._trunk = trunk
+        self._cache = cache
         self._adapters = views(self.chain.modules, call.adapters)
-        self._pieces = Pieces(blocks)
-        self._experts = Experts(blocks)
         # Shared values that enter the lowest adapted block, and their widths.
         self._entering = self.chain.shared_at(self.chain.lowest_adapted)
         self._widths = [blocks.shared_width(value) for value in self._entering]
 
-    # The parts of some sequences
+    @cached_property
+    def _pieces(self) -> Pieces:
+        return Pieces(self.blocks)
 
-    def with_copies(self, numbers: IntArray) -> list[Part]:
-        """Sequences with every copy of the adapter, before the lowest adapted block."""
+    @cached_property
+    def _experts(self) -> Experts:
+        return Experts(self.blocks)
+
+    # The parts of some sequences, before the lowest adapted block
+
+    def with_copies(self, numbers: IntArray, below: Trunk) -> list[Part]:
+        """Sequences with every copy of the adapter."""
         bounds, copies = self.chain.bounds, len(self.call.adapters)
-        below = self._below(numbers)
         if copies == 1:
             grids = groups_of_one_adapter(numbers, self.lengths, bounds)
             return [self._part(rows, np.zeros(len(rows), np.int64), below) for rows in grids]
@@ -68,9 +76,9 @@ class Forward:
             for mine in slices(copies, copies_together(int(self.lengths[rows[0]]), bounds))
         ]
 
-    def of_one_copy(self, numbers: IntArray) -> list[Part]:
+    def of_one_copy(self, numbers: IntArray, below: Trunk) -> list[Part]:
         """Sequences with the only adapter, each part as many rows as a call takes."""
-        below, one = self._below(numbers), np.zeros(1, np.int64)
+        one = np.zeros(1, np.int64)
         return [
             self._part(rows[None], one, below) for rows in groups(numbers, self.lengths, self.chain.bounds)
         ]
@@ -88,7 +96,7 @@ class Forward:
             found.append(moved)
         return found
 
-    def _part(self, rows: IntArray, copy: IntArray, below: Mapping[int, FloatArray]) -> Part:
+    def _part(self, rows: IntArray, copy: IntArray, below: Trunk) -> Part:
         states = np.stack([below[number] for number in rows.ravel().tolist()])
         state, *entering = parted(states.reshape(*rows.shape, *states.shape[1:]), self._widths)
         shared = SharedValues(self.chain)
@@ -102,25 +110,25 @@ class Forward:
 
     # Below the lowest adapted block
 
-    def _below(self, numbers: IntArray) -> dict[int, FloatArray]:
-        """What enters the lowest adapted block, f32 [length, width], and behind it shared values."""
-        if self._trunk is None:
-            return self._computed(numbers)
-        return {number: self._cached(number, self._trunk) for number in numbers.tolist()}
+    def below(self, numbers: IntArray) -> Trunk:
+        """Hidden states that enter the lowest adapted block, and after them shared values."""
+        if self._cache is not None:
+            return {number: self._cached(number, self._cache) for number in numbers.tolist()}
+        return self._computed(numbers)
 
-    def _cached(self, number: int, trunk: TrunkCache) -> FloatArray:
+    def _cached(self, number: int, cache: TrunkCache) -> FloatArray:
         """That of a sequence, kept for its own length: what follows from the sequence alone."""
         sequence, length = self.call.sequences[number], int(self.lengths[number])
         width = self.blocks.width(self.chain.lowest_adapted) + sum(self._widths)
         seen = [np.array(sequence.tokens[:length], np.int64), np.array([length])]
-        return trunk.states(
+        return cache.states(
             self.blocks.sha256,
             seen,
             (length, width),
             lambda: self._computed(np.array([number]))[number],
         )
 
-    def _computed(self, numbers: IntArray) -> dict[int, FloatArray]:
+    def _computed(self, numbers: IntArray) -> Trunk:
         parts = []
         for rows in groups_of_one_adapter(numbers, self.lengths, self.chain.bounds):
             tokens = tokens_of(self.call.sequences, rows, int(self.lengths[rows.flat[0]]))

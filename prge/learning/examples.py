@@ -114,4 +114,5 @@ def microbatches(examples: Sequence[Example], tokens: int) -> Iterator[Sequence[
             yield examples[start:index]
             start, count = index, 0
         count += more
-    yield examples[start:]
+    if len(examples) > start:
+        yield examples[start:]

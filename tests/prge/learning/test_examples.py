@@ -13,7 +13,7 @@ from tests.rows import KINDS_OF_ROWS, classified, completion, long_choice
 ROWS = [*[example for kind in KINDS_OF_ROWS.values() for example in kind], classified(1, [3, 4, 5], 2, 0)]
 
 
-@given(st.lists(st.sampled_from(ROWS), min_size=1, max_size=20), st.integers(1, 60))
+@given(st.lists(st.sampled_from(ROWS), max_size=20), st.integers(1, 60))
 def test_microbatches_are_whole_and_small(examples: list[Example], tokens: int) -> None:
     parts = [*microbatches(examples, tokens)]
     assert [example for part in parts for example in part] == examples
