@@ -83,7 +83,7 @@ def test_chat_reads_the_lines_of_this_side(phone: FakePhone) -> None:
     [
         (("third",), "has no run 'third'; it has: first, other, second"),
         (("first", "other"), "the runs have different bundles"),
-        ((), "no run is named"),
+        ((), "--names or --bundle is missing"),
         (("base",), "no run is named"),
         (("../first",), "can't be the name of a run"),
     ],
