@@ -60,7 +60,7 @@ def send_run(phone: Phone, tuning: Tuning, bundle: str) -> str:
     return remote
 
 
-def send_tuning(phone: Phone, tuning: Tuning, rows: bool) -> str:
+def send_tuning(phone: Phone, tuning: Tuning, rows: bool = False) -> str:
     """Bring a tuning as a tuning: bundle, adapter and, if something is to learn there, `rows`; its folder."""
     with tempfile.TemporaryDirectory(prefix="prge-push-") as name:
         folder = Path(name)

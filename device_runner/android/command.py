@@ -12,13 +12,13 @@ from device_runner.android.adb import quote
 from device_runner.android.bench import BenchSettings, bench
 from device_runner.android.bringing import send_bundle, send_run
 from device_runner.android.device import WITH_ROWS, DeviceSettings, Phone
-from device_runner.android.jobs import RunFlags, wait_for
+from device_runner.android.jobs import RunFlags, resume, wait_for
 from device_runner.android.joining import JoinFlags
 from device_runner.android.preflight import examine
-from device_runner.android.remote import NamedRuns, RemoteVerb
+from device_runner.android.remote import RemoteVerb
 from device_runner.android.runtime import MANIFEST as RUNTIME_MANIFEST
 from device_runner.android.runtime import BundleSettings, build_runtime, open_runtime
-from device_runner.android.serving import ServeFlags, reached, ways_to
+from device_runner.android.serving import ServeFlags, reach, reached, ways_to
 from device_runner.fleet.joining import JoinSettings
 from device_runner.serving.flags import ServeSettings
 from device_runner.serving.history import FEEDBACK
@@ -27,6 +27,7 @@ from device_runner.session.speaking import ChatSettings, GenerateSettings
 from prge.errors import ConfigError, DeviceError
 from prge.files.run_folder import LOG
 from prge.files.tuned import tuning_at
+from prge.verbs.inputs import InputPath
 from prge.verbs.outputs import OutputFolder
 from prge.verbs.settings import parse_settings
 from prge.verbs.subverbs import Action, run_action
@@ -49,7 +50,7 @@ class PushSettings(DeviceSettings):
     Files that are there already, by their hashes, are not sent again.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[InputPath, ...]
     """Runtimes, bundles, folders of `prge tune`, and files of rows."""
     check: bool = False
     """Compare the files there even if the folder was whole when it was sent."""
@@ -235,7 +236,7 @@ def _on_phone(
 
 
 def _fleet(argv: list[str]) -> int:
-    return run_action(argv, {"join": JOIN.action}, "prge android fleet", "A phone as a fleet's device.")
+    return run_action(argv, {"join": _remote("join")}, "prge android fleet", "A phone as a fleet's device.")
 
 
 def _known(phone: Phone, name: str) -> None:
@@ -243,31 +244,21 @@ def _known(phone: Phone, name: str) -> None:
         raise phone.no_run(name)
 
 
-RUN = RemoteVerb("run", RunSettings, "start a run on a phone, or go on with one", RunFlags)
-EVAL = RemoteVerb("eval", EvaluateSettings, "score an adapter on rows, on the phone", positional=("bundle",))
-GENERATE = RemoteVerb(
-    "generate",
-    GenerateSettings,
-    "write what a run's model answers to prompts, on the phone",
-    NamedRuns,
-    positional=("names",),
-)
-CHAT = RemoteVerb(
-    "chat",
-    ChatSettings,
-    "talk to a run's model, on the phone",
-    NamedRuns,
-    positional=("names",),
-    reads=True,
-)
-SERVE = RemoteVerb(
-    "serve",
-    ServeSettings,
-    "start a server on a phone that this computer reaches, or go on with one",
-    ServeFlags,
-    positional=("bundle",),
-)
-JOIN = RemoteVerb("fleet join", JoinSettings, "let a phone take part in a fleet, detached", JoinFlags)
+REMOTE = {
+    "run": RemoteVerb("run", RunSettings, "start a run on a phone, or go on with one", RunFlags, resume),
+    "eval": RemoteVerb("eval", EvaluateSettings, "score an adapter on rows, on a phone"),
+    "generate": RemoteVerb("generate", GenerateSettings, "write what a model answers, on a phone"),
+    "chat": RemoteVerb("chat", ChatSettings, "talk to a model, on a phone", reads=True),
+    "serve": RemoteVerb(
+        "serve", ServeSettings, "start a server on a phone, or go on with one", ServeFlags, reach
+    ),
+    "join": RemoteVerb("fleet join", JoinSettings, "let a phone take part in a fleet", JoinFlags),
+}
+
+
+def _remote(name: str) -> Action:
+    return Action(REMOTE[name].help, REMOTE[name].main)
+
 
 ACTIONS = {
     "bundle": Action("build the folder that a phone needs, for arm64 or amd64", _bundle),
@@ -275,13 +266,13 @@ ACTIONS = {
     "push": Action(
         "bring the runtime, bundles or rows to a phone", _on_phone("push", PushSettings, _push, "paths")
     ),
-    "run": RUN.action,
+    "run": _remote("run"),
     "status": Action("tell how runs stand", _on_phone("status", StatusSettings, _status, "names")),
     "logs": Action("print a run's log", _on_phone("logs", LogsSettings, _logs, "name")),
-    "eval": EVAL.action,
-    "generate": GENERATE.action,
-    "chat": CHAT.action,
-    "serve": SERVE.action,
+    "eval": _remote("eval"),
+    "generate": _remote("generate"),
+    "chat": _remote("chat"),
+    "serve": _remote("serve"),
     "bench": Action(
         "measure what others publish, on a phone", _on_phone("bench", BenchSettings, bench, "only")
     ),

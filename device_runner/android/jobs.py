@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from device_runner.android.adb import Adb, quote
-from device_runner.android.device import Job, Phone, check_name
-from device_runner.android.remote import RemoteCall, RemoteFlags, ResumeFlags
+from device_runner.android.device import DeviceSettings, Job, Phone, check_name
+from device_runner.android.remote import RemoteCall, RemoteFlags
 from prge.errors import DeviceError
 from prge.verbs.outputs import OutputFolder
+from prge.verbs.settings import parse_settings
 
 EARLY_SECONDS = 10.0
 # Between two lines of how a run stands that is waited for.
@@ -21,7 +23,7 @@ TELL_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeRunFlags(ResumeFlags):
+class ResumeFlags(DeviceSettings):
     """Go on with a run that was stopped or killed."""
 
     resume: str = ""
@@ -29,17 +31,12 @@ class ResumeRunFlags(ResumeFlags):
     wait: bool = False
     """Wait until the run has ended."""
 
-    def go_on(self) -> int:
-        """See ResumeFlags."""
-        phone = self.phone()
-        return report(phone, resume_run(phone, self.resume, self.wait))
-
 
 @dataclass(frozen=True, kw_only=True)
-class RunFlags(RemoteFlags, ResumeRunFlags):
+class RunFlags(RemoteFlags, ResumeFlags):
     """The run on the device: it goes on without cable and computer."""
 
-    RESUMED: ClassVar = ResumeRunFlags
+    POSITIONAL: ClassVar = ()
     NOT_GIVEN: ClassVar = ("change_estimator",)
 
     out: Path
@@ -77,6 +74,13 @@ class RunFlags(RemoteFlags, ResumeRunFlags):
             if self.remove:
                 phone.remove(phone.path("runs", name), phone.path("jobs", name))
         return code
+
+
+def resume(argv: list[str]) -> int:
+    """`prge android run --resume NAME`; returns the exit code, raises PrgeError."""
+    flags = parse_settings(ResumeFlags, argv, "prge android run")
+    phone = flags.phone()
+    return report(phone, resume_run(phone, flags.resume, flags.wait))
 
 
 def resume_run(phone: Phone, name: str, wait: bool) -> Job:
@@ -118,10 +122,8 @@ def wait_for(phone: Phone, name: str, prints: bool = True) -> Job:
             if lost > 30:
                 raise
             time.sleep(2)
-            try:
+            with suppress(DeviceError):
                 phone = Phone(Adb(phone.adb.serial), phone.folder)
-            except DeviceError:
-                continue
             continue
         if job.state != "running":
             return job

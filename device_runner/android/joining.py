@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from device_runner.android.adb import quote
-from device_runner.android.device import Phone, check_name
+from device_runner.android.device import check_name
 from device_runner.android.jobs import report, start_job
 from device_runner.android.remote import RemoteCall, RemoteFlags
 from device_runner.android.runtime import MANIFEST
@@ -23,6 +23,8 @@ _LOCAL = ("127.0.0.1", "localhost")
 class JoinFlags(RemoteFlags):
     """The device of the fleet. Where --server is 127.0.0.1, this computer is reached by the cable."""
 
+    POSITIONAL: ClassVar = ()
+
     name: str = "fleet"
     """Of the job on the device, and of its folder of this fleet there; `prge android stop` ends it."""
 
@@ -31,25 +33,21 @@ class JoinFlags(RemoteFlags):
         check_name(self.name)
         return {"folder": Path(self.path("fleets", self.name))}
 
-    def bring(self, phone: Phone, settings: Any) -> Mapping[str, Any]:
-        """Bring the device's keys, and lay its way to a server of this computer; see RemoteFlags."""
+    def execute(self, call: RemoteCall) -> int:
+        """Start the device; see RemoteFlags."""
+        phone, settings = call.phone, call.settings
         script = f"grep -q '\"flwr\":' {quote([phone.path('runtime', MANIFEST)])}"
         if phone.adb.shell(script).code:
             raise DeviceError(
                 f"the runtime on {phone.adb.serial} is one without Flower",
                 remedy="make another: prge android bundle --fleet runtime, then prge android push runtime",
             )
+        keys = None if settings.keys is None else phone.path("fleets", f"{self.name}-keys")
+        if keys is not None:
+            phone.send_folder(settings.keys, keys, names=KEY_FILES)
+            phone.adb.check(f"chmod -R go= {quote([keys])}", "protecting the keys")
+        words = call.send(call.bring(keys=keys), phone.path("jobs", self.name))
         host, _, port = settings.server.rpartition(":")
         if host in _LOCAL:
             phone.adb.reverse(port)
-        if settings.keys is None:
-            return {}
-        keys = phone.path("fleets", f"{self.name}-keys")
-        phone.send_folder(settings.keys, keys, names=KEY_FILES)
-        phone.adb.check(f"chmod -R go= {quote([keys])}", "protecting the keys")
-        return {"keys": keys}
-
-    def execute(self, call: RemoteCall) -> int:
-        """Start the device; see RemoteFlags."""
-        words = call.send(call.bring(), call.phone.path("jobs", self.name))
-        return report(call.phone, start_job(call.phone, self.name, words))
+        return report(phone, start_job(phone, self.name, words))

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from device_runner.android.adb import quote
-from device_runner.android.device import Job, Phone, check_name
-from device_runner.android.remote import RemoteCall, RemoteFlags, ResumeFlags
+from device_runner.android.bringing import send_bundle, send_tuning
+from device_runner.android.device import DeviceSettings, Job, Phone, check_name
+from device_runner.android.remote import RemoteCall, RemoteFlags
 from device_runner.serving.history import FEEDBACK
 from prge.errors import INTERRUPTED, ConfigError, DeviceError, PrgeError
 from prge.files.run_folder import JOURNAL
-from prge.verbs.settings import yaml_of
+from prge.files.tuned import tuning_at
+from prge.verbs.settings import parse_settings, yaml_of
 
 KEY = "key"
 READY = "listening at"
@@ -35,10 +37,8 @@ _OWN_ENDS = (0, PrgeError.exit_code, INTERRUPTED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReachFlags(ResumeFlags):
+class ReachFlags(DeviceSettings):
     """How this computer reaches the server."""
-
-    POSITIONAL: ClassVar = ("name",)
 
     name: str = "server"
     """Of the job on the device, for `prge android status`, `stop`, `logs` and `pull`."""
@@ -49,18 +49,6 @@ class ReachFlags(ResumeFlags):
     resume: bool = False
     """Alone, or with these: reach a server that was started before, and bring it back if it has ended. So
     does the same command again."""
-
-    def go_on(self) -> int:
-        """See ResumeFlags."""
-        phone = self.phone()
-        job = phone.job(self.name)
-        if job.port is None:
-            raise DeviceError(f"{phone.adb.serial} has no server {self.name!r}", remedy="prge android status")
-        with self.forwarded(phone, job.port) as here:
-            if job.state != "running":
-                phone.need_this_driver()
-                job = _started(phone, self.name, job.port)
-        return self.report(job, here)
 
     @contextmanager
     def forwarded(self, phone: Phone, port: int) -> Iterator[int]:
@@ -89,7 +77,8 @@ class ReachFlags(ResumeFlags):
 class ServeFlags(RemoteFlags, ReachFlags):
     """The server on the device: it goes on without cable and computer."""
 
-    RESUMED: ClassVar = ReachFlags
+    POSITIONAL: ClassVar = ("bundle",)
+    # Where it listens, and by which key, is settled; the page shows no runs.
     NOT_GIVEN: ClassVar = ("host", "allowed_hosts", "api_key_file", "insecure", "runs")
 
     port: int = 8000
@@ -98,11 +87,6 @@ class ServeFlags(RemoteFlags, ReachFlags):
     """Learn between requests from feedback, which stays on the device until `prge android pull --rows`."""
     feedback: bool = False
     """Keep feedback on the device, without learning from it."""
-
-    @property
-    def sends_rows_of_tuning(self) -> bool:
-        """Some must not be forgotten; see RemoteFlags."""
-        return self.learn
 
     def settings_there(self, given: Any) -> Mapping[str, Any]:
         """See RemoteFlags."""
@@ -119,18 +103,17 @@ class ServeFlags(RemoteFlags, ReachFlags):
             "feedback": own / FEEDBACK if self.feedback and not self.learn else None,
         }
 
-    def bring(self, phone: Phone, settings: Any) -> Mapping[str, Any]:
-        """Make the folder of feedback; see RemoteFlags."""
-        if settings.feedback is not None:
-            phone.make(str(settings.feedback.parent))
-        return {}
-
     def execute(self, call: RemoteCall) -> int:
         """Start a server, or reach the one that is there with these settings; see RemoteFlags."""
         phone, name = call.phone, self.name
         if phone.exists(phone.path("runs", name, JOURNAL)):
             raise DeviceError(f"{name} is a run on {phone.adb.serial}", remedy="give another --name")
-        settings, job, key = call.bring(), phone.job(name), ""
+        bundle, tuning = call.settings.bundle, tuning_at(call.settings.bundle)
+        # What learns must not forget rows of a tuning.
+        bundle = send_tuning(phone, tuning, rows=self.learn) if tuning else send_bundle(phone, bundle)
+        settings, job, key = call.bring(bundle=bundle), phone.job(name), ""
+        if settings["feedback"] is not None:
+            phone.make(phone.path("runs", name))
         folder = phone.path("jobs", name)
         begun = phone.adb.shell(f"cat {quote([f'{folder}/settings.yaml'])}").output
         if job.state == "running" and begun != yaml_of(settings):
@@ -148,6 +131,20 @@ class ServeFlags(RemoteFlags, ReachFlags):
                 call.send(settings, folder)
                 job = _started(phone, name, self.port)
         return self.report(job, here, key)
+
+
+def reach(argv: list[str]) -> int:
+    """`prge android serve --resume [NAME]`; returns the exit code, raises PrgeError."""
+    flags = parse_settings(ReachFlags, argv, "prge android serve", ["name"])
+    phone = flags.phone()
+    job = phone.job(flags.name)
+    if job.port is None:
+        raise DeviceError(f"{phone.adb.serial} has no server {flags.name!r}", remedy="prge android status")
+    with flags.forwarded(phone, job.port) as here:
+        if job.state != "running":
+            phone.need_this_driver()
+            job = _started(phone, flags.name, job.port)
+    return flags.report(job, here)
 
 
 def reached(phone: Phone, job: Job) -> str:

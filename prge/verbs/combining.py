@@ -11,13 +11,11 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any, get_type_hints
 
-from prge.verbs.helping import is_required
-
 
 def combined(about: str, *parts: type[Any], without: Collection[str] = ()) -> type[Any]:
     """A settings class with the fields of several, which checks types and bounds and nothing across fields.
 
-    Of fields with the same name the first one counts. A field in ONE_OF of any class needn't be given.
+    Of fields with the same name the first one counts; ONE_OF has the entries of all.
 
     Args:
         about: the first paragraph of its help, which shows the fields in the groups of their own classes.
@@ -25,20 +23,16 @@ def combined(about: str, *parts: type[Any], without: Collection[str] = ()) -> ty
         without: names of fields that nobody gives.
     """
     one_of = [names for part in parts for names in getattr(part, "ONE_OF", ())]
-    alternatives = {name for names in one_of for name in names}
     fields: dict[str, tuple[str, Any, Any]] = {}
     for part in parts:
         hints = get_type_hints(part, include_extras=True)
         for item in dataclasses.fields(part):
             if item.name in fields or item.name in without:
                 continue
-            hint, default = hints[item.name], item.default
-            if is_required(item) and item.name in alternatives:
-                hint, default = hint | None, None
-            field: Any = dataclasses.field(default=default, kw_only=True)
+            settings: dict[str, Any] = {"default": item.default}
             if item.default_factory is not dataclasses.MISSING:
-                field = dataclasses.field(default_factory=item.default_factory, kw_only=True)
-            fields[item.name] = item.name, hint, field
+                settings = {"default_factory": item.default_factory}
+            fields[item.name] = item.name, hints[item.name], dataclasses.field(**settings, kw_only=True)
     namespace = {"__doc__": about, "ONE_OF": tuple(one_of), "PARTS": parts}
     return dataclasses.make_dataclass("Combined", fields.values(), namespace=namespace, frozen=True)
 

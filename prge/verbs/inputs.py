@@ -22,6 +22,7 @@ class Input(Enum):
 
     FILE = "file"
     FOLDER = "folder"
+    PATH = "file or folder"
     BUNDLE = "bundle"
     MODEL = "bundle, or folder of `prge tune`"
     ADAPTER = "run, checkpoint or PEFT folder"
@@ -42,6 +43,7 @@ InputFile: TypeAlias = Annotated[Path, Input.FILE]
 # The name of something that prge has, or a file.
 NamedOrFile: TypeAlias = Annotated[str, Input.FILE]
 InputFolder: TypeAlias = Annotated[Path, Input.FOLDER]
+InputPath: TypeAlias = Annotated[Path, Input.PATH]
 BundleInput: TypeAlias = Annotated[Path, Input.BUNDLE]
 ModelInput: TypeAlias = Annotated[Path, Input.MODEL]
 AdapterInput: TypeAlias = Annotated[Path, Input.ADAPTER]

@@ -9,7 +9,7 @@ import pytest
 
 from device_runner.android import remote
 from device_runner.android.bringing import send_rows
-from device_runner.android.command import RUN
+from device_runner.android.command import REMOTE
 from device_runner.android.jobs import RunFlags
 from device_runner.android.remote import RemoteCall
 from device_runner.session.settings import RunSettings
@@ -45,7 +45,7 @@ def test_rows_task_and_prompts_are_sent(monkeypatch: pytest.MonkeyPatch, tmp_pat
         bundle=tmp_path, train=files["train.jsonl"], dev=files["dev.jsonl"], task=str(files["task.yaml"]),
         sample_prompts=files["prompts.txt"], out=Path("mine"), steps=7,
     )  # fmt: skip
-    call = RemoteCall(RUN, RunFlags(out=Path("mine")), settings, {"out": "/phone/runs/mine"})
+    call = RemoteCall(REMOTE["run"], RunFlags(out=Path("mine")), settings, {"out": "/phone/runs/mine"})
     there = call.bring()
     assert set(phone.sent) == set(files.values())
     assert {
