@@ -11,7 +11,7 @@ from typing import TypeVar
 from device_runner.android.adb import quote
 from device_runner.android.bench import BenchSettings, bench
 from device_runner.android.bringing import send_bundle, send_run
-from device_runner.android.device import WITH_ROWS, DeviceSettings, Phone
+from device_runner.android.device import WITH_ROWS, Phone, PhoneFlags
 from device_runner.android.jobs import RunFlags, resume, wait_for
 from device_runner.android.joining import JoinFlags
 from device_runner.android.preflight import examine
@@ -32,11 +32,11 @@ from prge.verbs.outputs import OutputFolder
 from prge.verbs.settings import parse_settings
 from prge.verbs.subverbs import Action, run_action
 
-Settings = TypeVar("Settings", bound=DeviceSettings)
+Settings = TypeVar("Settings", bound=PhoneFlags)
 
 
 @dataclass(frozen=True)
-class DoctorSettings(DeviceSettings):
+class DoctorSettings(PhoneFlags):
     """Check whether a device can train."""
 
     json: bool = False
@@ -44,7 +44,7 @@ class DoctorSettings(DeviceSettings):
 
 
 @dataclass(frozen=True)
-class PushSettings(DeviceSettings):
+class PushSettings(PhoneFlags):
     """Bring things to a device ahead of a run, which brings by itself all but the runtime.
 
     Files that are there already, by their hashes, are not sent again.
@@ -57,7 +57,7 @@ class PushSettings(DeviceSettings):
 
 
 @dataclass(frozen=True)
-class StatusSettings(DeviceSettings):
+class StatusSettings(PhoneFlags):
     """Tell how runs stand."""
 
     names: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class StatusSettings(DeviceSettings):
 
 
 @dataclass(frozen=True)
-class NamedSettings(DeviceSettings):
+class NamedSettings(PhoneFlags):
     """Which run."""
 
     name: str
@@ -109,7 +109,7 @@ class StopSettings(NamedSettings):
 
 
 @dataclass(frozen=True)
-class CleanSettings(DeviceSettings):
+class CleanSettings(PhoneFlags):
     """Remove from the device what was brought to it or made there."""
 
     names: tuple[str, ...] = ()

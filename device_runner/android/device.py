@@ -463,7 +463,7 @@ class Phone:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceSettings:
+class PhoneFlags:
     """Which device, and where on it."""
 
     serial: str | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from device_runner.android.adb import Adb, quote
-from device_runner.android.device import DeviceSettings, Job, Phone, check_name
+from device_runner.android.device import Job, Phone, PhoneFlags, check_name
 from device_runner.android.remote import RemoteCall, RemoteFlags
 from prge.errors import DeviceError
 from prge.verbs.outputs import OutputFolder
@@ -23,7 +23,7 @@ TELL_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeFlags(DeviceSettings):
+class ResumeFlags(PhoneFlags):
     """Go on with a run that was stopped or killed."""
 
     resume: str = ""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from device_runner.android.bringing import rows_there, send_adapter, send_bundle, send_settings, send_tuning
-from device_runner.android.device import DeviceSettings, Phone, is_name
+from device_runner.android.device import Phone, PhoneFlags, is_name
 from device_runner.session.speaking import BASE, STDIN, adapter_source
 from prge.errors import ConfigError, DeviceError
 from prge.files.documents import DocumentError, mapping, parse_yaml
@@ -35,7 +35,7 @@ from prge.verbs.settings import parse_settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteFlags(DeviceSettings):
+class RemoteFlags(PhoneFlags):
     """What is on the device already.
 
     The verb runs there at this terminal, and the files that it writes come here.

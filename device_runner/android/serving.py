@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from device_runner.android.adb import quote
 from device_runner.android.bringing import send_bundle, send_tuning
-from device_runner.android.device import DeviceSettings, Job, Phone, check_name
+from device_runner.android.device import Job, Phone, PhoneFlags, check_name
 from device_runner.android.remote import RemoteCall, RemoteFlags
 from device_runner.serving.history import FEEDBACK
 from prge.errors import INTERRUPTED, ConfigError, DeviceError, PrgeError
@@ -37,7 +37,7 @@ _OWN_ENDS = (0, PrgeError.exit_code, INTERRUPTED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReachFlags(DeviceSettings):
+class ReachFlags(PhoneFlags):
     """How this computer reaches the server."""
 
     name: str = "server"
