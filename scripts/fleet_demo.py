@@ -26,7 +26,7 @@ from fleet_liars import KINDS, LIES, study
 
 from device_runner.fleet.common import unpack_state
 from device_runner.fleet.coordinator import agreement_of
-from device_runner.fleet.device import FLEETS, STATE, PhoneFlags, answer, make_device
+from device_runner.fleet.device import FLEETS, STATE, DeviceSettings, answer, make_device
 from device_runner.fleet.messages import Answer, Task, parse_answer
 from device_runner.fleet.network.client import join
 from device_runner.fleet.network.keys import DeviceKeys
@@ -171,7 +171,7 @@ class FleetDemo:
 def lie(folder: Path, address: str) -> None:
     """Be a device that sends an absurd number in some rounds."""
     own = folder / LIAR
-    settings = PhoneFlags(
+    settings = DeviceSettings(
         folder / "bundle", folder / f"{LIAR}.jsonl", task=str(DATA / "task.yaml"), threads=1
     )
     make_device(own, settings)

@@ -30,7 +30,7 @@ from workshop import Bench, Workshop
 
 from device_runner.fleet.agreement import Agreement, Plan, task_sha256
 from device_runner.fleet.common import first_state, pack_state
-from device_runner.fleet.device import LEDGER, PhoneFlags, answer, make_device
+from device_runner.fleet.device import LEDGER, DeviceSettings, answer, make_device
 from device_runner.fleet.messages import Answer, Steps, Task, parse_answer
 from device_runner.fleet.privacy.ledger import BEGUN
 from prge.files.adapter import Adapter
@@ -289,7 +289,7 @@ def _serve(workshop: Workshop, random: Random, folder: Path, found: Path) -> int
     device = folder / "device"
     make_device(
         device,
-        PhoneFlags(workshop.bundle(kind), workshop.folder / "train.jsonl", task=str(task), policy=policy),
+        DeviceSettings(workshop.bundle(kind), workshop.folder / "train.jsonl", task=str(task), policy=policy),
     )
     server = Server(random, device, open_bundle(workshop.bundle(kind)), task_sha256(load_task(str(task))))
     with found.open("a") as stream, open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):

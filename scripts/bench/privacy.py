@@ -40,7 +40,7 @@ from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.fleet import device, local
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.common import first_state, pack_state
-from device_runner.fleet.device import PhoneFlags, answer, make_device
+from device_runner.fleet.device import DeviceSettings, answer, make_device
 from device_runner.fleet.local import Local, open_local
 from device_runner.fleet.messages import Answer, Refusal, Task, parse_answer
 from device_runner.fleet.privacy import reported
@@ -103,7 +103,7 @@ class Server:
         rows, policy = folder / "rows.jsonl", folder / "policy.yaml"
         rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in (canary, *OTHERS)))
         policy.write_text("estimators: [tangent, exact]\nmost_examples: 1000\n")
-        make_device(self.folder, PhoneFlags(bundle, rows, policy=policy))
+        make_device(self.folder, DeviceSettings(bundle, rows, policy=policy))
         opened = open_bundle(bundle)
         self.agreement, self.modules = Agreement("audit", plan, opened.sha256), opened.chain.modules
         self.state = self._zeros(0)
