@@ -243,11 +243,7 @@ class Phone:
         Args:
             words: for Python.
             reads: whether it reads this process's standard input.
-
-        Raises:
-            DeviceError: the runtime has another driver than this machine.
         """
-        self.need_this_driver()
         return self.adb.attach(quote(["sh", self.path("runtime", "run.sh"), *words]), reads)
 
     def need_runtime(self) -> None:

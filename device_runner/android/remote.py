@@ -140,7 +140,7 @@ class RemoteCall:
         if self.verb.takes_runs:
             settings = self._with_run(settings, there)
         adapter = getattr(settings, "adapter", None)
-        is_run_there = isinstance(adapter, Path) and self._run(str(adapter))
+        is_run_there = isinstance(adapter, Path) and self._run_there(str(adapter))
         if isinstance(settings, RowsFlags) and not is_run_there:
             settings = settings.dated()
         found = {item.name: getattr(settings, item.name) for item in fields(settings)} | there
@@ -211,9 +211,11 @@ class RemoteCall:
         bundle, adapter = settings.bundle, settings.adapter
         words = [str(bundle), *(adapter if isinstance(adapter, tuple) else ())]
         name = next((word for word in words if word != BASE), BASE)
-        if str(bundle) != BASE and not self._run(name) and (bundle.exists() or not is_name(name)):
+        if str(bundle) != BASE and not self._run_there(name) and (bundle.exists() or not is_name(name)):
             return settings
-        bundles = {word: _bundle_of(self.phone, word) for word in words if word == name or self._run(word)}
+        bundles = {
+            word: _bundle_of(self.phone, word) for word in words if word == name or self._run_there(word)
+        }
         if len({*bundles.values()}) > 1:
             raise ConfigError("the runs have different bundles:", [f"{n}: {b}" for n, b in bundles.items()])
         there["bundle"] = bundles[name]
@@ -222,7 +224,7 @@ class RemoteCall:
     def _named_adapter(self, name: str, word: str) -> str:
         if word == BASE:
             return word
-        if run := self._run(word):
+        if run := self._run_there(word):
             return run if "=" in word else f"{word}={run}"
         source = adapter_source(word)
         called = source.resolve().name if source == Path(word) else word.partition("=")[0]
@@ -230,7 +232,7 @@ class RemoteCall:
 
     def _adapter(self, name: str, source: Path) -> str:
         """That of a run on the phone, or else one of this computer, which is sent."""
-        if run := self._run(str(source)):
+        if run := self._run_there(str(source)):
             return run
         if not source.exists():
             raise DeviceError(
@@ -240,7 +242,7 @@ class RemoteCall:
             )
         return send_adapter(self.phone, source)
 
-    def _run(self, name: str) -> str:
+    def _run_there(self, name: str) -> str:
         """The folder of a run on the phone; empty where there is none of that name."""
         run = self.phone.path("runs", name)
         return run if is_name(name) and self.phone.exists(run, "d") else ""
