@@ -88,12 +88,12 @@ class RemoteVerb:
     @cached_property
     def all_settings(self) -> type[Any]:
         """The verb's settings and the flags, as a command line or a YAML file gives them."""
-        kinds = {*inputs_of(self.settings).values()}
-        without = [*self.flags.NOT_GIVEN, *([] if kinds & PART_OF_ROWS.keys() else ["data_on_device"])]
+        inputs = {*inputs_of(self.settings).values()}
+        without = [*self.flags.NOT_GIVEN, *([] if inputs & PART_OF_ROWS.keys() else ["data_on_device"])]
         about = f"{self.help[0].upper()}{self.help[1:]}."
-        if Input.ADAPTER in kinds:
-            runs = "an adapter, and for a bundle with its adapter" if self.takes_runs else "an adapter"
-            about += f" The name of a run there can stand for {runs}."
+        if Input.ADAPTER in inputs:
+            stands_for = "an adapter, or for a bundle with it" if self.takes_runs else "an adapter"
+            about += f" The name of a run there stands for {stands_for}."
         return combined(about, self.flags, self.settings, without=without)
 
     @property
@@ -143,11 +143,11 @@ class RemoteCall:
         is_run_there = isinstance(adapter, Path) and self._run_there(str(adapter))
         if isinstance(settings, RowsFlags) and not is_run_there:
             settings = settings.dated()
-        found = {item.name: getattr(settings, item.name) for item in fields(settings)} | there
-        for name, kind in inputs_of(type(settings)).items():
-            if name not in there and found[name] is not None:
-                found[name] = self._sent(name, kind, found[name])
-        return found
+        values = {item.name: getattr(settings, item.name) for item in fields(settings)} | there
+        for name, source in inputs_of(type(settings)).items():
+            if name not in there and values[name] is not None:
+                values[name] = self._send_input(name, source, values[name])
+        return values
 
     def send(self, settings: Mapping[str, Any], folder: str) -> list[str]:
         """Write settings to a folder of the phone; words for its Python that run the verb with them."""
@@ -183,9 +183,9 @@ class RemoteCall:
         finally:
             phone.remove(folder)
 
-    def _sent(self, name: str, kind: Input, value: Any) -> Any:
-        """What a setting is on the phone, where its input is sent now."""
-        match kind:
+    def _send_input(self, name: str, source: Input, value: Any) -> Any:
+        """Send what a setting names; what the setting is on the phone."""
+        match source:
             case Input.FILE:
                 is_file = isinstance(value, Path) or Path(value).is_file()
                 return self.phone.send_file(Path(value)) if is_file else value
@@ -200,9 +200,9 @@ class RemoteCall:
                 return [self._named_adapter(name, word) for word in value]
             case Input.TEXT:
                 return [read_text_of(sys.stdin) if text == STDIN else text for text in value]
-            case _ if kind in PART_OF_ROWS:
+            case _ if source in PART_OF_ROWS:
                 return rows_there(
-                    self.phone, value, flag(name), PART_OF_ROWS[kind], self.flags.data_on_device
+                    self.phone, value, flag(name), PART_OF_ROWS[source], self.flags.data_on_device
                 )
         raise ConfigError("these settings can't be used:", [f"{flag(name)} can't be brought to a phone"])
 

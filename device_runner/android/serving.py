@@ -96,6 +96,7 @@ class ServeFlags(RemoteFlags, ReachFlags):
             raise ConfigError("these settings can't be used:", [problem])
         own = Path(self.path("runs", self.name))
         return {
+            "host": "127.0.0.1",
             "port": self.port,
             "api_key_file": Path(self.path("jobs", self.name, KEY)),
             "model_name": given.model_name or given.bundle.resolve().name,
