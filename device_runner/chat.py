@@ -7,15 +7,13 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from device_runner.session.memory import watched_memory
 from device_runner.session.speaking import (
     BASE,
-    ChatFlags,
-    OfBundle,
+    ChatSettings,
     note,
     open_generator,
     open_speaking,
@@ -42,7 +40,6 @@ from prge.rows.inputs import decoded_text
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import Generator, Request, Ticket
 from prge.text.prompts import Prompt, Prompts
-from prge.verbs.outputs import OutputFile
 from prge.verbs.settings import parse_settings
 
 HELP = """\
@@ -60,15 +57,6 @@ NO_TEMPLATE = (
 )
 # The adapter that speaks and the one that it is compared with keep what they have read.
 SLOTS = 2
-
-
-@dataclass(frozen=True)
-class ChatSettings(ChatFlags, OfBundle):
-    """Talk to a bundle's model in the terminal; /help lists what can be said to the program."""
-
-    feedback: OutputFile | None = None
-    """File that /good, /bad and /better add rows to, with what was asked and answered; `prge tune --data`
-    takes it. Default: nothing is kept."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,7 +106,7 @@ class Chat:
 
     def __init__(
         self,
-        settings: ChatFlags,
+        settings: ChatSettings,
         bundle: Bundle,
         prompts: Prompts,
         adapters: dict[str, Adapter],

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from device_runner.engines.opening import open_engine
 from device_runner.session.memory import budget_of_steps, budget_of_texts, shape_of_scores, watched_memory
-from device_runner.session.settings import EngineFlags, date_of_run
+from device_runner.session.settings import EvaluateSettings
 from device_runner.session.speaking import note
 from prge.errors import ConfigError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
-from prge.files.peft import HEAD, find_adapter, read_compatible_adapter, read_peft, run_of
+from prge.files.peft import HEAD, find_adapter, read_compatible_adapter, read_peft
 from prge.files.run_folder import write_json
 from prge.files.tuned import tuning_at
 from prge.host.atomic import write_output
@@ -24,7 +23,7 @@ from prge.host.progress import Progress
 from prge.learning.evaluation import Scores, referred
 from prge.learning.examples import Example, sequences_of
 from prge.learning.head import Head
-from prge.learning.preferences import ObjectiveFlags, Preference, make_objective
+from prge.learning.preferences import Preference, make_objective
 from prge.rows.example_building import BuildOptions, load_examples
 from prge.rows.own_heads import head_of, ordered, refused_labels
 from prge.rows.readers import place_of_row
@@ -32,33 +31,13 @@ from prge.rows.scoring import evaluate, text_metrics
 from prge.rows.sources import read_source
 from prge.rows.task import Generate, Task, load_task
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.running.training_flags import ExampleFlags, OverflowFlags, SelectionFlags
 from prge.text.loop import Answer, GenerationSettings, Generator, Request
 from prge.text.loop import Overflow as PromptOverflow
 from prge.text.prompts import Prompt
-from prge.verbs.kinds import Paths
-from prge.verbs.outputs import OutputFile
 from prge.verbs.settings import parse_settings
 
 # Answers that are written at once.
 SLOTS = 8
-
-
-@dataclass(frozen=True)
-class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlags, ExampleFlags):
-    """Score an adapter on rows of a file; prints the loss and the metric of the task."""
-
-    bundle: Path
-    """Folder that `prge export` or `prge tune` wrote."""
-    data: Paths
-    """Rows to score: jsonl, json, csv, tsv or parquet, several files one after another; a folder with a file
-    test; or the name of a data set of the hub, of which the split test is read."""
-    adapter: Path | None = None
-    """Run, checkpoint or PEFT folder; default: the adapter that was tuned, or that the bundle came with."""
-    predictions: OutputFile | None = None
-    """jsonl file to write: a line per row with its loss, scores and prediction."""
-    json: OutputFile | None = None
-    """File to write the result to as JSON."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -100,7 +79,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
         append_eos=settings.append_eos,
         control_tokens=settings.control_tokens,
         objective=settings.objective,
-        date=settings.date or date_of_run(run_of(trained)),
+        date=settings.dated().date,
     )
     source = read_source(settings.data, "test", settings.columns, objective=settings.objective, task=task)
     examples, report = load_examples(

@@ -14,8 +14,7 @@ from typing import Any
 from device_runner.session.memory import watched_memory
 from device_runner.session.speaking import (
     STDIN,
-    GenerateFlags,
-    OfBundle,
+    GenerateSettings,
     note,
     open_generator,
     open_speaking,
@@ -36,11 +35,6 @@ from prge.text.prompts import Prompt, Prompts
 from prge.verbs.settings import parse_settings
 
 MOST_AT_ONCE = 8
-
-
-@dataclass(frozen=True)
-class GenerateSettings(GenerateFlags, OfBundle):
-    """Write what a model answers to prompts: one is streamed, several are made at once."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from prge.files.tuned import bundle_at
 from prge.learning.costs import Outline, StepShape, bytes_text, memory_table, memory_text, weights_of_bundle
 from prge.learning.estimators.table import ESTIMATORS, fitting
 from prge.model_spec import AdaptedModule
+from prge.verbs.inputs import ModelInput
 from prge.verbs.settings import parse_settings
 
 _SECTIONS = ("lora", "readout", "quantization", "tokenizer", "verification", "versions")
@@ -36,7 +37,7 @@ _TOKENS = 64
 class InspectSettings:
     """What to inspect."""
 
-    bundle: Path
+    bundle: ModelInput
     """Folder that `prge export` wrote."""
     json: bool = False
     """Print one JSON object instead of text."""

@@ -16,6 +16,7 @@ from prge.files.run_folder import FINAL, JOURNAL
 from prge.files.tuned import bundle_at
 from prge.host.regular_files import read_regular
 from prge.learning.checkpoint import write_result
+from prge.verbs.inputs import BundleInput, InputFolder
 from prge.verbs.outputs import OutputFolder
 from prge.verbs.settings import parse_settings
 
@@ -24,11 +25,11 @@ from prge.verbs.settings import parse_settings
 class ReplaySettings:
     """Make a run's adapter again from its journal alone, and compare it with the run's result."""
 
-    run: Path
+    run: InputFolder
     """Run folder."""
     out: OutputFolder
     """PEFT folder to write."""
-    bundle: Path | None = None
+    bundle: BundleInput | None = None
     """Bundle of the run, for the frozen lora_A; default: the run's own result holds it too."""
     step: int | None = None
     """Step to go to; default: the one that the run's result has."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from prge.errors import ConfigError, RunError
 from prge.files.tuned import run_at
 from prge.host.atomic import write_output
+from prge.verbs.inputs import InputFolder
 from prge.verbs.outputs import OutputFile, OutputFolder
 from prge.verbs.settings import parse_settings
 
@@ -20,7 +21,7 @@ class ReportSettings:
     Or send their metrics to TensorBoard or Weights & Biases.
     """
 
-    runs: tuple[Path, ...]
+    runs: tuple[InputFolder, ...]
     """Run folders of `prge run`, `prge tune` or `prge baseline`, finished, going on or killed."""
     out: OutputFile = Path("report.html")
     """HTML file to write; or an .svg, of the curves alone."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from prge.errors import DataError, printable, shortened
 from prge.host.terminal import best_effort
 from prge.rows.feedback import Fields, forget_rows, is_feedback, read_lines, texts_of
+from prge.verbs.inputs import InputFile
 from prge.verbs.outputs import OutputFile
 from prge.verbs.settings import parse_settings
 from prge.verbs.subverbs import Action, run_action
@@ -22,7 +23,7 @@ _LONGEST = 300
 class ShowSettings:
     """Print the rows of a jsonl file for a person, each with its number."""
 
-    file: Path
+    file: InputFile
     """Of feedback, or of other rows: jsonl."""
     match: str | None = None
     """Only rows with this text in any of their columns, in upper or lower case."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from device_runner.engines.blocks import Blocks
-from device_runner.serving.flags import LearnFlags, ServingFlags
+from device_runner.serving.flags import ServeSettings
 from device_runner.serving.history import FEEDBACK
 from device_runner.serving.learning import Learning, open_learning
-from device_runner.serving.listen_flags import ListenFlags, read_keys, refuse_key
+from device_runner.serving.listen_flags import read_keys, refuse_key
 from device_runner.serving.models import Models
 from device_runner.serving.page.about import about_adapter, about_bundle
 from device_runner.session.gates import Gates
@@ -30,7 +29,6 @@ from device_runner.session.speaking import (
     read_adapter,
     read_template_kwargs,
 )
-from prge.errors import ConfigError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.run_folder import run_lock
@@ -41,31 +39,7 @@ from prge.rows.feedback import Fields, check_feedback
 from prge.rows.feedback_examples import FeedbackExamples
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer, read_chat_template
 from prge.text.speaker import Speaker
-from prge.verbs.kinds import Bytes
-from prge.verbs.outputs import OutputFile
 from prge.verbs.settings import parse_settings
-
-_MOST_FEEDBACK = Bytes(1 << 30)
-
-
-@dataclass(frozen=True)
-class ServeSettings(LearnFlags, ListenFlags, ServingFlags):
-    """Serve a bundle and its adapters by OpenAI's protocol: chat completions, completions, models."""
-
-    feedback: OutputFile | None = None
-    """File that /v1/feedback adds rows to, with what was asked and answered; `prge tune --data` takes it.
-    Default: nothing is kept."""
-    feedback_limit: Bytes = _MOST_FEEDBACK
-    """Most bytes that this file may have, such as 200MB; then feedback gets status 507."""
-    runs: Path | None = None
-    """A run, or a folder of runs, that the page /training shows. Default: none."""
-
-    def __post_init__(self) -> None:
-        problems = self.serving_problems(learns=self.learn is not None)
-        if self.learn is not None and self.feedback not in (None, self.learn / FEEDBACK):
-            problems.append(f"--feedback is {self.feedback}: with --learn it is in that folder; leave it out")
-        if problems:
-            raise ConfigError("these settings can't be used:", problems)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,12 +7,12 @@ import sys
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from device_runner.serving.listen_flags import ListenFlags, read_keys, refuse_key
 from prge.errors import ConfigError
 from prge.host.terminal import best_effort
 from prge.verbs.bounds import bound_problems
+from prge.verbs.inputs import InputFolder
 from prge.verbs.settings import parse_settings
 
 
@@ -23,7 +23,7 @@ class WatchSettings(ListenFlags):
     A run goes on without the page. `prge serve --runs FOLDER` has the same page beside a model.
     """
 
-    runs: Path
+    runs: InputFolder
     """A run, a tuning, or a folder with runs in it."""
     port: int = 0
     """Port to listen at; 0: a free one. It is printed."""

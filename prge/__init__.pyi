@@ -2,8 +2,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from device_runner.evaluate import EvaluateSettings
-from device_runner.session.settings import RunSettings
+from device_runner.session.settings import EvaluateSettings, RunSettings
 from prge.api import Model as Model
 from prge.api import Run as Run
 from prge.api import Tuned as Tuned

@@ -12,7 +12,8 @@ from prge.files.signatures import DECODE, PREFILL, ROLES
 from prge.learning.estimators.table import EstimatorName
 from prge.running.training_flags import ExampleFlags
 from prge.verbs.bounds import bound_problems
-from prge.verbs.kinds import Bytes, Paths
+from prge.verbs.inputs import AdapterInput, TrainRows
+from prge.verbs.kinds import Bytes
 from prge.verbs.outputs import OutputFolder
 
 Readout = Literal["logprobs", "pooled"]
@@ -55,7 +56,7 @@ class ExportConfig:
     """What a device trains: `lora-fa`, lora_b alone, or `lora`, both matrices. A PEFT folder to begin with is
     `--start-adapter`."""
 
-    start_adapter: Path | None = None
+    start_adapter: AdapterInput | None = None
     """PEFT LoRA folder to start from; gives both matrices, ranks, alpha and target modules."""
 
     target_modules: str | list[str] | None = None
@@ -84,7 +85,7 @@ class ExportConfig:
     """Where the lora_a come from: `random`, or `eva`, principal directions of what each layer sees of
     `--init-rows`. Those of a PEFT folder come with `--start-adapter`."""
 
-    init_rows: Paths | None = None
+    init_rows: TrainRows | None = None
     """Rows for `--init eva`, of the kind that a device will train on; labels are not used."""
 
     init_task: str | None = None
@@ -130,7 +131,7 @@ class ExportConfig:
     """Average bits of an int4 model's weights, scales not counted. Above 4, the most sensitive layers stay
     int8. For `--rounding gptq`."""
 
-    calibration_rows: Paths | None = None
+    calibration_rows: TrainRows | None = None
     """Rows for `--rounding gptq`, of the kind that a device will train on. Where they have fewer tokens than
     `--calibration-tokens`, a neutral text of prge's own follows."""
 
@@ -228,7 +229,7 @@ class EstimateConfig(ExportConfig, ExampleFlags):
     memory: Bytes | None = None
     """Most memory that the process of a run takes, as of `prge run`."""
 
-    train: Paths | None = None
+    train: TrainRows | None = None
     """Training rows: tell the steps of an epoch, and the memory of a step of the longest instead of
     `--tokens`."""
 

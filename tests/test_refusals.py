@@ -19,30 +19,13 @@ import pytest
 from prge.cli import VERBS, main
 from prge.verbs.bounds import flag
 from prge.verbs.helping import is_required
+from prge.verbs.inputs import inputs_of
 from prge.verbs.kinds import choices, is_list, takes_paths
 from prge.verbs.outputs import Output, outputs_of
 from prge.verbs.settings import PLACES
 from tests.bundles import make_bundle
 from tests.verbs import prge
 
-# Settings that are read. A new one that takes a path belongs here, or its type is OutputFile or OutputFolder.
-READ = {
-    *("adapter", "api_key_file", "bundle", "chat_template", "data", "debian_keys", "dev", "file", "folder"),
-    *(
-        "head_rows",
-        "heads_of",
-        "init_rows",
-        "calibration_rows",
-        "kept",
-        "keys",
-        "lock",
-        "messages",
-        "paths",
-        "policy",
-        "resume",
-    ),
-    *("rows", "run", "runs", "sample_prompts", "source", "start_adapter", "test", "train"),
-}
 # A path that a verb takes and writes on another machine, or not at all.
 ELSEWHERE = {("prge android run", "out"), ("prge estimate", "out")}
 # What these verbs do in a folder that is there is no change of what it holds.
@@ -93,7 +76,7 @@ def written() -> Iterator[tuple[Taken, str, Output]]:
             yield taken, name, output
 
 
-def test_every_path_that_a_verb_takes_is_known_to_be_read_or_written() -> None:
+def test_the_type_of_every_path_that_a_verb_takes_says_whether_it_is_read_or_written() -> None:
     progs = {taken.prog.removeprefix("prge ") for taken in verbs()}
     assert {verb for verb in VERBS if verb not in ("android", "fleet", "rows")} <= progs
     assert {"android bundle", "fleet serve", "rows forget"} <= progs
@@ -101,7 +84,7 @@ def test_every_path_that_a_verb_takes_is_known_to_be_read_or_written() -> None:
         (taken.prog, name)
         for taken in verbs()
         for name, kind in taken.kinds.items()
-        if takes_paths(kind) and name not in outputs_of(taken.settings) and name not in READ
+        if takes_paths(kind) and not {name} & {*inputs_of(taken.settings), *outputs_of(taken.settings)}
     }
     assert unknown == ELSEWHERE
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from device_runner.android.adb import quote
 from device_runner.android.bundles import Model, make_bundles
-from device_runner.android.device import DeviceSettings, Phone
+from device_runner.android.device import Phone, PhoneFlags
 from device_runner.android.packages import digest
 from device_runner.android.taking import Taking
 from prge import __version__
@@ -29,7 +29,7 @@ MEASURED, FAILED = "measured", "failed"
 
 
 @dataclass(frozen=True)
-class BenchSettings(DeviceSettings):
+class BenchSettings(PhoneFlags):
     """Measure on a phone what others publish: seconds, memory, heat and energy of steps, and texts."""
 
     only: tuple[str, ...] = ()

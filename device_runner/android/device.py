@@ -28,10 +28,6 @@ from prge.errors import INTERRUPTED, DeviceError
 from prge.files.bundle import file_sha256
 from prge.files.documents import parse_json
 from prge.files.run_folder import ENDED, JOURNAL, LOCK, LOG
-from prge.rows.readers import PARQUET, json_fields
-from prge.rows.sources import Part, paths_of, read_source, rows_files
-from prge.verbs.kinds import Paths
-from prge.verbs.settings import yaml_of
 
 FOLDER = "/data/local/tmp/prge"
 OWN = "runtime runtime.tree bundles adapters data jobs runs fleets bench cache tmp".split()
@@ -183,19 +179,33 @@ class Phone:
     def send_file(self, local: Path) -> str:
         """Bring one file to data/, under a name with its hash; returns its path there."""
         if not local.is_file():
-            raise DeviceError(f"there is no file {local}", remedy="rows on the phone need --data-on-device")
+            raise DeviceError(f"there is no file {local}", remedy="give a file of this computer")
         _check_names([local.name])
         hash_ = file_sha256(local)
         remote = self.path("data", f"{hash_[:12]}-{local.name}")
-        if self._file_hash(remote) == hash_:
-            return remote
-        self.make(self.path("data"))
+        if self._file_hash(remote) != hash_:
+            self.make(self.path("data"))
+            self.copy_file(local, remote)
+        return remote
+
+    def copy_file(self, local: Path, remote: str) -> None:
+        """Copy a file to a path whose folder is there; raises DeviceError as `send_folder`."""
         self._need_room(local.stat().st_size, remote)
         self.adb.push(local, f"{remote}.new")
-        if self._file_hash(f"{remote}.new") != hash_:
+        if self._file_hash(f"{remote}.new") != file_sha256(local):
             raise DeviceError(f"{remote} is not what was sent", remedy="send it again")
         self.adb.check(f"mv {quote([f'{remote}.new', remote])}", f"renaming {remote}")
-        return remote
+
+    def read_file(self, remote: str) -> bytes | None:
+        """What a file of the device holds; None where there is none. Raises DeviceError."""
+        if not self.exists(remote, "f"):
+            return None
+        with tempfile.TemporaryDirectory(prefix="prge-pull-") as folder:
+            local = Path(folder, "file")
+            self.adb.pull(remote, local)
+            if file_sha256(local) != self._file_hash(remote):
+                raise DeviceError(f"{remote} did not come as it is on the device", remedy="try again")
+            return local.read_bytes()
 
     def write(self, text: str, remote: str) -> None:
         """Write a text to a file that is adb's user's alone, by no words that others can read."""
@@ -233,11 +243,7 @@ class Phone:
         Args:
             words: for Python.
             reads: whether it reads this process's standard input.
-
-        Raises:
-            DeviceError: the runtime has another driver than this machine.
         """
-        self.need_this_driver()
         return self.adb.attach(quote(["sh", self.path("runtime", "run.sh"), *words]), reads)
 
     def need_runtime(self) -> None:
@@ -453,7 +459,7 @@ class Phone:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceSettings:
+class PhoneFlags:
     """Which device, and where on it."""
 
     serial: str | None = None
@@ -461,14 +467,23 @@ class DeviceSettings:
     folder: str = FOLDER
     """prge's folder on the device."""
 
+    def path(self, *parts: str) -> str:
+        """A path in prge's folder on the device."""
+        return "/".join((self.folder.rstrip("/"), *parts))
+
     def phone(self) -> Phone:
         """The device, connected."""
         return Phone(Adb(self.serial), self.folder)
 
 
+def is_name(name: str) -> bool:
+    """Whether a run can have that name."""
+    return bool(name) and not name.startswith((".", "-")) and "/" not in name and _is_plain(name)
+
+
 def check_name(name: str) -> None:
     """Raises DeviceError unless a run can have that name."""
-    if not name or name.startswith((".", "-")) or "/" in name or not _is_plain(name):
+    if not is_name(name):
         raise DeviceError(
             f"{name!r} can't be the name of a run", remedy="give one word of letters and digits"
         )
@@ -538,57 +553,3 @@ def _replace(made: Path, out: Path) -> None:
 def _first_line(path: Path) -> bytes:
     with path.open("rb") as stream:
         return stream.readline()
-
-
-def rows_there(phone: Phone, where: Paths, part: Part, on_device: bool) -> Paths:
-    """The paths on the device of rows that a user names: those that are there, or are brought now."""
-    if not on_device:
-        return send_rows(phone, where, part)
-    for path in paths_of(where):
-        if not path.is_absolute() or not phone.exists(str(path), "r"):
-            raise DeviceError(
-                f"--{part}: {phone.adb.serial} has no readable {path}",
-                remedy="give an absolute path on the device, or leave --data-on-device out",
-            )
-    return where
-
-
-def files_there(phone: Phone, settings: Any, *names: str) -> dict[str, str]:
-    """Bring the files that settings of these names give; their paths there. A task may be one of prge's."""
-    given = {name: value for name in names if (value := getattr(settings, name)) is not None}
-    return {
-        name: phone.send_file(Path(value))
-        for name, value in given.items()
-        if name != "task" or Path(value).is_file()
-    }
-
-
-def send_rows(phone: Phone, where: Paths, part: Part) -> Paths:
-    """Bring the rows that a user names, as `Phone.send_file`; what takes a library to read goes as jsonl."""
-    files = rows_files(where, part)
-    sent = tuple(
-        Path(phone.send_file(path) if path in files and not _is_table(path) else _as_jsonl(phone, path, part))
-        for path in files or paths_of(where)
-    )
-    return sent if len(sent) > 1 else sent[0]
-
-
-def _is_table(path: Path) -> bool:
-    return path.suffix.lower() == PARQUET
-
-
-def _as_jsonl(phone: Phone, path: Path, part: Part) -> str:
-    """Bring the rows of a parquet file, or of a data set of the hub, as jsonl; its path on the device."""
-    with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder, f"{path.stem if _is_table(path) else part}.jsonl")
-        rows = read_source(path, part).rows
-        lines = (json.dumps(json_fields(row.fields)) + "\n" for row in rows)
-        written.write_text("".join(lines), encoding="utf-8")
-        return phone.send_file(written)
-
-
-def send_settings(phone: Phone, settings: Mapping[str, Any], folder: str) -> list[str]:
-    """Bring settings of a verb, by their names, to a folder of the phone; words with which it reads them."""
-    phone.make(folder)
-    phone.write(yaml_of(settings), f"{folder}/settings.yaml")
-    return ["--config", f"{folder}/settings.yaml"]

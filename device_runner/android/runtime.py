@@ -41,6 +41,7 @@ from prge.errors import DeviceError, EngineError, PrgeError, RunError
 from prge.files.bundle import file_sha256
 from prge.files.documents import read_json
 from prge.host.user_cache import user_cache
+from prge.verbs.inputs import InputFile
 from prge.verbs.outputs import OutputFolder
 
 MANIFEST = "runtime.json"
@@ -80,12 +81,12 @@ class BundleSettings:
     """Put in what `prge android fleet join` needs: Flower and its packages."""
     compiler: str | None = None
     """C++ compiler for the machine; default: aarch64-linux-gnu-g++ or x86_64-linux-gnu-g++."""
-    lock: Path | None = None
+    lock: InputFile | None = None
     """runtime.json of another runtime: take its packages, by version and hash; default: the newest of
     Debian's release, and the wheels that prge is tested with."""
     debian_archive: str | None = None
     """Address of a Debian archive; default: the one that this machine's APT uses."""
-    debian_keys: Path | None = None
+    debian_keys: InputFile | None = None
     """File of the public keys that sign the archive; default: Debian's."""
     cache: OutputFolder | None = None
     """Folder of downloads; default: ~/.cache/prge/android."""

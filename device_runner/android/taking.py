@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.android.adb import quote
-from device_runner.android.bringing import send_bundle
-from device_runner.android.device import Phone, send_settings
-from device_runner.android.jobs import waited
+from device_runner.android.bringing import send_bundle, send_settings
+from device_runner.android.device import Phone
+from device_runner.android.jobs import wait_for
 from prge.errors import DeviceError
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.documents import parse_json
@@ -163,7 +163,7 @@ class Taking:
             words = send_settings(phone, given, f"{self.place}/{name}")
             watched = [_MEASURING, self.place, f"{self.place}/{name}/{_MEASURED}", *map(str, self.cool)]
             phone.start(name, ["-m", *watched, verb, *words])
-        job = waited(phone, name)
+        job = wait_for(phone, name)
         if job.code != 0:
             raise DeviceError(f"{verb}: {self._why(name, job.code)}")
         told = phone.adb.check(

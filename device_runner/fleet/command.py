@@ -7,11 +7,11 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from device_runner.fleet import joining, serve, simulate
 from device_runner.fleet.status import read_status
 from prge.errors import PrgeError
+from prge.verbs.inputs import InputFolder
 from prge.verbs.outputs import OutputFolder
 from prge.verbs.settings import parse_settings
 from prge.verbs.subverbs import Action, run_action
@@ -36,7 +36,7 @@ class KeysSettings:
 class StatusSettings:
     """Tell how a fleet stands."""
 
-    folder: Path
+    folder: InputFolder
     """The server's folder of the fleet."""
     json: bool = False
     """Print a JSON object instead of text."""

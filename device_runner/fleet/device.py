@@ -51,7 +51,7 @@ from prge.rows.own_heads import task_of
 from prge.rows.sources import hub_names
 from prge.rows.task import load_task
 from prge.running.training_flags import ExampleFlags
-from prge.verbs.kinds import Paths
+from prge.verbs.inputs import BundleInput, InputFile, TrainRows
 from prge.verbs.settings import read_settings, read_stored, settings_to_yaml, with_whole_paths
 
 DEVICE, OWN, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
@@ -65,11 +65,11 @@ _DAY = 24 * 3600.0
 class DeviceSettings(EngineFlags, ExampleFlags):
     """What a device trains with; a server never sees it."""
 
-    bundle: Path
+    bundle: BundleInput
     """Folder that `prge export` wrote; the fleet's, by its hash."""
-    train: Paths
+    train: TrainRows
     """The device's rows."""
-    policy: Path | None = None
+    policy: InputFile | None = None
     """YAML file with what the device's owner allows; default: scalars only, in the usual bounds."""
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import ClassVar, NoReturn
 
 from device_runner.fleet.device import DEVICE, DeviceSettings, answer, make_device
 from device_runner.fleet.serve import check_keys
+from prge.verbs.inputs import InputFolder
 from prge.verbs.outputs import OutputFolder
 from prge.verbs.settings import parse_settings, part_of
 
@@ -27,7 +27,7 @@ class JoinSettings(DeviceSettings):
     """HOST:PORT of the server."""
     folder: OutputFolder
     """Folder of the device: what it knows of its fleets, and what they have cost its privacy. Keep it."""
-    keys: Path | None = None
+    keys: InputFolder | None = None
     """The device's folder of `prge fleet keys`: by these it knows its server, and is known."""
     insecure: bool = False
     """Instead of --keys: no encryption. To try things out."""

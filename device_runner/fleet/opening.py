@@ -31,6 +31,7 @@ from prge.rows.sources import Part, read_source
 from prge.rows.task import Task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.running.training_flags import ExampleFlags
+from prge.verbs.inputs import AdapterInput, BundleInput, DevRows, TrainRows
 from prge.verbs.kinds import Paths
 from prge.verbs.outputs import OutputFolder
 from prge.verbs.settings import part_of
@@ -40,22 +41,22 @@ from prge.verbs.settings import part_of
 class ServerSettings(Plan, RoundsFlags, EngineFlags, ExampleFlags):
     """What a fleet's server is begun with."""
 
-    bundle: Path
+    bundle: BundleInput
     """Folder that `prge export` wrote; all devices have it."""
     out: OutputFolder
     """The fleet's folder: a run folder, with its adapter in final/."""
     name: str | None = None
     """Name of the fleet, which tells it from others with the same plan; default: a random one."""
-    dev: Paths | None = None
+    dev: DevRows | None = None
     """Development rows that the server may have; the best step on them becomes the result."""
     dev_limit: int | None = None
     """Most development rows."""
-    head_rows: Paths | None = None
+    head_rows: TrainRows | None = None
     """Encoders: labelled rows that the server may have, to fit the classification head on before the start;
     a few of every class are enough."""
     head_limit: int | None = None
     """Most of these rows."""
-    adapter: Path | None = None
+    adapter: AdapterInput | None = None
     """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter; an encoder's has a
     head."""
 

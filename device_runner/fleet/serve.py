@@ -16,6 +16,7 @@ from prge.files.own_settings import write_settings
 from prge.files.run_folder import run_lock
 from prge.host.atomic import write_file
 from prge.host.terminal import best_effort
+from prge.verbs.inputs import InputFolder
 from prge.verbs.settings import parse_settings, settings_to_yaml, with_whole_paths
 
 SETTINGS, NAMES = "serve.yaml", "devices.json"
@@ -29,7 +30,7 @@ class ServeSettings(ServerSettings):
 
     STORED: ClassVar = SETTINGS
 
-    resume: Path | None = None
+    resume: InputFolder | None = None
     """Folder of a fleet to go on with, by its own settings."""
     wait_for: int = 2
     """The first round waits until so many devices are there; later ones for --least-answers."""
@@ -37,7 +38,7 @@ class ServeSettings(ServerSettings):
     """Address to listen at; others than this machine reach 0.0.0.0 or ::."""
     port: int = 9092
     """Port to listen at; 0: a free one. It is printed."""
-    keys: Path | None = None
+    keys: InputFolder | None = None
     """The folder server/ of `prge fleet keys`: encryption, and only devices whose keys are in it."""
     insecure: bool = False
     """Instead of --keys: no encryption, and anyone who reaches the address may join. To try things out."""

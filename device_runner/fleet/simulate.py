@@ -37,7 +37,7 @@ from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.directions import philox
 from prge.learning.examples import tokens_sha256
 from prge.rows.own_heads import task_of
-from prge.verbs.kinds import Paths
+from prge.verbs.inputs import TestRows, TrainRows
 from prge.verbs.outputs import OutputFile
 from prge.verbs.settings import parse_settings, part_of
 
@@ -54,9 +54,9 @@ _IDENTITY = "simulation.json"
 class SimulateSettings(ServerSettings):
     """Train a fleet of simulated devices in this process, and count what it sends."""
 
-    train: Paths
+    train: TrainRows
     """Rows that are dealt out to the devices."""
-    test: Paths | None = None
+    test: TestRows | None = None
     """Rows that score the start and the result, once each."""
     train_start: int = 0
     """Training rows to leave out at the file's beginning."""

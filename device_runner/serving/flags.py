@@ -1,16 +1,21 @@
-"""Flags of `prge serve` that a server on a phone has too."""
+"""Settings of `prge serve`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 from device_runner.engines.trunk_cache import Precision
+from device_runner.serving.history import FEEDBACK
+from device_runner.serving.listen_flags import ListenFlags
 from device_runner.session.conditions import Condition, parse_when
 from device_runner.session.settings import EngineFlags, PauseFlags, when_problems
+from prge.errors import ConfigError
 from prge.verbs.bounds import bound_problems, flag
-from prge.verbs.kinds import Paths
-from prge.verbs.outputs import OutputFolder
+from prge.verbs.inputs import InputFile, InputFolder, ModelInput, NamedAdapter, TrainRows
+from prge.verbs.kinds import Bytes
+from prge.verbs.outputs import AppendedFile, OutputFolder
+
+_MOST_FEEDBACK = Bytes(1 << 30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +30,7 @@ class RoundFlags(PauseFlags):
     """Peak learning rate of a round; default: that of the tuning or run before, or 0.003."""
     replay: float = 0.5
     """Share of a round's rows that are earlier ones: feedback and --kept, so that nothing is forgotten."""
-    kept: Paths | None = None
+    kept: TrainRows | None = None
     """Rows that must not be forgotten. Some are replayed; on others no adapter may be worse than that of the
     start. Default: those of the tuning or run before."""
     may_lose: float = 0.02
@@ -59,17 +64,17 @@ class LearnFlags(RoundFlags):
 
 
 @dataclass(frozen=True)
-class ServingFlags(RoundFlags, EngineFlags):
-    """Which models are served, and for how many."""
+class ServeSettings(LearnFlags, ListenFlags, EngineFlags):
+    """Serve a bundle and its adapters by OpenAI's protocol: chat completions, completions, models."""
 
-    bundle: Path
+    bundle: ModelInput
     """Folder that `prge export` or `prge tune` wrote. The adapter that was tuned, or that came with the
     bundle, is the model that the folder's name calls; `base` is the model without any."""
-    adapter: list[str] = field(default_factory=list)
+    adapter: list[NamedAdapter] = field(default_factory=list)
     """Further models: NAME=PATH, or the PATH of a run, checkpoint or PEFT folder that gives its name."""
     model_name: str | None = None
     """What clients call the folder's own model; default: the folder's name."""
-    chat_template: Path | None = None
+    chat_template: InputFile | None = None
     """Jinja file that makes a prompt of messages. Default: the model's own; without one only
     /v1/completions answers."""
     chat_template_kwargs: str | None = None
@@ -84,7 +89,18 @@ class ServingFlags(RoundFlags, EngineFlags):
     cache_dtype: Precision = "float32"
     """Precision of keys and values of a text so far. float16 takes half the room, and time to read."""
 
-    def serving_problems(self, learns: bool) -> list[str]:
-        """What is wrong with these."""
-        idle = [] if learns else self.idle_problems()
-        return [*bound_problems(self), *when_problems(self.when), *idle]
+    feedback: AppendedFile | None = None
+    """File that /v1/feedback adds rows to, with what was asked and answered; `prge tune --data` takes it.
+    Default: nothing is kept."""
+    feedback_limit: Bytes = _MOST_FEEDBACK
+    """Most bytes that this file may have, such as 200MB; then feedback gets status 507."""
+    runs: InputFolder | None = None
+    """A run, or a folder of runs, that the page /training shows. Default: none."""
+
+    def __post_init__(self) -> None:
+        idle = [] if self.learn is not None else self.idle_problems()
+        problems = [*bound_problems(self), *when_problems(self.when), *idle]
+        if self.learn is not None and self.feedback not in (None, self.learn / FEEDBACK):
+            problems.append(f"--feedback is {self.feedback}: with --learn it is in that folder; leave it out")
+        if problems:
+            raise ConfigError("these settings can't be used:", problems)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from prge.errors import ConfigError, shown
 from prge.files.documents import DocumentError, read_document
 from prge.host.regular_files import warn_of_shared_key
+from prge.verbs.inputs import InputFile
 
 if TYPE_CHECKING:
     from device_runner.serving.access import Access
@@ -34,7 +35,7 @@ class ListenFlags:
     """Further names that clients may call the server by, such as a proxy's; *: any, and so pages of the web
     whose names lead here. Known are localhost, --host and, where others may ask, the machine's own name and
     addresses as numbers."""
-    api_key_file: Path | None = None
+    api_key_file: InputFile | None = None
     """File with the API keys that clients may send, one a line. Requests share cached prompts only with those
     of the same key. Default: the environment's PRGE_API_KEY; without that, any program of this machine may
     ask."""

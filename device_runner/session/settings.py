@@ -1,9 +1,9 @@
-"""Settings of `prge run`: flags, keys of a YAML file, and the `config.yaml` of a run folder."""
+"""Settings of `prge run`: flags, keys of YAML, `config.yaml` of a run folder; and those of `prge eval`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,15 +11,20 @@ from device_runner.session.conditions import Battery, Charging, Condition, Cool,
 from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.files.documents import DocumentError, read_yaml
+from prge.files.peft import find_adapter, run_of
 from prge.files.run_folder import CONFIG
+from prge.files.tuned import tuning_at
 from prge.learning.estimators.table import (
     EstimatorFlags,
     having,
 )
+from prge.learning.preferences import ObjectiveFlags
 from prge.running.recipe import Recipe, RunFlags
-from prge.running.training_flags import TrainingFlags
+from prge.running.training_flags import ExampleFlags, OverflowFlags, SelectionFlags, TrainingFlags
 from prge.verbs.bounds import flag
+from prge.verbs.inputs import AdapterInput, InputFile, InputFolder, ModelInput, TestRows
 from prge.verbs.kinds import MISFITS, Bytes, Day, converted
+from prge.verbs.outputs import OutputFile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +94,9 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
 
     STORED: ClassVar = CONFIG
 
-    resume: Path | None = None
+    resume: InputFolder | None = None
     """Run folder to go on with, from its own settings."""
-    adapter: Path | None = None
+    adapter: AdapterInput | None = None
     """Run, checkpoint or PEFT folder to start from instead of the bundle's own adapter."""
 
     keep_gradients: bool = False
@@ -100,11 +105,11 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
     change_estimator: bool = False
     """Beside --resume: go on with another estimator, its settings and learning rate, as they are given."""
 
-    heads_of: Path | None = None
+    heads_of: InputFile | None = None
     """Encoders: journal of another run, whose heads are taken if they were fitted on the same rows with the
     same bundle and folds. Default: fit them."""
 
-    sample_prompts: Path | None = None
+    sample_prompts: InputFile | None = None
     """Prompts that the model answers before, on the way and after, into samples.jsonl: one a line, or jsonl
     with prompt or messages."""
     sample_rows: int = 0
@@ -152,6 +157,30 @@ class RunSettings(EngineFlags, RunFlags, TrainingFlags, WaitFlags):
             if (owners := having(each.name)) and self.estimator not in owners
             if getattr(self, each.name) != each.default
         ]
+
+
+@dataclass(frozen=True)
+class EvaluateSettings(EngineFlags, ObjectiveFlags, OverflowFlags, SelectionFlags, ExampleFlags):
+    """Score an adapter on rows of a file; prints the loss and the metric of the task."""
+
+    bundle: ModelInput
+    """Folder that `prge export` or `prge tune` wrote."""
+    data: TestRows
+    """Rows to score: jsonl, json, csv, tsv or parquet, several files one after another; a folder with a file
+    test; or the name of a data set of the hub, of which the split test is read."""
+    adapter: AdapterInput | None = None
+    """Run, checkpoint or PEFT folder; default: the adapter that was tuned, or that the bundle came with."""
+    predictions: OutputFile | None = None
+    """jsonl file to write: a line per row with its loss, scores and prediction."""
+    json: OutputFile | None = None
+    """File to write the result to as JSON."""
+
+    def dated(self) -> EvaluateSettings:
+        """The same settings with the date of the run that is scored, where they have none and it has one."""
+        trained = self.adapter or (self.bundle if tuning_at(self.bundle) else None)
+        if self.date or trained is None or not trained.exists():
+            return self
+        return replace(self, date=date_of_run(run_of(find_adapter(trained))))
 
 
 def date_of_run(run: Path | None) -> Day | None:

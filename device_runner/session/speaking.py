@@ -26,7 +26,8 @@ from prge.rows.tokenizer import Tokenizer
 from prge.running.training_flags import RowsFlags, SelectionFlags
 from prge.text.choice import MIN_P, ChoiceSettings
 from prge.text.loop import Draft, GenerationSettings, Generator, Overflow
-from prge.verbs.kinds import Paths
+from prge.verbs.inputs import InputFile, ModelInput, NamedAdapter, TestRows, TextInput
+from prge.verbs.outputs import AppendedFile
 
 BUNDLE, BASE = "bundle", "base"
 STDIN = "-"
@@ -36,9 +37,9 @@ STDIN = "-"
 class OfBundle:
     """Which model speaks."""
 
-    bundle: Path
+    bundle: ModelInput
     """Folder that `prge export` or `prge tune` wrote."""
-    adapter: tuple[str, ...] = ()
+    adapter: tuple[NamedAdapter, ...] = ()
     """Runs, checkpoints or PEFT folders, or NAME=PATH; base: the model without an adapter. Default: the
     adapter that was tuned, or that the bundle came with."""
 
@@ -105,18 +106,18 @@ def read_template_kwargs(given: str | None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class GenerateFlags(SpeakingFlags, SelectionFlags, RowsFlags):
-    """What to answer, and how."""
+class GenerateSettings(SpeakingFlags, SelectionFlags, RowsFlags, OfBundle):
+    """Write what a model answers to prompts: one is streamed, several are made at once."""
 
     ONE_OF: ClassVar = (("prompt", "messages", "data"),)
 
-    prompt: tuple[str, ...] = ()
+    prompt: tuple[TextInput, ...] = ()
     """Texts to go on from, as they are; -: standard input."""
     chat: bool = False
     """Take each --prompt for a user's message, in the model's chat template."""
-    messages: Path | None = None
+    messages: InputFile | None = None
     """JSON file with a list of messages to answer, in the model's chat template."""
-    data: Paths | None = None
+    data: TestRows | None = None
     """Rows to answer, with the columns of --task or of a known form: jsonl, json, csv, tsv or parquet,
     several files one after another; a folder with a file test; or the name of a data set of the hub."""
     json: bool = False
@@ -138,8 +139,8 @@ class GenerateFlags(SpeakingFlags, SelectionFlags, RowsFlags):
 
 
 @dataclass(frozen=True)
-class ChatFlags(SpeakingFlags):
-    """How answers of a conversation are made."""
+class ChatSettings(SpeakingFlags, OfBundle):
+    """Talk to a bundle's model in the terminal; /help lists what can be said to the program."""
 
     max_tokens: int = 512
     """Most tokens of an answer."""
@@ -150,6 +151,9 @@ class ChatFlags(SpeakingFlags):
     overflow: Overflow = "truncate"
     """What to do when the conversation is too long for the context: truncate, forget its oldest turns; or
     error."""
+    feedback: AppendedFile | None = None
+    """File that /good, /bad and /better add rows to, with what was asked and answered; `prge tune --data`
+    takes it. Default: nothing is kept."""
 
 
 def open_speaking(folder: Path) -> Bundle:

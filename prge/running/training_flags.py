@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import date
-from pathlib import Path
 from typing import Literal, TypeVar
 
 from prge.learning.optimizers import OptimizerName, ScheduleName, usual_warmup
@@ -14,7 +13,8 @@ from prge.rows.readers import Selection
 from prge.rows.sources import hub_names
 from prge.rows.windows import Overflow
 from prge.verbs.bounds import bound_problems
-from prge.verbs.kinds import Day, Paths
+from prge.verbs.inputs import BundleInput, DevRows, NamedOrFile, TrainRows
+from prge.verbs.kinds import Day
 from prge.verbs.outputs import OutputFolder
 from prge.verbs.settings import with_whole_paths
 
@@ -28,7 +28,7 @@ _ROWS = ("train", "dev", "test")
 class RowsFlags:
     """What rows are."""
 
-    task: str | None = None
+    task: NamedOrFile | None = None
     """Task name or YAML file; without one, the columns say what a row is: text, prompt and completion,
     messages, Alpaca's or ShareGPT's, a pair of answers or a rated one."""
     columns: list[str] = field(default_factory=list)
@@ -167,14 +167,14 @@ class CourseFlags(OverflowFlags, RateFlags):
 class TrainingFlags(CourseFlags, ExampleFlags):
     """What is trained, and on what."""
 
-    bundle: Path
+    bundle: BundleInput
     """Folder that `prge export` wrote."""
-    train: Paths
+    train: TrainRows
     """Training rows: jsonl, json, csv, tsv or parquet, several files one after another; a folder with files
     train, valid and test; or the name of a data set of the hub."""
     out: OutputFolder
     """Run folder to make."""
-    dev: Paths | None = None
+    dev: DevRows | None = None
     """Development rows, scored on the way; the best step on them becomes the result. Of a folder the file
     valid, of a data set the split validation."""
 

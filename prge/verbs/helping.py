@@ -62,9 +62,11 @@ def show_settings(
     helps = field_help(settings_type)
     fields = {item.name: item for item in dataclasses.fields(settings_type)}
     introduced: dict[str, type[Any]] = {}
-    for base in reversed(settings_type.__mro__[:-1]):
-        introduced = dict.fromkeys(inspect.get_annotations(base), base) | introduced
-    groups = [[name for name in fields if introduced[name] is base] for base in settings_type.__mro__[:-1]]
+    bases = [base for part in _parts(settings_type) for base in part.__mro__[:-1]]
+    for part in _parts(settings_type):
+        for base in reversed(part.__mro__[:-1]):
+            introduced = dict.fromkeys(inspect.get_annotations(base), base) | introduced
+    groups = [[name for name in fields if introduced[name] is base] for base in dict.fromkeys(bases)]
     # Those with something that must be given come first.
     for names in sorted(
         filter(None, groups), key=lambda names: not any(is_required(fields[n]) for n in names)
@@ -91,7 +93,8 @@ def show_verbs(prog: str, helps: Mapping[str, str], about: str) -> None:
 def field_help(settings_type: type[Any]) -> dict[str, str]:
     """The string under each field of a dataclass, bases included."""
     helps: dict[str, str] = {}
-    for base in reversed(settings_type.__mro__[:-1]):
+    bases = [base for part in _parts(settings_type) for base in part.__mro__[:-1]]
+    for base in reversed(bases):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         for statement, below in itertools.pairwise(ast.iter_child_nodes(definition)):
             match statement, below:
@@ -103,6 +106,12 @@ def field_help(settings_type: type[Any]) -> dict[str, str]:
 def is_required(item: dataclasses.Field[Any]) -> bool:
     """Whether a field has no default."""
     return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+
+
+def _parts(settings_type: type[Any]) -> tuple[type[Any], ...]:
+    """The classes that define a class's fields: those it is combined of, or it alone."""
+    parts: tuple[type[Any], ...] = getattr(settings_type, "PARTS", (settings_type,))
+    return parts
 
 
 def _complete(prog: str, flags: Mapping[str, tuple[Iterable[str], str | None]]) -> None:

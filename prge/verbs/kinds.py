@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import types
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NewType, TypeAlias, Union, get_args, get_origin
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    NewType,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from prge.files.documents import parse_yaml
 
@@ -17,6 +30,8 @@ Bytes = NewType("Bytes", int)
 Paths: TypeAlias = Path | tuple[Path, ...]
 # A date as ISO 8601 writes it.
 Day = NewType("Day", str)
+
+Mark = TypeVar("Mark")
 
 # What `converted` raises.
 MISFITS = (AttributeError, TypeError, ValueError, OverflowError)
@@ -92,6 +107,16 @@ def takes_paths(kind: Any) -> bool:
     return kind is Path or any(map(takes_paths, get_args(kind)))
 
 
+def marks_of(settings_type: type[Any], mark: type[Mark]) -> dict[str, Mark]:
+    """The marks of one class that the annotated types of settings carry, by the settings' names."""
+    hints = get_type_hints(settings_type, include_extras=True)
+    return {
+        item.name: each
+        for item in dataclasses.fields(settings_type)
+        for each in _marks(hints[item.name], mark)
+    }
+
+
 def choices(kind: Any) -> list[str]:
     """The words that a value is one of; none where any may be given."""
     literals = [member for member in _members(kind) if get_origin(member) is Literal]
@@ -120,6 +145,12 @@ def metavar(kind: Any) -> str:
         several = "..." if Path in get_args(kind) and is_list(kind) else ""
         return metavar(get_args(kind)[0]) + several
     return _TYPES[kind].metavar if kind in _TYPES else "VALUE"
+
+
+def _marks(kind: Any, mark: type[Mark]) -> Iterator[Mark]:
+    yield from (each for each in getattr(kind, "__metadata__", ()) if isinstance(each, mark))
+    for member in get_args(kind):
+        yield from _marks(member, mark)
 
 
 def _members(kind: Any) -> tuple[Any, ...]:

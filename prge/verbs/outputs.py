@@ -14,32 +14,30 @@ import os
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, get_args, get_type_hints
+from typing import Annotated, Any, TypeAlias
 
 from prge.errors import ConfigError
 from prge.host.atomic import check_file, check_place
 from prge.verbs.bounds import flag
+from prge.verbs.kinds import marks_of
 
 
 class Output(Enum):
     """What a verb writes to a path."""
 
     FILE = "file"
+    APPENDED = "file that rows are appended to"
     FOLDER = "folder"
 
 
 OutputFile: TypeAlias = Annotated[Path, Output.FILE]
+AppendedFile: TypeAlias = Annotated[Path, Output.APPENDED]
 OutputFolder: TypeAlias = Annotated[Path, Output.FOLDER]
 
 
 def outputs_of(settings_type: type[Any]) -> Mapping[str, Output]:
     """What each setting names that a verb writes; settings that name nothing of the kind are left out."""
-    hints = get_type_hints(settings_type, include_extras=True)
-    return {
-        item.name: output
-        for item in dataclasses.fields(settings_type)
-        for output in _outputs(hints[item.name])
-    }
+    return marks_of(settings_type, Output)
 
 
 def check_outputs(settings: Any) -> None:
@@ -64,13 +62,6 @@ def check_outputs(settings: Any) -> None:
                     [f"{flag(name)} and {flag(same[0])} are the same file, {path}"],
                     remedy="give another file to write",
                 )
-
-
-def _outputs(hint: Any) -> Iterator[Output]:
-    """What a type says of the paths that it takes."""
-    yield from (mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Output))
-    for member in get_args(hint):
-        yield from _outputs(member)
 
 
 def _paths(value: Any) -> Iterator[Path]:

@@ -25,8 +25,8 @@ KEPT      file of the folder that `folder` names: where there is one, its settin
 PRESETS   folder of YAML files: `preset` names one, whose settings come first
 current   of what a file has: settings that an earlier version wrote down, as this one has them
 
-A path that the verb writes is an OutputFile or an OutputFolder, see prge/verbs/outputs.py: it is checked
-before the verb begins.
+The type of a path says whether the verb reads it, as InputFile does (prge/verbs/inputs.py), or writes it, as
+OutputFile does (prge/verbs/outputs.py): places to write are checked before the verb begins.
 
 Other checks across fields go into `__post_init__` and raise ConfigError.
 """

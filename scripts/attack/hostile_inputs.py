@@ -27,11 +27,10 @@ from outcome import Case, Found, Verdict, judged, worked
 from tables import TABLES, drawn
 from workshop import REPOSITORY, Bench, Workshop, enlarge_disk, mount_disk, unmount_disk
 
-from device_runner.evaluate import EvaluateSettings
 from device_runner.inspect_bundle import InspectSettings
 from device_runner.replay import ReplaySettings
 from device_runner.report import ReportSettings
-from device_runner.session.settings import RunSettings
+from device_runner.session.settings import EvaluateSettings, RunSettings
 
 MEGABYTE = 1 << 20
 Must = Literal["be refused", "work", "end"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from prge.errors import ConfigError
 from prge.verbs.bounds import bound_problems
+from prge.verbs.inputs import AdapterInput, BundleInput
 from prge.verbs.outputs import OutputFolder
 
 Weights = Literal["trained", "original"]
@@ -17,13 +17,13 @@ Weights = Literal["trained", "original"]
 class PublishConfig:
     """Give a trained adapter to PEFT or llama.cpp, merge it, or make a program for ExecuTorch."""
 
-    source: Path
+    source: AdapterInput
     """Folder of a run or of `prge tune`, checkpoint or PEFT folder with the trained adapter."""
 
     out: OutputFolder
     """Folder to write."""
 
-    bundle: Path | None = None
+    bundle: BundleInput | None = None
     """Bundle that the adapter was trained with; without it the one that the run's config.yaml names."""
 
     model: str | None = None

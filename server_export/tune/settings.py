@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from prge.errors import ConfigError
@@ -14,7 +13,8 @@ from prge.rows.sources import hub_names
 from prge.rows.windows import Overflow
 from prge.running.training_flags import ExampleFlags, OptimizerFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
-from prge.verbs.kinds import Bytes, Paths
+from prge.verbs.inputs import BundleInput, DevRows, InputFolder, TestRows, TrainRows
+from prge.verbs.kinds import Bytes
 from prge.verbs.outputs import OutputFile, OutputFolder
 from prge.verbs.settings import with_whole_paths
 from server_export.settings import SCHEMES, AdapterKind, Init, PrependBos, roles_problems
@@ -32,19 +32,19 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
     ONE_OF: ClassVar = (("model", "bundle"),)
     STORED: ClassVar = CONFIG
 
-    data: Paths
+    data: TrainRows
     """Training rows: a file, or several one after another; a folder with files train, valid and test, of
     which the two others are taken as well; or a data set of the hub."""
     out: OutputFolder
     """Folder for bundle, run, adapter and report."""
     model: str | None = None
     """Folder or hub id of a transformers causal language model or encoder, or a GGUF file."""
-    bundle: Path | None = None
+    bundle: BundleInput | None = None
     """Bundle that `prge export` wrote, instead of a model."""
-    dev: Paths | None = None
+    dev: DevRows | None = None
     """Development rows, which choose the learning rate and the step. Default: a part of the training rows,
     by a hash of their content."""
-    test: Paths | None = None
+    test: TestRows | None = None
     """Rows that are scored once before and once after. Default: the development rows."""
     on_bad_row: OnBadRow = "stop"
     """What becomes of rows that can't be read or learnt from: stop before anything is made, or skip them. All
@@ -114,7 +114,7 @@ class TuneSettings(ObjectiveFlags, ExampleFlags):
     """prge's folder on the phone; default: that of `prge android`."""
     json: OutputFile | None = None
     """File to write scores, decisions, memory and seconds to as JSON."""
-    resume: Path | None = None
+    resume: InputFolder | None = None
     """Folder of a tuning that was ended, to go on with it."""
 
     def __post_init__(self) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from device_runner.evaluate import EvaluateSettings, run, write_answers
+from device_runner.evaluate import run, write_answers
+from device_runner.session.settings import EvaluateSettings
 from prge.errors import ConfigError, DataError
 from prge.learning.examples import Example
 from prge.rows.example_building import build_examples

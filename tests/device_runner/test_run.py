@@ -21,7 +21,7 @@ from device_runner import run as run_verb
 from device_runner.replay import main as replay
 from device_runner.report import main as report
 from device_runner.run import run
-from device_runner.session.settings import RunSettings
+from device_runner.session.settings import EvaluateSettings, RunSettings
 from prge.errors import BundleError, ConfigError, DataError, DivergenceError, EngineError, PrgeError, RunError
 from prge.files.journal import Journal, encode_array
 from prge.files.run_folder import run_lock
@@ -598,9 +598,7 @@ def test_evaluation_tells_what_the_run_did(
     device.replaces(monkeypatch, evaluate_verb)
     assert settings.dev is not None
     found = evaluate_verb.run(
-        evaluate_verb.EvaluateSettings(
-            settings.bundle, settings.dev, task=settings.task, adapter=settings.out
-        )
+        EvaluateSettings(settings.bundle, settings.dev, task=settings.task, adapter=settings.out)
     )
     evaluations = [r for r in _json_lines(settings.out / "metrics.jsonl") if r["event"] == "evaluation"]
     assert found["loss"] == pytest.approx(min(r["loss"] for r in evaluations), rel=1e-6)

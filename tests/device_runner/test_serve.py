@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from device_runner import serve
+from device_runner.serving.flags import ServeSettings
 from device_runner.serving.listen_flags import read_keys
 from device_runner.session.speaking import by_name
 from prge.errors import BundleError, ConfigError
@@ -60,13 +61,13 @@ def test_a_key_in_the_words_of_a_command_is_refused(words: list[str]) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0"])
 def test_others_may_ask_with_a_key_or_where_that_was_asked_for(host: str) -> None:
-    settings = serve.ServeSettings(Path("nothing"), host=host)
+    settings = ServeSettings(Path("nothing"), host=host)
     with pytest.raises(ConfigError, match=f"--host {host} lets other machines ask, and there is no API key"):
         settings.access((), True)
     settings.access(("secret",), True)
-    serve.ServeSettings(Path("nothing"), host=host, insecure=True).access((), True)
+    ServeSettings(Path("nothing"), host=host, insecure=True).access((), True)
     with pytest.raises(ConfigError, match="and not both"):
-        serve.ServeSettings(Path("nothing"), insecure=True).access(("secret",), True)
+        ServeSettings(Path("nothing"), insecure=True).access(("secret",), True)
 
 
 def test_flags_of_learning_belong_to_a_folder_to_learn_into(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_flags_of_learning_belong_to_a_folder_to_learn_into(tmp_path: Path) -> N
 
 
 def test_this_machine_needs_no_key() -> None:
-    serve.ServeSettings(Path("nothing")).access((), False)
+    ServeSettings(Path("nothing")).access((), False)
     with pytest.raises(BundleError):
         serve.main(["--bundle", "nothing"])
 

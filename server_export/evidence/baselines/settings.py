@@ -9,7 +9,7 @@ from prge.errors import ConfigError
 from prge.learning.estimators.table import ESTIMATORS
 from prge.running.training_flags import TrainingFlags
 from prge.verbs.bounds import flag
-from prge.verbs.kinds import Paths
+from prge.verbs.inputs import TestRows
 from server_export.evidence.baselines.methods import METHODS, BaselineOptimizer, MethodName
 
 # Parameters of the best step, in the run folder while it trains.
@@ -39,7 +39,7 @@ class BaselineSettings(TrainingFlags):
     """Folder, GGUF file or hub id of the model that the bundle was exported from."""
     threads: int | None = None
     """Threads that compute; default: PyTorch's own choice."""
-    test: Paths | None = None
+    test: TestRows | None = None
     """Test rows, scored once at the end with the result. Of a folder the file test."""
 
     epsilon: float = 1e-3

@@ -13,6 +13,7 @@ from prge.rows.sources import Part, file_of_part
 from prge.rows.windows import Overflow
 from prge.running.training_flags import ExampleFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
+from prge.verbs.inputs import AdapterInput
 from prge.verbs.outputs import OutputFile, OutputFolder
 from server_export.settings import ExportConfig, PrependBos
 
@@ -82,7 +83,7 @@ class CompareSettings(ExampleFlags):
 
     quantize: str = ExportConfig.quantize
     """Frozen weights: fp32, 8da8w or 8da4w."""
-    adapter: Path | None = None
+    adapter: AdapterInput | None = None
     """PEFT LoRA folder that all methods' bundles start from."""
     target_modules: list[str] = field(default_factory=list)
     """Linear layers to adapt."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from prge.errors import ConfigError
 from prge.running.training_flags import ExampleFlags
 from prge.verbs.bounds import bound_problems
+from prge.verbs.inputs import AdapterInput, BundleInput, TrainRows
 from prge.verbs.kinds import Paths
 from prge.verbs.outputs import OutputFile
 from server_export.settings import ExportConfig
@@ -52,12 +53,12 @@ class LeakSettings(ExampleFlags):
     """Settings to begin with: demo, the tiny model that comes along; flags win over them."""
     model: str | None = None
     """Folder, GGUF file or hub id of the model; demo: the one that comes along."""
-    bundle: Path | None = None
+    bundle: BundleInput | None = None
     """Bundle of this model, whose lora_a and adapter are attacked. Without one they are drawn as
     `prge export` draws them, anew for every seed."""
-    adapter: Path | None = None
+    adapter: AdapterInput | None = None
     """PEFT folder of the adapter that the rows are learnt with, such as `final` of a run."""
-    rows: Paths | None = None
+    rows: TrainRows | None = None
     """Rows to attack, which the adversary must not know; demo: test rows of the demo."""
     task: str | None = None
     """Task of the rows, as for `prge run`, with candidates of one token each: its text and its label are

@@ -98,7 +98,7 @@ def test_a_job_that_went_on_is_met_again(
 
     words = ("qwen2.5-3b", *WORDS, "--json", tmp_path / "phone.json")
     with monkeypatch.context() as patch:
-        patch.setattr(taking, "waited", gone)
+        patch.setattr(taking, "wait_for", gone)
         fake.prge("bench", *words, code=130)
     (first,) = (fake.folder / "jobs").iterdir()
     process = (first / "pid").read_text()

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from device_runner.android import command
-from device_runner.android.command import AndroidRunSettings
-from device_runner.android.device import send_rows
+from device_runner.android import remote
+from device_runner.android.bringing import send_rows
+from device_runner.android.command import REMOTE
+from device_runner.android.jobs import RunFlags
+from device_runner.android.remote import RemoteCall
+from device_runner.session.settings import RunSettings
 
 
 class Phone:
@@ -27,24 +30,35 @@ class Phone:
     def path(self, *parts: str) -> str:
         return "/".join(["/phone", *parts])
 
+    def need_this_driver(self) -> None:
+        """It has it."""
+
 
 def test_rows_task_and_prompts_are_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(command, "send_bundle", lambda phone, folder: "/phone/bundle")
+    monkeypatch.setattr(remote, "send_bundle", lambda phone, folder: "/phone/bundle")
     files = {name: tmp_path / name for name in ("train.jsonl", "dev.jsonl", "task.yaml", "prompts.txt")}
     for path in files.values():
         path.touch()
     phone: Any = Phone()
-    settings = AndroidRunSettings(
+    monkeypatch.setattr(RunFlags, "phone", lambda self: phone)
+    settings = RunSettings(
         bundle=tmp_path, train=files["train.jsonl"], dev=files["dev.jsonl"], task=str(files["task.yaml"]),
-        sample_prompts=files["prompts.txt"], out=Path("mine"),
+        sample_prompts=files["prompts.txt"], out=Path("mine"), steps=7,
     )  # fmt: skip
-    there = command._brought(phone, settings)
+    call = RemoteCall(REMOTE["run"], RunFlags(out=Path("mine")), settings, {"out": "/phone/runs/mine"})
+    there = call.bring()
     assert set(phone.sent) == set(files.values())
-    paths = [there.bundle, there.train, there.dev, there.task, there.sample_prompts, there.out]
-    assert [str(path) for path in paths] == [
-        "/phone/bundle", "/phone/data/train.jsonl", "/phone/data/dev.jsonl", "/phone/data/task.yaml",
-        "/phone/data/prompts.txt", "/phone/runs/mine",
-    ]  # fmt: skip
+    assert {
+        name: str(there[name]) for name in ("bundle", "train", "dev", "task", "sample_prompts", "out")
+    } == {
+        "bundle": "/phone/bundle",
+        "train": "/phone/data/train.jsonl",
+        "dev": "/phone/data/dev.jsonl",
+        "task": "/phone/data/task.yaml",
+        "sample_prompts": "/phone/data/prompts.txt",
+        "out": "/phone/runs/mine",
+    }
+    assert there["steps"] == 7 and there["adapter"] is None
 
 
 def test_of_a_folder_its_files_are_sent(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from device_runner.android.bringing import send_bundle
 from device_runner.android.command import PushSettings, main
 from device_runner.android.device import Phone
 from device_runner.android.preflight import examine
-from device_runner.android.speaking import AndroidChatSettings, chat_on
+from device_runner.android.remote import RemoteFlags
 from prge.errors import BundleError, DeviceError
 from prge.files.bundle import MANIFEST, open_bundle
 from prge.files.documents import parse_yaml
@@ -40,6 +40,9 @@ class LocalAdb(Adb):
             shutil.copytree(local, remote, dirs_exist_ok=True)
         else:
             shutil.copyfile(local, remote)
+
+    def pull(self, remote: str, local: Path) -> None:
+        shutil.copyfile(remote, local)
 
 
 @pytest.fixture
@@ -166,7 +169,9 @@ def test_a_tuning_is_a_run_there_that_can_speak(
         return 0
 
     monkeypatch.setattr(Phone, "attach", attach)
-    assert chat_on(phone, AndroidChatSettings(names=("mine",), temperature=0.5)) == 0
+    monkeypatch.setattr(Phone, "need_this_driver", lambda self: None)
+    monkeypatch.setattr(RemoteFlags, "phone", lambda self: phone)
+    assert main(["chat", "mine", "--temperature", "0.5", "--folder", phone.folder]) == 0
     ((words, reads, settings),) = told
     assert (words, reads) == (["chat", "--config"], True)
     assert (settings["bundle"], settings["adapter"]) == (bundle, [f"mine={run}"])

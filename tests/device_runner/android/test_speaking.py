@@ -58,6 +58,12 @@ def test_the_verb_runs_there_with_the_runs_bundle_and_the_runs_as_adapters(phone
     assert (read, done.stderr) == ("", "told\n")
 
 
+def test_the_model_alone_may_come_first(phone: FakePhone) -> None:
+    _, settings, _ = asked(phone.prge("generate", "base", "first", "--prompt", "x", code=7).stdout)
+    assert settings["adapter"] == ["base", f"first={phone.folder}/runs/first"]
+    assert settings["bundle"] == "/data/my bundle"
+
+
 def test_files_are_brought(phone: FakePhone, tmp_path: Path) -> None:
     for name in ("rows.jsonl", "task.yaml"):
         (tmp_path / name).write_text(name)
@@ -83,9 +89,9 @@ def test_chat_reads_the_lines_of_this_side(phone: FakePhone) -> None:
     [
         (("third",), "has no run 'third'; it has: first, other, second"),
         (("first", "other"), "the runs have different bundles"),
-        ((), "no run is named"),
-        (("base",), "no run is named"),
-        (("../first",), "can't be the name of a run"),
+        ((), "--bundle is missing"),
+        (("base",), "has no run 'base'; it has: first, other, second"),
+        (("../first",), "../first is not a bundle"),
     ],
 )
 def test_what_can_not_speak_is_an_error_of_this_side(

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from device_runner.chat import ChatSettings
-from device_runner.generate import GenerateSettings
-from device_runner.serve import ServeSettings
+from device_runner.serving.flags import ServeSettings
 from device_runner.session.settings import RunSettings
+from device_runner.session.speaking import ChatSettings, GenerateSettings
 from prge.cli import VERBS, main
 from prge.errors import ConfigError
 from prge.files.documents import read_yaml

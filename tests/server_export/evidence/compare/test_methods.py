@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from device_runner.evaluate import EvaluateSettings
-from device_runner.session.settings import RunSettings
+from device_runner.session.settings import EvaluateSettings, RunSettings
 from prge.learning.estimators.table import ESTIMATORS
 from prge.running.training_flags import TrainingFlags
 from prge.verbs.settings import Settings, read_settings

@@ -1,0 +1,46 @@
+"""Settings of a verb that runs another verb: those of both, from one command line.
+
+both = combined("Run it on a phone.", JobFlags, RunSettings, without=["threads"])
+given = parse_settings(both, argv, "prge android run")
+job, settings = part_of(JobFlags, given), RunSettings(**values_of(RunSettings, given), threads=2)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, get_type_hints
+
+
+def combined(about: str, *parts: type[Any], without: Collection[str] = ()) -> type[Any]:
+    """A settings class with the fields of several, which checks types and bounds and nothing across fields.
+
+    Of fields with the same name the first one counts; ONE_OF has the entries of all.
+
+    Args:
+        about: the first paragraph of its help, which shows the fields in the groups of their own classes.
+        parts: settings classes.
+        without: names of fields that nobody gives.
+    """
+    one_of = [names for part in parts for names in getattr(part, "ONE_OF", ())]
+    fields: dict[str, tuple[str, Any, Any]] = {}
+    for part in parts:
+        hints = get_type_hints(part, include_extras=True)
+        for item in dataclasses.fields(part):
+            if item.name in fields or item.name in without:
+                continue
+            settings: dict[str, Any] = {"default": item.default}
+            if item.default_factory is not dataclasses.MISSING:
+                settings = {"default_factory": item.default_factory}
+            fields[item.name] = item.name, hints[item.name], dataclasses.field(**settings, kw_only=True)
+    namespace = {"__doc__": about, "ONE_OF": tuple(one_of), "PARTS": parts}
+    return dataclasses.make_dataclass("Combined", fields.values(), namespace=namespace, frozen=True)
+
+
+def values_of(settings_type: type[Any], settings: Any) -> dict[str, Any]:
+    """Those of some settings that a class has, too."""
+    return {
+        item.name: getattr(settings, item.name)
+        for item in dataclasses.fields(settings_type)
+        if hasattr(settings, item.name)
+    }

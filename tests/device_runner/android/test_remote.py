@@ -1,0 +1,183 @@
+"""A verb on a phone: what it reads goes there, what it writes comes here, and nothing of it stays."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from device_runner.android.command import REMOTE
+from device_runner.android.remote import RemoteVerb
+from prge.verbs.inputs import Input, InputFile, TestRows, inputs_of
+from prge.verbs.outputs import Output, OutputFile, outputs_of
+from tests.device_runner.android.fake_adb import FakePhone
+from tests.verbs import prge
+from tests.workshop import write_rows
+
+# In the place of Python: writes what it is told to into the file that a setting names.
+WRITES = """#!/bin/sh
+exec {python} - "$5" <<'END'
+import pathlib, sys, yaml
+settings = yaml.safe_load(pathlib.Path(sys.argv[1]).read_text())
+path = pathlib.Path(settings[{name!r}])
+print(path.read_text() if path.is_file() else "nothing is there", end="")
+{here}
+with path.open("a") as stream:
+    stream.write({text!r})
+sys.exit({code})
+END
+"""
+
+
+@pytest.fixture
+def phone(tmp_path: Path) -> FakePhone:
+    return FakePhone(tmp_path / "fake")
+
+
+def writes(phone: FakePhone, name: str, text: str, code: int = 0, here: str = "") -> None:
+    """Let the verb on the phone write a text; `here` is done on this side meanwhile."""
+    script = WRITES.format(python=sys.executable, name=name, text=text, code=code, here=here)
+    (phone.folder / "runtime" / "run.sh").write_text(script)
+
+
+def figures(said: str) -> list[str]:
+    """The lines of a score, but the one that names the file of rows."""
+    first, *rest = said.splitlines()
+    assert "dev.jsonl (task letters)" in first and len(rest) > 4
+    return rest
+
+
+def left(phone: FakePhone) -> list[str]:
+    """What stays in the phone's folder for what doesn't stay."""
+    return [path.name for path in (phone.folder / "tmp").glob("*")]
+
+
+def test_a_score_there_is_the_score_here(phone: FakePhone, workshop: Path, tmp_path: Path) -> None:
+    words = [
+        "--bundle",
+        workshop / "bundle",
+        "--data",
+        workshop / "dev.jsonl",
+        "--task",
+        workshop / "task.yaml",
+    ]
+    here = prge("eval", *words, "--json", tmp_path / "here.json", "--predictions", tmp_path / "here.jsonl")
+    outputs = ["--json", tmp_path / "new" / "there.json", "--predictions", tmp_path / "there.jsonl"]
+    assert figures(phone.prge("eval", *words, *outputs).stdout) == figures(here.stdout)
+    for name in ("json", "jsonl"):
+        folder = tmp_path / ("new" if name == "json" else "")
+        assert (folder / f"there.{name}").read_bytes() == (tmp_path / f"here.{name}").read_bytes()
+    assert not left(phone)
+
+
+def test_the_name_of_a_run_there_stands_for_its_bundle_and_adapter(phone: FakePhone, workshop: Path) -> None:
+    run = phone.write_settings("first", workshop / "bundle")
+    (run / "final").symlink_to(workshop / "bundle" / "adapter")
+    words = ["--data", workshop / "dev.jsonl", "--task", workshop / "task.yaml"]
+    there = phone.prge("eval", "first", *words).stdout
+    assert figures(there) == figures(prge("eval", workshop / "bundle", *words).stdout)
+    assert not (phone.folder / "bundles").exists()
+
+
+def test_rows_of_the_device_stay_there_and_its_errors_come_through(
+    phone: FakePhone, workshop: Path, tmp_path: Path
+) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"other": "a"}])
+    words = [
+        "--bundle",
+        workshop / "bundle",
+        "--data",
+        rows,
+        "--data-on-device",
+        "--json",
+        tmp_path / "x.json",
+    ]
+    told = phone.prge("eval", *words, code=2).stderr
+    assert "prge eval: error: " in told and str(rows) in told
+    assert not (phone.folder / "data").exists() and not (tmp_path / "x.json").exists() and not left(phone)
+    absent = phone.prge("eval", "--bundle", workshop / "bundle", "--data", "rows", "--data-on-device", code=2)
+    assert "--data: fake has no readable rows" in absent.stderr
+
+
+def test_a_file_comes_here_however_the_verb_ends(phone: FakePhone, tmp_path: Path) -> None:
+    phone.write_settings("first", "/data/bundle")
+    writes(phone, "feedback", "one\n", code=3)
+    phone.prge("chat", "first", "--feedback", tmp_path / "mine.jsonl", code=3)
+    assert (tmp_path / "mine.jsonl").read_text() == "one\n" and not left(phone)
+
+
+def test_a_file_that_is_appended_to_goes_along(phone: FakePhone, tmp_path: Path) -> None:
+    phone.write_settings("first", "/data/bundle")
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("one\n")
+    mine.chmod(0o640)
+    writes(phone, "feedback", "two\n")
+    assert phone.prge("chat", "first", "--feedback", mine).stdout == "one\n"
+    assert mine.read_text() == "one\ntwo\n" and mine.stat().st_mode & 0o777 == 0o640
+    # What was added here meanwhile stays.
+    writes(phone, "feedback", "four\n", here=f"open({str(mine)!r}, 'a').write('three\\n')")
+    phone.prge("chat", "first", "--feedback", mine)
+    assert mine.read_text() == "one\ntwo\nthree\nfour\n"
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Count something."""
+
+    data: TestRows
+    """Rows."""
+    notes: InputFile | None = None
+    """A file."""
+    json: OutputFile | None = None
+    """A file to write."""
+    many: int = 1
+    """A number."""
+
+
+def test_a_verb_on_a_phone_is_its_settings_class_and_a_line(
+    phone: FakePhone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"PRGE_ADB": phone.adb, "ANDROID_SERIAL": "fake"}.items():
+        monkeypatch.setenv(name, str(value))
+    verb = RemoteVerb("count", _Settings, "count rows on a phone")
+    notes, rows = tmp_path / "notes.txt", write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])
+    notes.write_text("mine")
+    (phone.folder / "runtime" / "run.sh").write_text('#!/bin/sh\necho "$3" >&2\ncat "$5"\nexit 4\n')
+    words = ["--data", rows, "--notes", notes, "--json", tmp_path / "x.json", "--many", 2]
+    assert verb.main([*map(str, words), "--folder", str(phone.folder)]) == 4
+    out, errors = capfd.readouterr()
+    settings: dict[str, Any] = yaml.safe_load(out)
+    assert errors == "count\n" and settings["many"] == 2
+    assert Path(settings["data"]).read_bytes() == rows.read_bytes()
+    assert Path(settings["notes"]).read_text() == "mine"
+    assert settings["json"].startswith(f"{phone.folder}/tmp/count-") and settings["json"].endswith(
+        "/json.json"
+    )
+
+
+def test_all_that_verbs_take_can_be_brought() -> None:
+    """What the executor can't bring or fetch by its type follows from the flags of a verb."""
+    for name, verb in REMOTE.items():
+        given = {each.name for each in fields(verb.all_settings)} - {each.name for each in fields(verb.flags)}
+        kinds = {**inputs_of(verb.settings), **outputs_of(verb.settings)}
+        folders = {item for item in given if kinds.get(item) in (Input.FOLDER, Input.PATH, Output.FOLDER)}
+        assert folders == ({"keys"} if name == "join" else set())
+
+
+def test_the_day_of_a_run_that_is_scored_goes_with_its_adapter(
+    phone: FakePhone, workshop: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(workshop / "bundle" / "adapter", run / "final")
+    (run / "config.yaml").write_text("date: '2020-02-29'\n")
+    (run / "journal.jsonl").touch()
+    (phone.folder / "runtime" / "run.sh").write_text('#!/bin/sh\ncat "$5"\n')
+    words = ["eval", workshop / "bundle", "--data", workshop / "dev.jsonl"]
+    sent = yaml.safe_load(phone.prge(*words, "--adapter", run).stdout)
+    assert sent["date"] == "2020-02-29" and sent["adapter"].startswith(f"{phone.folder}/adapters/")
+    assert yaml.safe_load(phone.prge(*words).stdout)["date"] is None
