@@ -57,6 +57,7 @@ _MOST_SHARED = 4096
 _MOST_SAVED = 256
 # Things that a block carries from call to call: two of a layer, of which a block may have several.
 _MOST_CARRIED = 64
+_MOST_AXES = 8
 # Of what is wrong with a chain: one mistake can show in every block.
 _SHOWN = 8
 # torch.export takes a size of 1 for another program.
@@ -144,11 +145,37 @@ class Bounds:
 
 
 @dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of a method: its numpy dtype, and its sizes in the largest call."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.sizes)}"
+
+
+@dataclass(frozen=True)
 class Interface:
-    """Names of a method's inputs and outputs, in order."""
+    """Names of a method's inputs and outputs, in order, and the spec of each.
+
+    Manifests of older versions have names alone: an engine takes the specs of their programs.
+    """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    input_specs: tuple[TensorSpec, ...] = ()
+    output_specs: tuple[TensorSpec, ...] = ()
+
+    @property
+    def has_specs(self) -> bool:
+        """Whether every input and output has a spec."""
+        return bool(self.input_specs or self.output_specs)
+
+    def sizes(self, name: str, is_output: bool = False) -> tuple[int, ...]:
+        """Sizes of an input or output; none where the method has none of that name."""
+        pairs = (self.outputs, self.output_specs) if is_output else (self.inputs, self.input_specs)
+        return next((spec.sizes for each, spec in zip(*pairs, strict=False) if each == name), ())
 
 
 @dataclass(frozen=True)
@@ -334,6 +361,7 @@ class Chain:
                 yield f"block {number} takes {shown(method.inputs)} in the role {role}"
             if sorted(method.outputs) != sorted(signature.answers(modules)):
                 yield f"block {number} answers {shown(method.outputs)} in the role {role}"
+            yield from _spec_problems(method, f"of block {number} in the role {role}")
 
     def signature(self, number: int, role: str) -> Signature:
         """What a block's method takes and answers, but for its tables."""
@@ -508,8 +536,24 @@ class Chain:
         return chain
 
 
+def _spec_problems(method: Interface, where: str) -> Iterator[str]:
+    """What is wrong with the specs of a method that has any; whose they are is compared with its program."""
+    for what, names, specs in (
+        ("inputs", method.inputs, method.input_specs),
+        ("outputs", method.outputs, method.output_specs),
+    ):
+        if method.has_specs and len(specs) != len(names):
+            yield f"{len(names)} {what} {where} have {len(specs)} specs"
+        for spec in specs:
+            if len(spec.sizes) > _MOST_AXES or any(not 1 <= size <= LARGEST_SIZE for size in spec.sizes):
+                yield f"one of the {what} {where} is {shown(spec)}"
+
+
 # Fields that manifests of older versions lack.
-_LATER = ("trains_a", "experts", "takes", "past", "shared", "piece", "window")
+_LATER = (
+    *("trains_a", "experts", "takes", "past", "shared", "piece", "window"),
+    *("input_specs", "output_specs"),
+)
 _IN_WORDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
