@@ -154,7 +154,7 @@ def forget(method: dict[str, Any], what: str, name: str) -> None:
     """An input or output less, by its name."""
     place = method[f"{what}s"].index(name)
     for listed in (f"{what}s", f"{what}_specs"):
-        del method[listed][place : place + 1]
+        method.get(listed, [])[place : place + 1] = []
 
 
 def forget_saved(kind: dict[str, Any]) -> None:
@@ -168,7 +168,7 @@ def without_specs(chain: dict[str, Any]) -> None:
     """As manifests of earlier versions are."""
     for kind in chain["kinds"]:
         for method in kind["methods"].values():
-            method["input_specs"], method["output_specs"] = [], []
+            del method["input_specs"], method["output_specs"]
 
 
 def test_a_manifest_has_specs_of_all_methods_and_one_without_opens(folder: Path) -> None:
@@ -209,18 +209,19 @@ def test_a_manifest_of_other_shapes_than_the_programs_is_refused(
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("how", "told"),
+    "spec",
     [
-        (lambda spec: spec.update(dtype="int64"), "must be int64 [8, 4, 16, 64]"),
-        (lambda spec: spec["sizes"].__setitem__(3, 32), "must be float32 [8, 4, 16, 32]"),
-        (lambda spec: spec["sizes"].append(1), "must be float32 [8, 4, 16, 64, 1]"),
+        "int64 [8, 4, 16, 64]",
+        "float32 [8, 4, 16, 32]",
+        "float32 [8, 4, 16, 64, 1]",
     ],
 )
-def test_specs_that_are_not_the_programs_are_refused(
-    folder: Path, engine: str, how: Callable[[Any], object], told: str
-) -> None:
-    change(folder, lambda chain: how(chain["kinds"][1]["methods"]["stack"]["input_specs"][0]))
-    assert f"input state of stack is float32 [8, 4, 16, 64], {told}" in refused(folder, engine)
+def test_specs_that_are_not_the_programs_are_refused(folder: Path, engine: str, spec: str) -> None:
+    def lie(chain: dict[str, Any]) -> None:
+        chain["kinds"][1]["methods"]["stack"]["input_specs"][0] = spec
+
+    change(folder, lie)
+    assert f"input state of stack is float32 [8, 4, 16, 64], must be {spec}" in refused(folder, engine)
 
 
 def pieces(chain: dict[str, Any], count: int) -> None:
