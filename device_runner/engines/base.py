@@ -16,13 +16,14 @@ from device_runner.engines.refusals import explain, lacked_memory
 from prge.engine import Call, Directions, FloatArray, GradFn
 from prge.errors import EngineError
 from prge.files.adapter import adapter_size
+from prge.files.chain import TensorSpec
 from prge.host.memory import GET_MEMORY
 from prge.model_spec import ModelSpec, matrices
 
-Tensors = Sequence["tuple[int, tuple[int, ...]] | None"]
+Tensors = Sequence[TensorSpec | None]
 
 # c10/core/ScalarType.h, as far as programs name them
-DTYPES = {
+_DTYPES = {
     0: "uint8",
     1: "int8",
     2: "int16",
@@ -36,9 +37,14 @@ DTYPES = {
 }
 
 
+def tensor_spec(scalar_type: int, sizes: Sequence[int]) -> TensorSpec:
+    """The spec of a tensor by ExecuTorch's metadata."""
+    return TensorSpec(_DTYPES.get(scalar_type, f"ScalarType {scalar_type}"), tuple(sizes))
+
+
 @dataclass(frozen=True)
 class Signature:
-    """A method as its program has it: ScalarType and shape of each tensor, None for what is no tensor."""
+    """A method as its program has it: the spec of each tensor, None for what is no tensor."""
 
     inputs: Tensors
     outputs: Tensors

@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -26,12 +25,9 @@ from device_runner.engines.interfaces import (
     TRIED,
     AttentionHeads,
     Shapes,
-    problems_of,
-    read_carried,
-    read_heads,
-    read_saved,
-    read_shared,
-    read_widths,
+    block_problems,
+    program_problems,
+    with_specs,
 )
 from device_runner.engines.packed_files import HashedFile, PackedFiles
 from device_runner.engines.refusals import RefusedError, captured_stderr, foreign_program, load_error
@@ -39,7 +35,7 @@ from device_runner.engines.tables import Tables
 from prge.engine import Array, FloatArray
 from prge.errors import EngineError
 from prge.files.bundle import Bundle, check_content
-from prge.files.chain import TABLE, Interface
+from prge.files.chain import TABLE, Interface, Kind, TensorSpec
 from prge.files.peft import scaled_lora_a
 from prge.files.signatures import BACK, DECODE, OF_BACK, PREFILL, STACK
 from prge.host.memory import available_memory
@@ -72,10 +68,11 @@ class Blocks:
         loaded: int | None = None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.chain = bundle.chain
-        self.tables = Tables(bundle, self.chain)
         self._bundle = bundle
         self._runtime = backend.runtime
+        self._programs = [self._opened(kind) for kind in bundle.chain.kinds]
+        self.chain = with_specs(bundle.chain, self._programs)
+        self.tables = Tables(bundle, self.chain)
         self._roles = {STACK, *roles}
         if BACK in self._roles and backend.name == "native":
             self._roles |= {*OF_BACK}
@@ -97,18 +94,9 @@ class Blocks:
                 f"{max(self._bytes)}",
                 remedy=f"allow at least {max(self._bytes)}, or all",
             )
-        self._programs = [self._opened(bundle.file(kind.program)) for kind in self.chain.kinds]
-        self._shapes = Shapes(
-            self.chain,
-            self.tables,
-            read_widths(self.chain, self._programs),
-            read_heads(self.chain, self._programs),
-            read_saved(self.chain, self._programs),
-            read_carried(self.chain, self._programs),
-            read_shared(self.chain, self._programs),
-        )
+        self._shapes = Shapes(self.chain, self.tables)
         for number, block in enumerate(self.chain.blocks):
-            if problems := [*problems_of(self.chain, self._shapes, self._programs, number)]:
+            if problems := [*block_problems(self.chain, self._shapes, number)]:
                 raise foreign_program(bundle.file(self.chain.kinds[block.kind].program), problems)
         is_native = backend.name == "native"
         self._packed = PackedFiles(tell) if is_native else None
@@ -198,10 +186,9 @@ class Blocks:
         """
         self.between()
         interface = self.interface(number, role)
-        signature = self._programs[self.chain.blocks[number].kind].signature(role)
         outputs = [
-            into[name] if name in into else self._room(tensor)
-            for name, tensor in zip(interface.outputs, signature.outputs, strict=True)
+            into[name] if name in into else self._room(spec)
+            for name, spec in zip(interface.outputs, interface.output_specs, strict=True)
         ]
         method = self.method(number, role)
         shapes = method.run([inputs[name] for name in interface.inputs], outputs)
@@ -267,9 +254,9 @@ class Blocks:
         if base is not None and base.ndim == 1 and base.size in self._spare:
             self._spare[base.size].append(base)
 
-    def _room(self, tensor: tuple[int, tuple[int, ...]]) -> Array:
+    def _room(self, spec: TensorSpec) -> Array:
         """Memory of an output of any size: pages that nothing was written to take none."""
-        size = math.prod(tensor[1])
+        size = math.prod(spec.sizes)
         spare = self._spare.setdefault(size, [])
         return spare.pop() if spare else _untouched(size)
 
@@ -321,13 +308,19 @@ class Blocks:
                 refused = error if isinstance(error, RefusedError) else RefusedError(str(error), log())
                 raise load_error(self._bundle.file(self.chain.blocks[number].weights), refused) from None
 
-    def _opened(self, path: Path) -> Any:
+    def _opened(self, kind: Kind) -> Any:
+        """The program of a kind, which has the specs that the manifest says."""
+        path = self._bundle.file(kind.program)
         with captured_stderr() as log:
             try:
-                return self._runtime.Program(path)
+                program = self._runtime.Program(path)
+                problems = [*program_problems(kind, program)]
             except RuntimeError as error:
                 refused = error if isinstance(error, RefusedError) else RefusedError(str(error), log())
                 raise load_error(path, refused) from None
+        if problems:
+            raise foreign_program(path, problems)
+        return program
 
     def _new_arena(self) -> Any:
         size = max(
@@ -367,7 +360,7 @@ class Blocks:
             if self._packed is not None:
                 self._runtime.without_threads()
             for role in self._roles & set(self.chain.kinds[block.kind].methods):
-                outputs = [self._room(tensor) for tensor in program.signature(role).outputs]
+                outputs = [self._room(spec) for spec in self.interface(number, role).output_specs]
                 program.load(role, weights=self._files[number]).run(self._tried(number, role), outputs)
 
         check_in_child(self._bundle.file(block.weights), attempt)
@@ -381,7 +374,8 @@ class Blocks:
         sizes = replace(TRIED, tokens=tokens, states=min(TRIED.states, bounds.states))
 
         def one(name: str) -> Array:
-            dtype, shape = self._shapes.of(number, role, name, sizes)
+            spec = self._shapes.of(number, role, name, sizes)
+            dtype, shape = spec.dtype, spec.sizes
             if name.startswith(TABLE):
                 # The last of a text's positions, or those of a row.
                 start = bounds.context - shape[1] if role in (PREFILL, DECODE) and number == 0 else 0

@@ -1,18 +1,30 @@
-"""The shapes of what a chain's methods take and answer, and whether its programs have them.
+"""The shapes of what a chain's methods take and answer, by the specs of its manifest.
 
-What the manifest says, `prge.files.chain` with its modules, tables and bounds, fixes all but the widths of
-states between blocks: those a program has, and the blocks before and behind it must have the same.
+A program is compared with the specs of its kind once, when a bundle opens, and so are the specs of every
+block with what the manifest says of it: modules, tables and bounds fix all sizes but the widths of states,
+heads, shared, saved and carried values, which its neighbours must have too. After that specs are trusted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from device_runner.engines.base import DTYPES, Tensors
 from device_runner.engines.tables import Tables
-from prge.files.chain import GIVEN, PAST_KEYS, PAST_VALUES, TABLE, TAKEN, Block, Bounds, Chain
+from prge.files.chain import (
+    GIVEN,
+    PAST_KEYS,
+    PAST_VALUES,
+    TABLE,
+    TAKEN,
+    Block,
+    Bounds,
+    Chain,
+    Interface,
+    Kind,
+    TensorSpec,
+)
 from prge.files.signatures import CARRIED, DECODE, PREFILL, SAVE, STACK
 from prge.learning.experts import Routing
 from prge.model_spec import LARGEST_SIZE
@@ -21,48 +33,101 @@ from prge.model_spec import LARGEST_SIZE
 TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4, piece=4)
 
 
+def program_problems(kind: Kind, program: Any) -> Iterator[str]:
+    """What a program has otherwise than the manifest says of its kind.
+
+    Args:
+        kind: of a manifest.
+        program: opened by one of the engines, which reads the program's own metadata.
+    """
+    for role, method in kind.methods.items():
+        if role not in program.methods:
+            yield f"its methods are {', '.join(program.methods)}, must include {role}"
+            continue
+        signature = program.signature(role)
+        for what, names, specs, tensors in (
+            ("input", method.inputs, method.input_specs, signature.inputs),
+            ("output", method.outputs, method.output_specs, signature.outputs),
+        ):
+            if len(names) != len(tensors):
+                yield f"{role} has {len(tensors)} {what}s, the manifest {len(names)}"
+                continue
+            for name, spec, tensor in zip(names, specs or tensors, tensors, strict=True):
+                if tensor is None or spec != tensor:
+                    yield f"{what} {name} of {role} is {tensor or 'no tensor'}, must be {spec or 'one'}"
+
+
+def with_specs(chain: Chain, programs: Sequence[Any]) -> Chain:
+    """The chain with specs of all methods: bundles of older versions have those of their programs.
+
+    Args:
+        chain: of a manifest.
+        programs: of its kinds, without `program_problems`.
+    """
+
+    methods = (method for kind in chain.kinds for method in kind.methods.values())
+    if all(method.has_specs for method in methods):
+        return chain
+
+    def of(method: Interface, role: str, program: Any) -> Interface:
+        if method.has_specs:
+            return method
+        signature = program.signature(role)
+        return replace(method, input_specs=tuple(signature.inputs), output_specs=tuple(signature.outputs))
+
+    return replace(
+        chain,
+        kinds=tuple(
+            replace(kind, methods={role: of(method, role, program) for role, method in kind.methods.items()})
+            for kind, program in zip(chain.kinds, programs, strict=True)
+        ),
+    )
+
+
 class Shapes:
     """The shapes of a chain's inputs and outputs.
 
     Args:
-        chain: of a manifest.
+        chain: with specs.
         tables: of its bundle.
+
+    Attributes:
         widths: of the states that enter and leave every block; 0 where none does.
         heads: of the keys and values of every block.
-        saved: of every block's saved values, by name.
+        saved: widths of every block's saved values, by name.
         carried: height and width of what every block carries from call to call, by name.
-        shared: of every shared value.
+        shared: widths of all shared values.
+        routings: how states lie around the experts of each layer, by the number of the first.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        tables: Tables,
-        widths: Sequence[tuple[int, int]],
-        heads: Sequence[AttentionHeads],
-        saved: Sequence[Mapping[str, int]],
-        carried: Sequence[Mapping[str, tuple[int, int]]],
-        shared: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, chain: Chain, tables: Tables) -> None:
         self._chain = chain
         self._tables = tables
-        self.widths = widths
-        self.routings = read_routings(chain, widths)
-        self.heads = heads
-        self.saved = saved
-        self.carried = carried
-        self.shared = shared
+        self.widths = [_widths(_method(chain, block, STACK)) for block in chain.blocks]
+        self.routings = read_routings(chain, self.widths)
+        self.heads = [_heads(chain, block) for block in chain.blocks]
+        self.saved = [
+            {name: _last(_method(chain, block, SAVE).sizes(name, True)) for name in chain.saved(number)}
+            for number, block in enumerate(chain.blocks)
+        ]
+        self.carried = [_carried(chain, number) for number in range(len(chain.blocks))]
+        self.shared = [
+            _last(
+                _method(chain, chain.blocks[maker], STACK).sizes(
+                    f"{GIVEN}{chain.gives(maker).index(value)}", True
+                )
+            )
+            for value, maker in enumerate(chain.shared)
+        ]
 
-    def of(
-        self, number: int, role: str, name: str, sizes: Bounds, is_output: bool = False
-    ) -> tuple[str, tuple[int, ...]]:
-        """dtype and shape of one input or output of a block's method, in a call of some sizes."""
+    def of(self, number: int, role: str, name: str, sizes: Bounds, is_output: bool = False) -> TensorSpec:
+        """The spec of one input or output of a block's method, in a call of some sizes."""
         chain, block, heads = self._chain, self._chain.blocks[number], self.heads[number]
         if name.startswith(TABLE):
             length = 1 if role == DECODE else sizes.tokens
             dtype, shape = self._tables.tensor(block.tables[_index(name)], length)
             rows = {PREFILL: (1,), DECODE: (sizes.sequences,)}.get(role, shape[:1])
-            return dtype, (*rows, *shape[1:])
+            return TensorSpec(dtype, (*rows, *shape[1:]))
         mask = chain.causal_table(number)
         entering, leaving = self.widths[number]
         numbers = {
@@ -90,7 +155,7 @@ class Shapes:
             module = chain.modules[block.modules[_index(name)]]
             numbers |= {"rank": module.rank, "in": module.in_features, "out": module.out_features}
         tensor = chain.signature(number, role).tensor(name, is_output)
-        return tensor.dtype, tensor.shape(numbers)
+        return TensorSpec(tensor.dtype, tensor.shape(numbers))
 
 
 @dataclass(frozen=True)
@@ -102,89 +167,39 @@ class AttentionHeads:
     value_width: int
 
 
-def read_heads(chain: Chain, programs: Sequence[Any]) -> list[AttentionHeads]:
-    """The heads of every block's attention, as its program has them; none where it has no role for texts."""
-    found = []
-    for block in chain.blocks:
-        methods = chain.kinds[block.kind].methods
-        sequences = chain.bounds.sequences if DECODE in methods else 1
-        shapes = _shapes_of_texts(chain, block, programs)
-        keys, values = shapes.get(PAST_KEYS, ()), shapes.get(PAST_VALUES, ())
-        fits = len(keys) == len(values) == 3
-        found.append(
-            AttentionHeads(keys[0] // sequences, keys[2], values[2]) if fits else AttentionHeads(0, 0, 0)
-        )
-    return found
+def _method(chain: Chain, block: Block, role: str) -> Interface:
+    """A block's method, or one of nothing."""
+    return chain.kinds[block.kind].methods.get(role, Interface((), ()))
 
 
-def read_carried(chain: Chain, programs: Sequence[Any]) -> list[dict[str, tuple[int, int]]]:
-    """Height and width of what every block carries from call to call, by name, as its program has them."""
-    found = []
-    for number, block in enumerate(chain.blocks):
-        shapes = _shapes_of_texts(chain, block, programs)
-        both = {name: shapes.get(name, ()) for name in chain.carried(number)}
-        found.append(
-            {name: (shape[1], shape[2]) if len(shape) == 3 else (0, 0) for name, shape in both.items()}
-        )
-    return found
+def _of_texts(chain: Chain, block: Block) -> Interface:
+    """A block's method that goes on with sequences, or one of nothing."""
+    methods = chain.kinds[block.kind].methods
+    return _method(chain, block, DECODE if DECODE in methods else PREFILL)
 
 
-def _shapes_of_texts(chain: Chain, block: Block, programs: Sequence[Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes by name of what a block takes to go on with sequences; none if it can't."""
-    methods, program = chain.kinds[block.kind].methods, programs[block.kind]
-    role = DECODE if DECODE in methods else PREFILL
-    if role not in methods or role not in program.methods:
-        return {}
-    pairs = zip(methods[role].inputs, program.signature(role).inputs, strict=False)
-    return {name: tensor[1] for name, tensor in pairs if tensor}
+def _last(sizes: tuple[int, ...]) -> int:
+    return sizes[-1] if sizes else 0
 
 
-def read_saved(chain: Chain, programs: Sequence[Any]) -> list[dict[str, int]]:
-    """Widths by name of the values that every block saves, as its program has them; 0 of no tensor."""
-    found = []
-    for number, block in enumerate(chain.blocks):
-        names, program = chain.saved(number), programs[block.kind]
-        outputs: Sequence[str] = ()
-        tensors: Tensors = []
-        if names and SAVE in program.methods:
-            outputs = chain.kinds[block.kind].methods[SAVE].outputs
-            tensors = program.signature(SAVE).outputs
-        shapes = {name: tensor[1] for name, tensor in zip(outputs, tensors, strict=False) if tensor}
-        found.append({name: (shapes.get(name) or (0,))[-1] for name in names})
-    return found
+def _widths(method: Interface) -> tuple[int, int]:
+    return _last(method.sizes("state")), _last(method.sizes("state", True))
 
 
-def read_shared(chain: Chain, programs: Sequence[Any]) -> list[int]:
-    """Widths of all shared values, as the programs that give them have them; 0 of no tensor."""
-    found = []
-    for value, maker in enumerate(chain.shared):
-        method, program = (
-            chain.kinds[chain.blocks[maker].kind].methods[STACK],
-            programs[chain.blocks[maker].kind],
-        )
-        name = f"{GIVEN}{chain.gives(maker).index(value)}"
-        tensors = program.signature(STACK).outputs if STACK in program.methods else []
-        found.append(_width(method.outputs, tensors, name))
-    return found
+def _heads(chain: Chain, block: Block) -> AttentionHeads:
+    """The heads of a block's attention; none where it has no role for texts."""
+    method = _of_texts(chain, block)
+    sequences = chain.bounds.sequences if DECODE in chain.kinds[block.kind].methods else 1
+    keys, values = method.sizes(PAST_KEYS), method.sizes(PAST_VALUES)
+    fits = len(keys) == len(values) == 3
+    return AttentionHeads(keys[0] // sequences, keys[2], values[2]) if fits else AttentionHeads(0, 0, 0)
 
 
-def read_widths(chain: Chain, programs: Sequence[Any]) -> list[tuple[int, int]]:
-    """Widths of the states that enter and leave every block, as its program has them; 0 where none does."""
-    widths = []
-    for block in chain.blocks:
-        method, program = chain.kinds[block.kind].methods[STACK], programs[block.kind]
-        found = []
-        if STACK in program.methods:
-            signature = program.signature(STACK)
-            found = [
-                _width(names, tensors)
-                for names, tensors in (
-                    (method.inputs, signature.inputs),
-                    (method.outputs, signature.outputs),
-                )
-            ]
-        widths.append((found[0], found[1]) if found else (0, 0))
-    return widths
+def _carried(chain: Chain, number: int) -> dict[str, tuple[int, int]]:
+    """Height and width of what a block carries from call to call, by name."""
+    method = _of_texts(chain, chain.blocks[number])
+    both = {name: method.sizes(name) for name in chain.carried(number)}
+    return {name: (sizes[1], sizes[2]) if len(sizes) == 3 else (0, 0) for name, sizes in both.items()}
 
 
 def read_routings(chain: Chain, widths: Sequence[tuple[int, int]]) -> dict[int, Routing]:
@@ -196,10 +211,9 @@ def read_routings(chain: Chain, widths: Sequence[tuple[int, int]]) -> dict[int, 
     }
 
 
-def problems_of(chain: Chain, shapes: Shapes, programs: Sequence[Any], number: int) -> Iterator[str]:
-    """What the program of a block's kind has otherwise than the manifest says of the block."""
+def block_problems(chain: Chain, shapes: Shapes, number: int) -> Iterator[str]:
+    """What the specs of a block have otherwise than the manifest says of the block and of those around it."""
     widths, block = shapes.widths, chain.blocks[number]
-    program = programs[block.kind]
     before = min(number, chain.end) - 1
     if routing := shapes.routings.get(number):
         if not routing.fits:
@@ -224,30 +238,14 @@ def problems_of(chain: Chain, shapes: Shapes, programs: Sequence[Any], number: i
     if any(not 1 <= size <= LARGEST_SIZE for shape in shapes.carried[number].values() for size in shape):
         yield f"it carries things of the shapes {sorted(shapes.carried[number].values())}"
     for role, method in chain.kinds[block.kind].methods.items():
-        if role not in program.methods:
-            yield f"its methods are {', '.join(program.methods)}, must include {role}"
-            continue
-        signature = program.signature(role)
-        for what, names, tensors in (
-            ("input", method.inputs, signature.inputs),
-            ("output", method.outputs, signature.outputs),
+        for what, names, specs in (
+            ("input", method.inputs, method.input_specs),
+            ("output", method.outputs, method.output_specs),
         ):
-            if len(names) != len(tensors):
-                yield f"{role} has {len(tensors)} {what}s, the manifest {len(names)}"
-                continue
-            for name, tensor in zip(names, tensors, strict=True):
+            for name, spec in zip(names, specs, strict=True):
                 expected = shapes.of(number, role, name, chain.bounds.of_call, what == "output")
-                found = (DTYPES.get(tensor[0], str(tensor[0])), tensor[1]) if tensor else ("no tensor", ())
-                if found != expected:
-                    yield (
-                        f"{what} {name} of {role} is {found[0]} {list(found[1])}, "
-                        f"must be {expected[0]} {list(expected[1])}"
-                    )
-
-
-def _width(names: Sequence[str], tensors: Tensors, name: str = "state") -> int:
-    tensor = tensors[names.index(name)] if name in names and len(names) == len(tensors) else None
-    return tensor[1][-1] if tensor and tensor[1] else 0
+                if spec != expected:
+                    yield f"{what} {name} of {role} is {spec}, must be {expected}"
 
 
 def _index(name: str) -> int:

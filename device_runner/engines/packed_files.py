@@ -30,7 +30,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from device_runner.engines.base import DTYPES
 from device_runner.engines.child_check import check_in_child
 from device_runner.engines.native.runtime import (
     Arena,
@@ -314,7 +313,7 @@ def _pack(path: Path, program: Path, weights: Path, probes: Mapping[str, Sequenc
 def _answers(
     program: Program, name: str, inputs: Sequence[Array], weights: WeightsFile, arena: Arena
 ) -> list[bytes]:
-    outputs = [np.empty(tensor[1], DTYPES[tensor[0]]) for tensor in program.signature(name).outputs if tensor]
+    outputs = [np.empty(spec.sizes, spec.dtype) for spec in program.signature(name).outputs if spec]
     shapes = program.load(name, weights=weights, arena=arena).run(inputs, outputs)
     return [
         output.reshape(-1)[: int(np.prod(shape))].tobytes()

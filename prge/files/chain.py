@@ -10,6 +10,7 @@ shared values that it takes and gives, and `<n>` of an adapter's inputs counts t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cache, cached_property
@@ -57,6 +58,8 @@ _MOST_SHARED = 4096
 _MOST_SAVED = 256
 # Things that a block carries from call to call: two of a layer, of which a block may have several.
 _MOST_CARRIED = 64
+_MOST_AXES = 8
+_SPEC = re.compile(r"([a-z]{3,8}\d{0,2}) \[((?:\d{1,9}(?:, \d{1,9})*)?)\]")
 # Of what is wrong with a chain: one mistake can show in every block.
 _SHOWN = 8
 # torch.export takes a size of 1 for another program.
@@ -144,11 +147,47 @@ class Bounds:
 
 
 @dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of a method: its numpy dtype, and its sizes in the largest call.
+
+    A manifest has it as its text: `float32 [8, 4, 16, 64]`.
+    """
+
+    dtype: str
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.sizes)}"
+
+    @classmethod
+    def parse(cls, text: str) -> TensorSpec:
+        """Read a text of `str`; raises ValueError where it is none."""
+        if (match := _SPEC.fullmatch(text)) is None:
+            raise ValueError("a spec is a text such as float32 [8, 4, 16, 64]")
+        return cls(match[1], tuple(map(int, filter(None, match[2].split(", ")))))
+
+
+@dataclass(frozen=True)
 class Interface:
-    """Names of a method's inputs and outputs, in order."""
+    """Names of a method's inputs and outputs, in order, and the spec of each.
+
+    Manifests of older versions have names alone: an engine takes the specs of their programs.
+    """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    input_specs: tuple[TensorSpec, ...] = ()
+    output_specs: tuple[TensorSpec, ...] = ()
+
+    @property
+    def has_specs(self) -> bool:
+        """Whether every input and output has a spec."""
+        return bool(self.input_specs or self.output_specs)
+
+    def sizes(self, name: str, is_output: bool = False) -> tuple[int, ...]:
+        """Sizes of an input or output; none where the method has none of that name."""
+        pairs = (self.outputs, self.output_specs) if is_output else (self.inputs, self.input_specs)
+        return next((spec.sizes for each, spec in zip(*pairs, strict=False) if each == name), ())
 
 
 @dataclass(frozen=True)
@@ -334,6 +373,7 @@ class Chain:
                 yield f"block {number} takes {shown(method.inputs)} in the role {role}"
             if sorted(method.outputs) != sorted(signature.answers(modules)):
                 yield f"block {number} answers {shown(method.outputs)} in the role {role}"
+            yield from _spec_problems(method, f"of block {number} in the role {role}")
 
     def signature(self, number: int, role: str) -> Signature:
         """What a block's method takes and answers, but for its tables."""
@@ -493,7 +533,12 @@ class Chain:
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `chain` block."""
-        return asdict(self)
+        block = asdict(self)
+        for kind, written in zip(self.kinds, block["kinds"], strict=True):
+            for role, method in kind.methods.items():
+                written["methods"][role]["input_specs"] = list(map(str, method.input_specs))
+                written["methods"][role]["output_specs"] = list(map(str, method.output_specs))
+        return block
 
     @classmethod
     def from_json(cls, block: Any) -> Chain:
@@ -508,8 +553,24 @@ class Chain:
         return chain
 
 
+def _spec_problems(method: Interface, where: str) -> Iterator[str]:
+    """What is wrong with the specs of a method that has any; whose they are is compared with its program."""
+    for what, names, specs in (
+        ("inputs", method.inputs, method.input_specs),
+        ("outputs", method.outputs, method.output_specs),
+    ):
+        if method.has_specs and len(specs) != len(names):
+            yield f"{len(names)} {what} {where} have {len(specs)} specs"
+        for spec in specs:
+            if len(spec.sizes) > _MOST_AXES or any(not 1 <= size <= LARGEST_SIZE for size in spec.sizes):
+                yield f"one of the {what} {where} is {shown(spec)}"
+
+
 # Fields that manifests of older versions lack.
-_LATER = ("trains_a", "experts", "takes", "past", "shared", "piece", "window")
+_LATER = (
+    *("trains_a", "experts", "takes", "past", "shared", "piece", "window"),
+    *("input_specs", "output_specs"),
+)
 _IN_WORDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -523,6 +584,11 @@ _hints = cache(get_type_hints)
 def _read(kind: Any, value: Any, name: str) -> Any:
     """A JSON value as a field's type has it; raises BundleError if it is of another, or lacks a field."""
     parts = get_args(kind)
+    if kind is TensorSpec:
+        try:
+            return TensorSpec.parse(_checked(name, value, str))
+        except ValueError as error:
+            raise _unreadable(name, value, str(error)) from None
     if isinstance(kind, type) and is_dataclass(kind):
         block = _checked(name, value, Mapping)
         held = [field for field in _hints(kind) if field in block or field not in _LATER]
@@ -540,8 +606,9 @@ def _read(kind: Any, value: Any, name: str) -> Any:
 def _checked(name: str, value: Any, kind: type) -> Any:
     value = [*value] if isinstance(value, tuple) else value
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise BundleError(
-            f"the manifest's chain can't be read: {name} is {shown(value)}, must be {_IN_WORDS[kind]}",
-            remedy=_REMEDY,
-        )
+        raise _unreadable(name, value, f"must be {_IN_WORDS[kind]}")
     return value
+
+
+def _unreadable(name: str, value: Any, why: str) -> BundleError:
+    return BundleError(f"the manifest's chain can't be read: {name} is {shown(value)}, {why}", remedy=_REMEDY)

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.export import ExportedProgram
 
 from prge.engine import FloatArray
 from prge.errors import BundleError, told_as_bundle_error
-from prge.files.chain import TABLE
+from prge.files.chain import TABLE, Kind
 from prge.learning.vocabulary import Reading
 from server_export.graph.modules import replace_tensor
 from server_export.lower.chain import LoweredChain
@@ -60,6 +61,7 @@ def verify_chain(chain: ModelChain, lowered: LoweredChain, folder: Path, scheme:
     differences: dict[str, float] = {}
     done = count_parts(len(lowered.kinds))
     for number, kind in enumerate(lowered.kinds):
+        check_specs(folder / kind.program, kind)
         # The last of a kind: the programs were lowered with none's weights.
         place = max(index for index, block in enumerate(lowered.blocks) if block.kind == number)
         tensors = lowered.lowered[number].with_constants(chain.tensors(place))
@@ -82,6 +84,32 @@ def verify_chain(chain: ModelChain, lowered: LoweredChain, folder: Path, scheme:
                 differences[role] = max(difference, differences.get(role, 0.0))
         done()
     return ChainVerification(differences, tolerance)
+
+
+def check_specs(path: Path, kind: Kind) -> None:
+    """Compare the specs of a kind's methods with the metadata of its program.
+
+    Raises:
+        BundleError: an input or output has other sizes, or another dtype.
+    """
+    from executorch.runtime import Runtime
+
+    with quiet_engine():
+        program = Runtime.get().load_program(path)
+    for role, method in kind.methods.items():
+        found = program.metadata(role)
+        for specs, count, tensor in (
+            (method.input_specs, found.num_inputs(), found.input_tensor_meta),
+            (method.output_specs, found.num_outputs(), found.output_tensor_meta),
+        ):
+            expected = [(spec.sizes, np.dtype(spec.dtype).itemsize * math.prod(spec.sizes)) for spec in specs]
+            tensors = [(tuple(each.sizes()), each.nbytes()) for each in map(tensor, range(count))]
+            if tensors != expected:
+                raise BundleError(
+                    f"{kind.program} has other tensors in the role {role} than the program that it was "
+                    f"lowered from: {tensors}, must be {expected}",
+                    remedy=_REMEDY,
+                )
 
 
 def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | None) -> float:

@@ -6,7 +6,7 @@ prge/files/signatures.py has what these take and answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ from server_export.graph.rewriting import share_equal_calls
 from server_export.graph.shapes import fill_in_values, with_size
 from server_export.lower.cache import ProgramCache
 from server_export.lower.kind import LoweredKind, lower_kind
-from server_export.lower.sizes import Size, dynamic_program
+from server_export.lower.sizes import Size, dynamic_program, tensor_specs
 from server_export.model.traced import BATCH, COPIES, TOKENS
 
 # Large primes, as those that the graph was traced with.
@@ -134,6 +134,8 @@ def lower_roles(
     programs = {}
     for role, graph in graphs.items():
         programs[role] = dynamic_program(graph, sizes[role])
+        inputs, outputs = tensor_specs(programs[role], sizes[role].values())
+        methods[role] = replace(methods[role], input_specs=inputs, output_specs=outputs)
         done(0.5 / len(graphs))
     every = {size for of_role in sizes.values() for size in of_role.values()}
     lower = cache.lower if cache else lower_kind

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from prge.errors import BundleError, told_as_bundle_error
+from prge.files.chain import TensorSpec
 from server_export.graph.modules import attribute
 from server_export.graph.shapes import Shapes, without_memory
 
@@ -97,6 +98,48 @@ def dynamic_program(graph_module: GraphModule, sizes: Mapping[str, Size]) -> Exp
             # Strides give rise to min(tokens, tokens^2) = tokens, which torch.export can't see to hold.
             prefer_deferred_runtime_asserts_over_guards=True,
         )
+
+
+def tensor_specs(
+    program: ExportedProgram, sizes: Iterable[Size]
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Specs of the inputs and of the outputs of a program for any sizes; raises ValueError as `maxima_of`."""
+    signature = program.graph_signature
+    nodes = {node.name: node for node in program.graph.nodes}
+    largest = largest_of(program.graph, maxima_of(sizes))
+
+    def spec(name: Any) -> TensorSpec:
+        value = nodes[name].meta["val"]
+        return TensorSpec(str(value.dtype).removeprefix("torch."), tuple(map(largest, value.shape)))
+
+    return tuple(map(spec, signature.user_inputs)), tuple(map(spec, signature.user_outputs))
+
+
+def maxima_of(sizes: Iterable[Size]) -> dict[int, int]:
+    """The largest number that stands for each example.
+
+    Raises:
+        ValueError: two sizes of other maxima have the same example, by which they are told apart.
+    """
+    maxima = {(size.example, size.maximum) for size in sizes}
+    if len(dict(maxima)) < len(maxima):
+        raise ValueError(f"two sizes have the same example: {sorted(maxima)}")
+    return dict(maxima)
+
+
+def largest_of(graph: Graph, maxima: Mapping[int, int]) -> Callable[[Any], int]:
+    """What gives the number that an expression of a program's sizes is in the largest call."""
+    symbols = {
+        size.node.expr: maxima[int(size.node.hint)]
+        for node in graph.find_nodes(op="placeholder")
+        for size in getattr(node.meta["val"], "shape", ())
+        if isinstance(size, torch.SymInt) and size.node.expr.is_symbol
+    }
+
+    def largest(number: Any) -> int:
+        return int(number.node.expr.subs(symbols)) if isinstance(number, torch.SymInt) else int(number)
+
+    return largest
 
 
 class _Markers:

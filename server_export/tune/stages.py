@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,11 @@ class _Tuning:
         self._verbs = settings.out / "settings"
         self._place: Place = Here(self._verbs)
 
+    @cached_property
+    def _bundle(self) -> Bundle:
+        """The bundle that is there or was exported, opened once."""
+        return open_bundle(self._folder)
+
     def keep(self, is_there: bool) -> None:
         """Write rows that were just read, and what was decided by them, into the folder.
 
@@ -178,7 +183,7 @@ class _Tuning:
             if self._settings.bundle is None:
                 self._parts = self._choosing.for_export(rows)
             else:
-                bundle = open_bundle(self._folder)
+                bundle = self._bundle
                 tokenizer, model = bundle_tokenizer(bundle), bundle.chain.model
                 rows.check(tokenizer, model)
                 self._parts = rows.split(tokenizer, model)
@@ -207,11 +212,11 @@ class _Tuning:
                 self._verbs / "export.yaml",
             )
             run_verb_here(main, *words)
-        print(f"bundle {open_bundle(self._folder).folder}")
+        print(f"bundle {self._bundle.folder}")
 
     def plan(self) -> None:
         """Decide how runs of the bundle go."""
-        settings, record, bundle = self._settings, self._record, open_bundle(self._folder)
+        settings, record, bundle = self._settings, self._record, self._bundle
         facts = self._choosing.for_runs(bundle, self._rows)
         if settings.minutes is not None or settings.on:
             self._pace(bundle)
@@ -263,7 +268,7 @@ class _Tuning:
 
     def score_before(self) -> None:
         """Score the test rows, or the development rows, with the adapter that the bundle came with."""
-        if open_bundle(self._folder).chain.is_encoder:
+        if self._bundle.chain.is_encoder:
             print("an encoder's classes are fitted when its run begins: scored after it")
         else:
             self._score("before", None)
@@ -271,7 +276,7 @@ class _Tuning:
     def score_after(self) -> None:
         """Score them with the result; an encoder's also as they were before the first step."""
         run = self._settings.out / "run"
-        if open_bundle(self._folder).chain.is_encoder:
+        if self._bundle.chain.is_encoder:
             start = self._settings.out / "start"
             if not start.is_dir():
                 self._verb("replay", {"run": run, "step": 0, "out": start})
@@ -382,7 +387,7 @@ class _Tuning:
 
     def _samples(self) -> dict[str, Any]:
         """What the model of a run is to answer, as settings of the run."""
-        bundle = open_bundle(self._folder)
+        bundle = self._bundle
         if DECODE in bundle.chain.roles and self._rows.are_texts:
             return {"sample_prompts": self._rows.write_prompts(bundle_tokenizer(bundle))}
         return {"sample_rows": SAMPLES} if self._rows.dev and self._rows.have_candidates else {}
@@ -457,7 +462,7 @@ class _Tuning:
             "seconds": self._record.seconds,
             "final_step": runs[-1]["train"].get("final_step"),
             "bundle": str(self._folder),
-            "quantization": open_bundle(self._folder).quantization,
+            "quantization": self._bundle.quantization,
             "run_on_phone": self._place.run_name(out / "run") if isinstance(self._place, Phone) else None,
             "samples": runs[-1]["train"].get("samples"),
             "next": shlex.join(["prge", *self._next()]),
@@ -469,6 +474,6 @@ class _Tuning:
         if self._rows.have_candidates:
             task = ["--task", self._settings.task] if self._settings.task else []
             return ["eval", out, *task, "--data", "TEST_ROWS"]
-        if self._rows.are_messages and bundle_tokenizer(open_bundle(self._folder)).chat_template:
+        if self._rows.are_messages and bundle_tokenizer(self._bundle).chat_template:
             return ["chat", out]
         return ["generate", out, "--prompt", "PROMPT"]

@@ -22,12 +22,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from device_runner.engines.base import DTYPES, Signature, check_threads
+from device_runner.engines.base import Signature, check_threads, tensor_spec
 from device_runner.engines.native.build import library
 from device_runner.engines.refusals import RefusedError, captured_stderr, explain
 from prge.engine import Array
 from prge.errors import EngineError
 from prge.files.bundle import file_sha256
+from prge.files.chain import TensorSpec
 from prge.host.memory import GET_MEMORY, tells_no_memory
 
 _TEXT_BYTES = 1 << 14
@@ -85,12 +86,12 @@ class Program:
         )  # fmt: skip
         return Method(handle, self.signature(method))
 
-    def _tensors(self, method: str, outputs: int) -> list[tuple[int, tuple[int, ...]] | None]:
+    def _tensors(self, method: str, outputs: int) -> list[TensorSpec | None]:
         count = ctypes.c_size_t()
         call("prge_count", self._handle, method.encode(), outputs, ctypes.byref(count))
         return [self._tensor(method, outputs, index) for index in range(count.value)]
 
-    def _tensor(self, method: str, outputs: int, index: int) -> tuple[int, tuple[int, ...]] | None:
+    def _tensor(self, method: str, outputs: int, index: int) -> TensorSpec | None:
         dtype, rank, sizes = ctypes.c_int(), ctypes.c_size_t(), (ctypes.c_int64 * _MOST_AXES)()
         try:
             call(
@@ -99,7 +100,7 @@ class Program:
             )  # fmt: skip
         except RefusedError:
             return None
-        return (dtype.value, tuple(sizes[: rank.value])) if rank.value <= _MOST_AXES else None
+        return tensor_spec(dtype.value, sizes[: rank.value]) if rank.value <= _MOST_AXES else None
 
 
 class WeightsFile:
@@ -346,11 +347,11 @@ def interface() -> Any:
     return functions
 
 
-def _kind(tensor: tuple[int, tuple[int, ...]] | None) -> tuple[np.dtype[Any], int]:
+def _kind(tensor: TensorSpec | None) -> tuple[np.dtype[Any], int]:
     """dtype and rank of an input or output; no array has the dtype of one that isn't a tensor of numpy's."""
     try:
-        return (np.dtype(DTYPES[tensor[0]]), len(tensor[1])) if tensor else (np.dtype("V"), 0)
-    except (KeyError, TypeError):
+        return (np.dtype(tensor.dtype), len(tensor.sizes)) if tensor else (np.dtype("V"), 0)
+    except TypeError:
         return np.dtype("V"), 0
 
 

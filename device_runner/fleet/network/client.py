@@ -5,50 +5,19 @@ Flower's own SuperNode also fetches the app that the server sends, and has it ru
 
 from __future__ import annotations
 
+import random
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 import httpx
-from flwr.app import ConfigRecord, Error, Message, RecordDict
-from flwr.app.message import remove_content_from_message
-from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL as HEARTBEAT_SECONDS
-from flwr.common.constant import ErrorCode
-from flwr.common.serde import message_to_proto
-from flwr.proto.fleet_pb2 import (
-    ActivateNodeRequest,
-    DeactivateNodeRequest,
-    PullMessagesRequest,
-    PullMessagesResponse,
-    PushMessagesRequest,
-    RegisterNodeFleetRequest,
-)
-from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-from flwr.proto.message_pb2 import ObjectTree
-from flwr.proto.node_pb2 import Node
-from flwr.supercore.heartbeat import HeartbeatSender
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    no_object_id_recompute,
-)
-from flwr.supercore.inflatable.inflatable_protobuf_utils import (
-    make_confirm_message_received_fn_protobuf,
-    make_pull_object_fn_protobuf,
-    make_push_object_fn_protobuf,
-)
-from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree, push_objects
-from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
-from flwr.supercore.retry import RetryInvoker, exponential
-from flwr.supernode.fleet_http_client import FleetHttpClient
-from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+from cryptography.hazmat.primitives.asymmetric import ec
 
+from device_runner.fleet.network.flower import FleetClient, Offer, repeating
 from device_runner.fleet.network.home import flower_home, log_to
 from device_runner.fleet.network.keys import DeviceKeys
 from prge.errors import DeviceError, PrgeError
@@ -57,9 +26,8 @@ from prge.host.atomic import write_file
 
 _SECONDS_TO_CONNECT = 10.0
 _SECONDS_TO_LOOK = 3.0
-_SECONDS_TO_PULL = 60.0
-_MOST_SECONDS_TO_RETRY = 20
-_RECORD, _CONTENT = "fleet", "content"
+_MOST_SECONDS_TO_RETRY = 20.0
+T = TypeVar("T")
 
 
 def join(
@@ -86,99 +54,51 @@ def join(
     home = flower_home(folder)
     check_server(server, keys)
     log_to(home / "device.log")
-    with run_lock(home), _node(home, server, keys) as node:
+    with run_lock(home), _connected(home, server, keys) as client:
         while True:
-            said = _patiently(node.client.PullMessages, PullMessagesRequest(node=node.node))
-            if not said.messages_list:
+            offer = _patiently(client.look)
+            if offer is None:
                 time.sleep(_SECONDS_TO_LOOK)
                 continue
             try:
-                tell(node.answer(said, answer))
+                tell(_answer(client, offer, answer))
             except Exception as error:  # whatever the server did meanwhile, it asks again
                 tell(f"a task or its answer is lost: {error}")
 
 
-@dataclass(frozen=True)
-class _Node:
-    """A device's place on the server."""
-
-    client: FleetHttpClient
-    node: Node
-
-    def answer(self, said: PullMessagesResponse, answer: Callable[[bytes], bytes]) -> str:
-        """Answer the task that came; a line about it, for what `answer` raises may name rows."""
-        (told,), (tree,) = said.messages_list, said.message_object_trees
-        run, then = told.metadata.run_id, time.monotonic()
-        task = _patiently(self._pull, tree, run)
-        try:
-            reply = Message(packed(answer(unpacked(task))), reply_to=task)
-            outcome = f"answered in {time.monotonic() - then:.1f} s"
-        except Exception as error:
-            name = type(error).__name__
-            reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, name), reply_to=task)
-            outcome = f"failed: {name}: {error}"
-        reply.metadata.__dict__["_message_id"] = reply.object_id
-        _patiently(self._push, reply, run)
-        return f"round {task.metadata.group_id[:9]}: {outcome}"
-
-    def _pull(self, tree: ObjectTree, run: int) -> Message:
-        task = pull_and_inflate_object_from_tree(
-            tree,
-            make_pull_object_fn_protobuf(self.client.PullObject, self.node, run),
-            make_confirm_message_received_fn_protobuf(self.client.ConfirmMessageReceived, self.node, run),
-            return_type=Message,
-            max_time=_SECONDS_TO_PULL,
-        )
-        task.metadata.__dict__["_message_id"] = tree.object_id
-        return task
-
-    def _push(self, reply: Message, run: int) -> None:
-        bare = remove_content_from_message(reply) if reply.has_content() else reply
-        with no_object_id_recompute():
-            asked = self.client.PushMessages(
-                PushMessagesRequest(
-                    node=self.node,
-                    messages_list=[message_to_proto(bare)],
-                    message_object_trees=[get_object_tree(reply)],
-                )
-            )
-            push_objects(
-                get_all_nested_objects(reply),
-                make_push_object_fn_protobuf(self.client.PushObject, self.node, run, asked.session_id),
-                object_ids_to_push=set(asked.objects_to_push),
-            )
+def _answer(client: FleetClient, offer: Offer, answer: Callable[[bytes], bytes]) -> str:
+    """Answer a task; a line about it, for what `answer` raises may name rows."""
+    begin = time.monotonic()
+    task = _patiently(lambda: client.fetch(offer))
+    try:
+        reply = task.answer(answer(task.content))
+        outcome = f"answered in {time.monotonic() - begin:.1f} s"
+    except Exception as error:
+        name = type(error).__name__
+        reply = task.failure(name)
+        outcome = f"failed: {name}: {error}"
+    _patiently(lambda: client.send(reply))
+    return f"round {task.round[:9]}: {outcome}"
 
 
 @contextmanager
-def _node(home: Path, server: str, keys: DeviceKeys | None) -> Iterator[_Node]:
+def _connected(home: Path, server: str, keys: DeviceKeys | None) -> Iterator[FleetClient]:
     """Be there for a server until the block ends; raises DeviceError where it lets this device in no more."""
-    private, public = generate_key_pairs() if keys is None else (keys.key, keys.key.public_key())
-    name = public_key_to_bytes(public)
-    client = FleetHttpClient.from_server_address(
-        server,
-        keys is None,
-        None if keys is None else str(keys.authority),
-        [RuntimeVersionHttpInterceptor("SuperNode"), NodeAuthHttpInterceptor(private, public)],
-    )
+    key = ec.generate_private_key(ec.SECP384R1()) if keys is None else keys.key
     path = home / "node"
-    with client:
+    with FleetClient(server, None if keys is None else keys.authority, key) as client:
         try:
             if keys is None:
-                client.RegisterNode(RegisterNodeFleetRequest(public_key=name))
+                client.register()
             elif path.is_file():
                 _leave(client, int(path.read_bytes()))  # one that was killed said no goodbye
-            begun = client.ActivateNode(
-                ActivateNodeRequest(public_key=name, heartbeat_interval=HEARTBEAT_SECONDS)
-            )
-            write_file(path, str(begun.node_id).encode())
-            node = _Node(client, Node(node_id=begun.node_id))
-            heartbeat = HeartbeatSender(lambda: _beat(node))
-            heartbeat.start()
+            node = client.activate()
+            write_file(path, str(node).encode())
             try:
-                yield node
+                with repeating(lambda: _beat(client)):
+                    yield client
             finally:
-                heartbeat.stop()
-                _leave(client, begun.node_id)
+                _leave(client, node)
         except httpx.HTTPStatusError as error:
             raise DeviceError(
                 f"{server} doesn't let this device in, it answers {error.response.status_code}",
@@ -189,30 +109,31 @@ def _node(home: Path, server: str, keys: DeviceKeys | None) -> Iterator[_Node]:
             raise DeviceError(f"the connection to {server} has ended: {error}") from None
 
 
-def _patiently(call: Callable[..., Any], *arguments: object) -> Any:
+def _patiently(call: Callable[[], T]) -> T:
     """Call a server again and again while it is away, unless another one has taken its place."""
+    seconds = 1.0
+    while True:
+        try:
+            return call()
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                raise
+        except httpx.HTTPError as error:
+            if "certificate" in str(error).lower():
+                raise
+        time.sleep(random.uniform(0, seconds))  # devices of a fleet don't come back all at once
+        seconds = min(2 * seconds, _MOST_SECONDS_TO_RETRY)
 
-    def gives_up(error: Exception) -> bool:
-        if isinstance(error, httpx.HTTPStatusError):
-            return error.response.status_code != httpx.codes.SERVICE_UNAVAILABLE
-        return "certificate" in str(error).lower()
 
-    retries = (lambda: exponential(max_delay=_MOST_SECONDS_TO_RETRY), httpx.HTTPError, None, None)
-    return RetryInvoker(*retries, should_giveup=gives_up).invoke(call, *arguments)
-
-
-def _beat(node: _Node) -> bool:
-    """Tell the server that the device is there; what it says to that, the next look for a task hears too."""
+def _beat(client: FleetClient) -> None:
+    """Let the server know of the device; what it says to that, the next look for a task hears too."""
     with suppress(httpx.HTTPError):
-        node.client.SendNodeHeartbeat(
-            SendNodeHeartbeatRequest(node=node.node, heartbeat_interval=HEARTBEAT_SECONDS)
-        )
-    return True
+        client.beat()
 
 
-def _leave(client: FleetHttpClient, node_id: int) -> None:
+def _leave(client: FleetClient, node: int) -> None:
     with suppress(httpx.HTTPError):
-        client.DeactivateNode(DeactivateNodeRequest(node_id=node_id))
+        client.deactivate(node)
 
 
 def check_server(server: str, keys: DeviceKeys | None) -> None:
@@ -248,15 +169,3 @@ def check_server(server: str, keys: DeviceKeys | None) -> None:
     else:
         return
     raise DeviceError(problem, remedy=remedy)
-
-
-def packed(content: bytes) -> RecordDict:
-    """Bytes as the content of Flower's messages."""
-    return RecordDict({_RECORD: ConfigRecord({_CONTENT: content})})
-
-
-def unpacked(message: Message) -> bytes:
-    """Inverse of `packed`; no bytes where the message has none of ours."""
-    record = message.content.get(_RECORD) if message.has_content() else None
-    content = record.get(_CONTENT) if isinstance(record, ConfigRecord) else None
-    return content if isinstance(content, bytes) else b""

@@ -1,38 +1,29 @@
 """Who may talk to a fleet's server, how much and for how long: decided before anything of it is read.
 
-Flower's own server reads every body to its end before it asks who sent it, and holds connections that say
-nothing. Here a request's head says who it is from, by a signature, and how long it is; nobody else's body is
-read, and of the connections that haven't shown a device's key the oldest make room for new ones.
+Flower's own servers, HTTP and gRPC, can't hold the promise that no body is read without a device's signature
+in its head: they read a request to its end, gRPC up to 2 GB, before they ask who sent it.
+
+Here a head says who a request is from, by a signature, and how long it is; nobody else's body is read, and of
+the connections that haven't shown a device's key the oldest make room for new ones.
 """
 
 from __future__ import annotations
 
 import asyncio
-import binascii
-import datetime
 import gc
-from base64 import b64decode
 from collections import Counter, defaultdict
 from contextlib import suppress
 from socket import SHUT_RDWR, socket
 from typing import Any
 
 import h11
-from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
-from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
-from flwr.supercore.date import now
-from flwr.supercore.error import ApiErrorCode, FlowerError
-from flwr.supercore.error.catalog import API_ERROR_MAP
-from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
-from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_FLEET = "/v1/fleet/"
-_PATHS = {path for method, path in PROTOBUF_REQUEST_TYPES if path.startswith(_FLEET)}
-_OBJECTS = f"{_FLEET}push-object"
+from device_runner.fleet.network.flower import FLEET_PATHS, PUSH_OBJECT, refusal, signer
+
 # Every request but an object's; and an object beside what a device says in it.
 SMALL_BYTES = 1 << 16
 # With TLS each takes a third of a megabyte.
@@ -150,19 +141,19 @@ class Door:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        key = self._key(headers)
+        key = signer(headers, self._keys)
         length = headers.get("content-length", "")
-        most = self._most_bytes + SMALL_BYTES if scope["path"] == _OBJECTS else SMALL_BYTES
-        if scope["method"] != "POST" or scope["path"] not in _PATHS:
-            refusal = Response(status_code=404)
+        most = self._most_bytes + SMALL_BYTES if scope["path"] == PUSH_OBJECT else SMALL_BYTES
+        if scope["method"] != "POST" or scope["path"] not in FLEET_PATHS:
+            refused = Response(status_code=404)
         elif key is None:
-            refusal = _unknown(scope["path"])
+            refused = refusal(scope["path"])
         elif not (length.isascii() and length.isdigit()) or "transfer-encoding" in headers:
-            refusal = Response(status_code=411)
+            refused = Response(status_code=411)
         elif len(length) > 12 or int(length) > most:
-            refusal = Response(status_code=413)
+            refused = Response(status_code=413)
         elif self._reading[key] and self._reading[key] + int(length) > _OBJECTS_AT_ONCE * most:
-            refusal = Response(status_code=503)
+            refused = Response(status_code=503)
         else:
             self._listener.know(scope["client"], key)
             self._reading[key] += int(length)
@@ -171,31 +162,5 @@ class Door:
             finally:
                 self._reading[key] -= int(length)
                 self._reading += Counter()  # forgets who has none
-        refusal.headers["connection"] = "close"
-        await refusal(scope, receive, send)
-
-    def _key(self, headers: Headers) -> bytes | None:
-        """The public key that has signed the head; None if it isn't one of the devices'."""
-        try:
-            key = b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
-            if self._keys is None:
-                return key
-            signed = headers[TIMESTAMP_HEADER]
-            age = (now() - datetime.datetime.fromisoformat(signed)).total_seconds()
-            if key not in self._keys or not (
-                -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
-            ):
-                return None
-            signature = b64decode(headers[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
-            return key if verify_signature(bytes_to_public_key(key), signed.encode(), signature) else None
-        except (KeyError, TypeError, ValueError, OverflowError, binascii.Error):
-            return None
-
-
-def _unknown(path: str) -> Response:
-    """What Flower says to a device without a known key when it comes, or else."""
-    if not path.endswith("/activate-node"):
-        return Response(status_code=401)
-    code = ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
-    spec = API_ERROR_MAP[code]
-    return JSONResponse(FlowerError(code, "unknown key").to_json(spec.public_message), spec.http_status_code)
+        refused.headers["connection"] = "close"
+        await refused(scope, receive, send)

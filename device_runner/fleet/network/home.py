@@ -1,6 +1,6 @@
 """Flower's files within a folder of ours, and what keeps Flower from talking to anyone but the fleet.
 
-This is imported before `flwr`, which reads its environment then.
+It imports Flower only to let it log: Flower reads its environment when it is imported.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def write_private(path: Path, content: bytes) -> None:
 
 def log_to(path: Path) -> None:
     """Let Flower and its web server write what they log to a file instead of the terminal."""
-    from flwr.supercore.logger import FLOWER_LOGGER
+    from device_runner.fleet.network.flower import LOGGER
 
     handler = RotatingFileHandler(path, maxBytes=_MOST_LOG_BYTES, backupCount=1, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for logger in (FLOWER_LOGGER, logging.getLogger("uvicorn")):
+    for logger in (LOGGER, logging.getLogger("uvicorn")):
         for old in logger.handlers[:]:
             logger.removeHandler(old)
             old.close()

@@ -150,12 +150,37 @@ def exchange_saved(kind: dict[str, Any]) -> None:
     names[1:] = reversed(names[1:])
 
 
+def forget(method: dict[str, Any], what: str, name: str) -> None:
+    """An input or output less, by its name."""
+    place = method[f"{what}s"].index(name)
+    for listed in (f"{what}s", f"{what}_specs"):
+        method.get(listed, [])[place : place + 1] = []
+
+
 def forget_saved(kind: dict[str, Any]) -> None:
     """One value less is saved, and taken."""
-    name = kind["methods"]["save"]["outputs"].pop()
-    kind["methods"]["back_saved"]["inputs"].remove(name)
+    name = kind["methods"]["save"]["outputs"][-1]
+    forget(kind["methods"]["save"], "output", name)
+    forget(kind["methods"]["back_saved"], "input", name)
 
 
+def without_specs(chain: dict[str, Any]) -> None:
+    """As manifests of earlier versions are."""
+    for kind in chain["kinds"]:
+        for method in kind["methods"].values():
+            del method["input_specs"], method["output_specs"]
+
+
+def test_a_manifest_has_specs_of_all_methods_and_one_without_opens(folder: Path) -> None:
+    chain = open_bundle(folder).chain
+    assert all(method.has_specs for kind in chain.kinds for method in kind.methods.values())
+    before, learned = answer(folder), gradient(folder)
+    change(folder, without_specs)
+    assert not open_bundle(folder).chain.kinds[0].methods[STACK].has_specs
+    assert answer(folder) == before == answer(folder, "torch") and gradient(folder) == learned
+
+
+@pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -165,7 +190,7 @@ def forget_saved(kind: dict[str, Any]) -> None:
         (lambda c: c["modules"][0].update(rank=3), "must be float32 [8, 3, 64]"),
         (lambda c: c["blocks"][1]["tables"].reverse(), "input table.0 of stack is float32 [1, 16, 16]"),
         (
-            lambda c: c["kinds"][1]["methods"]["stack"]["inputs"].remove("lora_b.1"),
+            lambda c: forget(c["kinds"][1]["methods"]["stack"], "input", "lora_b.1"),
             "inputs, the manifest",
         ),
         (lambda c: exchange_saved(c["kinds"][1]), "of back_saved is float32"),
@@ -173,11 +198,30 @@ def forget_saved(kind: dict[str, Any]) -> None:
     ],
 )
 def test_a_manifest_of_other_shapes_than_the_programs_is_refused(
-    folder: Path, how: Callable[[Any], object], told: str
+    folder: Path, how: Callable[[Any], object], told: str, older: bool
 ) -> None:
+    if older:
+        change(folder, without_specs)
     change(folder, how)
     message = refused(folder)
     assert ".pte is not the program that the manifest describes: " in message and told in message
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "int64 [8, 4, 16, 64]",
+        "float32 [8, 4, 16, 32]",
+        "float32 [8, 4, 16, 64, 1]",
+    ],
+)
+def test_specs_that_are_not_the_programs_are_refused(folder: Path, engine: str, spec: str) -> None:
+    def lie(chain: dict[str, Any]) -> None:
+        chain["kinds"][1]["methods"]["stack"]["input_specs"][0] = spec
+
+    change(folder, lie)
+    assert f"input state of stack is float32 [8, 4, 16, 64], must be {spec}" in refused(folder, engine)
 
 
 def pieces(chain: dict[str, Any], count: int) -> None:
@@ -207,33 +251,21 @@ def test_a_head_of_another_number_of_pieces_than_was_written_is_refused(
 
 def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) -> None:
     """A head in the place of a block takes the state and gives none."""
-    from device_runner.engines.interfaces import (
-        Shapes,
-        problems_of,
-        read_carried,
-        read_heads,
-        read_saved,
-        read_widths,
-    )
-    from device_runner.engines.native.runtime import Program
+    from device_runner.engines.interfaces import Shapes, block_problems
     from device_runner.engines.tables import Tables
 
-    bundle = open_bundle(folder)
-    chain = bundle.chain
-    programs = [Program(bundle.file(kind.program)) for kind in chain.kinds]
-    tables, widths = Tables(bundle, chain), read_widths(chain, programs)
+    chain = open_bundle(folder).chain
+    shapes = Shapes(chain, Tables(open_bundle(folder), chain))
+    widths, saved = shapes.widths, shapes.saved
     assert widths == [(0, 64), (64, 64), (64, 64), *[(64, 0)] * 4]
-    saved = read_saved(chain, programs)
-    heads, carried = read_heads(chain, programs), read_carried(chain, programs)
-    shapes = Shapes(chain, tables, widths, heads, saved, carried)
-    assert not any([*problems_of(chain, shapes, programs, n)] for n in range(7))
+    assert not any([*block_problems(chain, shapes, n)] for n in range(7))
     widths[1] = (64, 32)
-    problems = [*problems_of(chain, shapes, programs, 2)]
+    problems = [*block_problems(chain, shapes, 2)]
     assert problems[0] == "it takes states of width 64, the block before gives 32"
     widths[1] = (64, 64)
     for width in (0, LARGEST_SIZE + 1):
         saved[2]["saved.0"] = width
-        problems = [*problems_of(chain, shapes, programs, 2)]
+        problems = [*block_problems(chain, shapes, 2)]
         assert "it saves values of the widths" in problems[0] and str(width) in problems[0]
         assert any("input saved.0 of back_saved is float32" in problem for problem in problems)
 

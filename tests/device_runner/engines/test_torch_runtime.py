@@ -6,16 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from device_runner.engines import torch_runtime
 from device_runner.engines.child_check import check_in_child
 from device_runner.engines.native import runtime as native_runtime
-from device_runner.engines.refusals import RefusedError
 from prge.errors import PrgeError
 from tests.compilers import needs_compiler
-from tests.device_runner.engines.blocks import METHODS, MOST_ROWS, Kind, answers, example, room
+from tests.device_runner.engines.blocks import METHODS, Kind, answers, example, room
 
 
 @pytest.fixture(scope="module", params=["fp32", "8da4w"])
@@ -35,27 +33,6 @@ def loaded(kind: Kind, runtime: Any) -> list[dict[str, Any]]:
 def test_both_blocks_are_right_and_equal_to_the_native_engine(kind: Kind) -> None:
     native = loaded(kind, native_runtime)
     assert answers(kind, loaded(kind, torch_runtime)) == answers(kind, native)
-
-
-def test_arrays_that_dont_fit_are_refused_and_the_method_stays_usable(kind: Kind) -> None:
-    program = torch_runtime.Program(kind.program)
-    method = program.load("score", weights=torch_runtime.WeightsFile(kind.weights[0]))
-    inputs, outputs = example("score", 2, 3), room("score", 2, 3)
-    method.run(inputs, outputs)
-    want = outputs[0].tobytes()
-    for wrong, room_for in (
-        (inputs[:2], outputs),
-        (inputs, []),
-        (example("score", MOST_ROWS + 1, 3), outputs),
-        ([inputs[0][0], *inputs[1:]], outputs),
-        ([inputs[0].astype(np.float64), *inputs[1:]], outputs),
-        (inputs, [outputs[0][:1]]),
-        (inputs, [outputs[0].astype(np.float64)]),
-    ):
-        with pytest.raises(RefusedError):
-            method.run(wrong, room_for)
-    method.run(inputs, outputs)
-    assert outputs[0].tobytes() == want
 
 
 def test_read_only_inputs_are_taken(kind: Kind) -> None:

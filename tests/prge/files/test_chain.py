@@ -25,8 +25,12 @@ Change = Callable[[Json], object]
 
 
 def block_of(**changes: Any) -> Json:
-    """A manifest's block as JSON has it."""
-    return json.loads(json.dumps(make_chain(**changes).to_json()))
+    """A manifest's block as JSON has it; one of its methods has specs."""
+    block = json.loads(json.dumps(make_chain(**changes).to_json()))
+    method = block["kinds"][0]["methods"][STACK]
+    method["input_specs"] = ["int64 [8, 4, 16]"]
+    method["output_specs"] = ["float32 [32, 16, 8]"]
+    return block
 
 
 def test_a_chain_is_read_as_it_was_written() -> None:
@@ -56,8 +60,43 @@ def at(value: Json, path: tuple[Any, ...]) -> Json:
 
 PLACES = [*places(block_of())]
 MAY_BE_NULL = "window"
-# Rows of earlier bundles are whole, their blocks share no values, and none is an expert.
-MAY_LACK = ("piece", "shared", "takes", "past", "experts")
+# Rows of earlier bundles are whole, their blocks share no values, none is an expert; methods have no specs.
+MAY_LACK = ("piece", "shared", "takes", "past", "experts", "input_specs", "output_specs")
+
+
+def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
+    method = Chain.from_json(block_of()).kinds[0].methods[STACK]
+    assert method.has_specs and method.sizes("tokens") == (8, 4, 16) and method.sizes("state") == ()
+    assert method.sizes("state", is_output=True) == (32, 16, 8)
+    old = Chain.from_json(json.loads(json.dumps(make_chain().to_json()))).kinds[0].methods[STACK]
+    assert not old.has_specs and old.sizes("tokens") == ()
+    for lacking in ("input_specs", "output_specs"):
+        block = block_of()
+        del block["kinds"][0]["methods"][STACK][lacking]
+        with pytest.raises(
+            BundleError, match=rf"1 {lacking[:-6]}s of block 0 in the role stack have 0 specs"
+        ):
+            Chain.from_json(block)
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "float32", "float32 [8, 4", "float32 [-1]", "float32 [1.5]", "[8]", "float32 [1234567890]"]
+)
+def test_what_is_no_spec_is_refused(spec: str) -> None:
+    block = block_of()
+    block["kinds"][0]["methods"][STACK]["input_specs"] = [spec]
+    with pytest.raises(
+        BundleError, match=r"one of input_specs is '.*', a spec is a text such as float32 \[8,"
+    ):
+        Chain.from_json(block)
+
+
+@pytest.mark.parametrize("sizes", [[0], [LARGEST_SIZE + 1], [1] * 9])
+def test_a_spec_of_sizes_that_no_model_has_is_refused(sizes: list[int]) -> None:
+    block = block_of()
+    block["kinds"][0]["methods"][STACK]["input_specs"] = [f"int64 {sizes}"]
+    with pytest.raises(BundleError, match="one of the inputs of block 0 in the role stack is TensorSpec"):
+        Chain.from_json(block)
 
 
 def test_a_bundle_that_knows_no_pieces_has_whole_rows() -> None:

@@ -37,7 +37,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from device_runner.fleet.network.client import packed, unpacked
+from device_runner.fleet.network.flower import decode_content, encode_content
 from device_runner.fleet.network.keys import DeviceKeys
 
 SUPERLINK = 1
@@ -104,7 +104,7 @@ class Enemy:
                 node=self.node, run_id=metadata.run_id, message_object_id=tree.object_id
             )
         )
-        return Asked(unpacked(message), metadata)
+        return Asked(decode_content(message), metadata)
 
     def reply(self, asked: Asked, content: bytes | RecordDict | Error, **changes: Any) -> Message:
         """The message of an answer, whose metadata may be `changes`."""
@@ -123,7 +123,7 @@ class Enemy:
         if isinstance(content, Error):
             message = make_message(metadata=metadata, error=content)
         else:
-            records = packed(content) if isinstance(content, bytes) else content
+            records = encode_content(content) if isinstance(content, bytes) else content
             message = make_message(metadata=metadata, content=records)
         message.metadata.__dict__["_message_id"] = message.object_id
         return message

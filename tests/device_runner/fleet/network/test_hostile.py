@@ -201,7 +201,7 @@ def test_what_a_device_may_not_say_is_refused(scene: Scene, name: str) -> None:
 
 def test_what_flower_fails_over_costs_its_sender_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a time that is none, if nobody refused it."""
-    monkeypatch.setattr("device_runner.fleet.network.post.math.isfinite", lambda value: True)
+    monkeypatch.setattr("device_runner.fleet.network.flower.math.isfinite", lambda value: True)
     asked = scene.task()
     scene.enemy.push(scene.enemy.reply(asked, b"x", created_at=float("nan")))
     scene.goes_on()

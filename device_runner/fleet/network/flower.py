@@ -1,0 +1,540 @@
+"""All that fleets use of Flower, written for Flower 1.41.0; no other file imports it.
+
+Public are the records and messages of `flwr.app`. The rest has no public API: Flower's public ways to connect
+a server and its devices are commands, of which `flower-superlink` lets whoever reaches its port start apps,
+and `flower-supernode` runs the app that a server sends. What is private here is needed
+
+- on a device to speak the Fleet API without an app: its HTTP client with the headers that carry version and
+  signature, its protobuf messages, and the trees of objects in which messages travel;
+- on the server to keep nodes, one run and its messages in Flower's database: the link state, its object
+  store, and the identity of the task that sends;
+- on the server to answer devices: the routes of the Fleet API with the middleware that they rely on;
+- before a body is read: the names of the signed headers, and how a key is written and verified.
+
+`tests/device_runner/fleet/network/test_flower.py` names each of them with its signature. What imports a
+database stands within the functions that need it: a phone has none.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import threading
+from base64 import b64decode
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from fastapi import FastAPI
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL as HEARTBEAT_SECONDS
+from flwr.common.constant import (
+    NOOP_ACCOUNT_NAME,
+    NOOP_FLWR_AID,
+    SYSTEM_TIME_TOLERANCE,
+    TIMESTAMP_HEADER,
+    TIMESTAMP_TOLERANCE,
+    ErrorCode,
+    Status,
+    SubStatus,
+)
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    DeactivateNodeRequest,
+    PullMessagesRequest,
+    PushMessagesRequest,
+    RegisterNodeFleetRequest,
+)
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.constant import (
+    FLEET_HTTP_PUBLIC_KEY_HEADER,
+    FLEET_HTTP_SIGNATURE_HEADER,
+    NOOP_FEDERATION_ID,
+    TaskType,
+)
+from flwr.supercore.error import ApiErrorCode, FlowerError, http_error_translator
+from flwr.supercore.error.catalog import API_ERROR_MAP
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+    make_confirm_message_received_fn_protobuf,
+    make_pull_object_fn_protobuf,
+    make_push_object_fn_protobuf,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    inflate_object_from_contents,
+    pull_and_inflate_object_from_tree,
+    push_objects,
+)
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.logger import FLOWER_LOGGER
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key, public_key_to_bytes, verify_signature
+from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES, ProtobufTranslationMiddleware
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from prge.errors import RunError
+
+if TYPE_CHECKING:
+    from flwr.server.superlink.linkstate import LinkState
+
+VERSION = "1.41.0"
+LOGGER = FLOWER_LOGGER
+_FLEET = "/v1/fleet/"
+FLEET_PATHS = frozenset(path for _, path in PROTOBUF_REQUEST_TYPES if path.startswith(_FLEET))
+PUSH_OBJECT, _ACTIVATE = f"{_FLEET}push-object", f"{_FLEET}activate-node"
+_RECORD, _CONTENT = "fleet", "content"
+_SECONDS_TO_PULL = 60.0
+
+
+@contextmanager
+def repeating(call: Callable[[], object], seconds: float = HEARTBEAT_SECONDS * 2 / 3) -> Iterator[None]:
+    """Call a function now and every so many seconds, in another thread, until the block ends."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.is_set():
+            call()
+            ended.wait(seconds)
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def encode_content(content: bytes) -> RecordDict:
+    """Bytes as the content of a message."""
+    return RecordDict({_RECORD: ConfigRecord({_CONTENT: content})})
+
+
+def decode_content(message: Message) -> bytes:
+    """Inverse of `encode_content`; no bytes where the message has none of ours."""
+    record = message.content.get(_RECORD) if message.has_content() else None
+    content = record.get(_CONTENT) if isinstance(record, ConfigRecord) else None
+    return content if isinstance(content, bytes) else b""
+
+
+def _identify(message: Message, name: str) -> Message:
+    """Name a message by the hash of its objects, as Flower does with those that it sends."""
+    message.metadata.__dict__["_message_id"] = name
+    return message
+
+
+def _without_content(message: Message) -> Message:
+    return remove_content_from_message(message) if message.has_content() else message
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A task that waits at the server: the run that it belongs to, and the objects of its message."""
+
+    run: int
+    tree: ObjectTree
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of a server: its bytes, its round as the server counts, and the message that carried it."""
+
+    content: bytes
+    round: str
+    message: Message
+
+    def answer(self, content: bytes) -> Message:
+        """The message of an answer."""
+        return self._reply(encode_content(content))
+
+    def failure(self, reason: str) -> Message:
+        """The message that there is no answer."""
+        return self._reply(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason))
+
+    def _reply(self, content: RecordDict | Error) -> Message:
+        reply = Message(content, reply_to=self.message)
+        return _identify(reply, reply.object_id)
+
+
+class FleetClient:
+    """A device's connection to a server's Fleet API.
+
+    Every method raises httpx.HTTPStatusError where the server refuses, and httpx.TransportError where it is
+    away.
+
+    Args:
+        server: HOST:PORT.
+        authority: certificate that has signed the server's; None: no encryption.
+        key: by which the server knows the device.
+    """
+
+    def __init__(self, server: str, authority: Path | None, key: ec.EllipticCurvePrivateKey) -> None:
+        public = key.public_key()
+        self._client = FleetHttpClient.from_server_address(
+            server,
+            authority is None,
+            None if authority is None else str(authority),
+            [RuntimeVersionHttpInterceptor("SuperNode"), NodeAuthHttpInterceptor(key, public)],
+        )
+        self._public, self._node = public_key_to_bytes(public), Node()
+
+    def __enter__(self) -> FleetClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def register(self) -> None:
+        """Make the key known to a server that lets everyone in."""
+        self._client.RegisterNode(RegisterNodeFleetRequest(public_key=self._public))
+
+    def activate(self) -> int:
+        """Be there for tasks; the number of the device's node."""
+        request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=HEARTBEAT_SECONDS)
+        self._node = Node(node_id=self._client.ActivateNode(request).node_id)
+        return self._node.node_id
+
+    def deactivate(self, node: int) -> None:
+        """Be there no longer."""
+        self._client.DeactivateNode(DeactivateNodeRequest(node_id=node))
+
+    def beat(self) -> None:
+        """Let the server know that the device is there."""
+        self._client.SendNodeHeartbeat(
+            SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=HEARTBEAT_SECONDS)
+        )
+
+    def look(self) -> Offer | None:
+        """The next task that waits for this device, if there is one."""
+        response = self._client.PullMessages(PullMessagesRequest(node=self._node))
+        if not response.messages_list:
+            return None
+        (message,), (tree,) = response.messages_list, response.message_object_trees
+        return Offer(message.metadata.run_id, tree)
+
+    def fetch(self, offer: Offer) -> Task:
+        """Fetch a task."""
+        message = pull_and_inflate_object_from_tree(
+            offer.tree,
+            make_pull_object_fn_protobuf(self._client.PullObject, self._node, offer.run),
+            make_confirm_message_received_fn_protobuf(
+                self._client.ConfirmMessageReceived, self._node, offer.run
+            ),
+            return_type=Message,
+            max_time=_SECONDS_TO_PULL,
+        )
+        _identify(message, offer.tree.object_id)
+        return Task(decode_content(message), message.metadata.group_id, message)
+
+    def send(self, reply: Message) -> None:
+        """Send the answer to a task."""
+        with no_object_id_recompute():
+            response = self._client.PushMessages(
+                PushMessagesRequest(
+                    node=self._node,
+                    messages_list=[message_to_proto(_without_content(reply))],
+                    message_object_trees=[get_object_tree(reply)],
+                )
+            )
+            push_objects(
+                get_all_nested_objects(reply),
+                make_push_object_fn_protobuf(
+                    self._client.PushObject, self._node, reply.metadata.run_id, response.session_id
+                ),
+                object_ids_to_push=set(response.objects_to_push),
+            )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What Flower's database says of an answer: its name, the task's, and why a device has none."""
+
+    name: str
+    task: str
+    problem: str | None
+
+
+class FleetState:
+    """A server's nodes, run and messages, in Flower's database.
+
+    Args:
+        database: file; made where there is none.
+    """
+
+    def __init__(self, database: Path) -> None:
+        from flwr.superlink.config_loader import get_federation_manager, get_objectstore_linkstate_factories
+
+        _, self.factory = get_objectstore_linkstate_factories(str(database), get_federation_manager())
+        self._state: LinkState = self.factory.state()
+        self._run = 0
+
+    def register(self, keys: Mapping[str, ec.EllipticCurvePublicKey]) -> None:
+        """Let in the devices with these keys, by name, and no others."""
+        wanted = {public_key_to_bytes(key): name for name, key in keys.items()}
+        for node in self._state.get_node_info():
+            if wanted.pop(node.public_key, None) is None:
+                self._state.delete_node(NOOP_FLWR_AID, node.node_id)
+        for key, name in wanted.items():
+            self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_SECONDS, name=name)
+
+    def names(self) -> dict[int, str]:
+        """What registered devices are called, by the ids of their nodes."""
+        return {node.node_id: node.name for node in self._state.get_node_info() if node.name}
+
+    def nodes(self) -> list[int]:
+        """Devices that are there."""
+        return list(self._state.get_nodes(self._run))
+
+    def forget_runs(self) -> None:
+        """Remove the runs of earlier servers with their messages."""
+        for run in self._state.get_run_info():
+            if run.status.status != Status.FINISHED:
+                self._state.stop_run(run.run_id)
+            self._state.cleanup_run(run.run_id)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Keep a run going that has no app, until the block ends; raises RunError."""
+        state = self._state
+        state.federation_manager.ensure_default_federations_exist(flwr_aid=NOOP_FLWR_AID)
+        self._run = state.create_run(
+            fab_id=None,
+            fab_version=None,
+            fab_hash=None,
+            override_config={},
+            federation_id=NOOP_FEDERATION_ID,
+            federation_config=None,
+            flwr_aid=NOOP_FLWR_AID,
+            primary_task_type=TaskType.SERVER_APP,
+        )
+        (task,) = state.get_tasks(run_ids=[self._run])
+        if state.claim_task(task.task_id) is None or not state.activate_task(task.task_id):
+            raise RunError("Flower doesn't start the run")
+        TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, self._run
+        TaskIdentity.node_id = state.get_node_id()
+        with repeating(lambda: state.acknowledge_task_heartbeat(task.task_id)):
+            try:
+                yield
+            finally:
+                state.finish_task(task.task_id, SubStatus.COMPLETED, "")
+
+    def is_running(self) -> bool:
+        """Whether Flower still takes the run for one; it gives up one that is silent for a minute."""
+        (run,) = self._state.get_run_info(run_ids=[self._run])
+        return bool(run.status.status == Status.RUNNING)
+
+    def clean(self) -> None:
+        """Delete the run's messages."""
+        self._state.cleanup_run(self._run)
+
+    def send(
+        self, content: bytes, node: int, group: str, seconds: float, before: Callable[[str], object]
+    ) -> str | None:
+        """Send a task; its name, or None where the node is no longer there.
+
+        Args:
+            content: the task's.
+            node: of the device.
+            group: what the device is shown as the round.
+            seconds: that an answer may take.
+            before: called with the name when the device can't have the task yet: its answer may come at once.
+        """
+        message = Message(
+            encode_content(content), dst_node_id=node, message_type="train", group_id=group, ttl=seconds
+        )
+        with no_object_id_recompute():
+            name = message.object_id
+            _identify(message, name)
+            objects, tree = get_all_nested_objects(message), get_object_tree(message)
+            session = self._state.start_session(self._run)
+            before(name)
+            stored, missing = self._state.store_message_and_object_tree(
+                _without_content(message), tree, session
+            )
+            if not stored:
+                return None
+            for each in missing:
+                self._state.store_object(self._run, session, each, objects[each].deflate())
+        return name
+
+    def answers(self, tasks: Iterable[str]) -> list[Answer]:
+        """Answers to these tasks, begun or complete.
+
+        Raises:
+            LookupError, TypeError, ValueError: Flower can't read one of them.
+        """
+        return [
+            Answer(
+                message.metadata.message_id,
+                message.metadata.reply_to_message_id,
+                message.error.reason if message.has_error() else None,
+            )
+            for message in self._state.get_message_res(set(tasks), self._run)
+        ]
+
+    def delete(self, tasks: Iterable[str]) -> None:
+        """Delete tasks with their answers."""
+        self._state.delete_messages(set(tasks))
+
+    def content(self, answer: str) -> bytes | None:
+        """Take a device's bytes from the store; none of ours are b"", and None is for those still coming."""
+        from flwr.supercore.object_store import NoObjectInStoreError
+
+        store = self._state.object_store
+        try:
+            names = [tree.object_id for tree in iterate_object_tree(store.get_object_tree(answer))]
+        except NoObjectInStoreError:
+            return None
+        contents = {each: store.get(each) or b"" for each in names}
+        if not all(contents.values()):
+            return None
+        store.delete(answer)
+        try:
+            message = inflate_object_from_contents(answer, contents)
+            return decode_content(message) if isinstance(message, Message) else b""
+        except Exception:  # a stranger to every rule of Flower's raises any of its errors
+            return b""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A device's request to confirm that it has a task."""
+
+    node: int
+    task: str
+
+
+@dataclass(frozen=True)
+class Push:
+    """A device's request to begin an answer.
+
+    Args:
+        node, source: of the device, by the request and by the message.
+        task: which it answers; "" where the request isn't one message.
+        objects: how many the message has.
+        is_sound: whether Flower can keep the message.
+    """
+
+    node: int
+    source: int
+    task: str
+    objects: int
+    is_sound: bool
+
+
+def _describe(request: object) -> Receipt | Push | None:
+    """What a request of the Fleet API wants to change of messages, if it does."""
+    match request:
+        case ConfirmMessageReceivedRequest():
+            return Receipt(request.node.node_id, request.message_object_id)
+        case PushMessagesRequest():
+            node = request.node.node_id
+            if not len(request.messages_list) == len(request.message_object_trees) == 1:
+                return Push(node, node, "", 0, is_sound=False)
+            message, tree = request.messages_list[0], request.message_object_trees[0]
+            del request.clientapp_runtime_list[:]
+            metadata = message.metadata
+            # Flower's database keeps what is no number as nothing, and fails over it later.
+            is_timed = math.isfinite(metadata.created_at + metadata.ttl)
+            return Push(
+                node,
+                metadata.src_node_id,
+                metadata.reply_to_message_id,
+                sum(1 for _ in iterate_object_tree(tree)),
+                is_timed and metadata.message_id == tree.object_id and not message.content.ListFields(),
+            )
+    return None
+
+
+def fleet_application(state: FleetState, has_keys: bool, allows: Callable[[Receipt | Push], bool]) -> FastAPI:
+    """The Fleet API as a web application, without Flower's other APIs.
+
+    Args:
+        state: the server's.
+        has_keys: whether devices prove who they are, and none registers itself.
+        allows: decides about what devices want to change of messages, in the web server's thread.
+    """
+    from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware
+    from flwr.superlink.routers.fleet.router import router
+
+    async def admit(request: Request, call_next: RequestResponseEndpoint) -> Response:
+        change = _describe(getattr(request.state, "protobuf_request", None))
+        if change is None or allows(change):
+            return await call_next(request)
+        # To a SuperNode this says that the run is over: it drops the answer and goes on.
+        return JSONResponse({"detail": "not a task of this node's"}, 403)
+
+    application = FastAPI(
+        openapi_url=None,
+        middleware=[
+            Middleware(BaseHTTPMiddleware, dispatch=http_error_translator),
+            Middleware(ProtobufTranslationMiddleware),
+            Middleware(NodeAuthMiddleware),
+            Middleware(BaseHTTPMiddleware, dispatch=admit),
+        ],
+    )
+    application.state.linkstate_factory = state.factory
+    application.state.enable_supernode_auth = has_keys
+    application.include_router(router)
+    return application
+
+
+def encode_keys(keys: Iterable[ec.EllipticCurvePublicKey]) -> frozenset[bytes]:
+    """Public keys as requests name them."""
+    return frozenset(map(public_key_to_bytes, keys))
+
+
+def signer(headers: Mapping[str, str], known: Collection[bytes] | None) -> bytes | None:
+    """The public key that has signed a request's head, as `encode_keys` writes it.
+
+    Args:
+        headers: the request's.
+        known: keys of which it has to be one; None: any key, and no signature.
+
+    Returns:
+        the key, or None where there is no such signature of these minutes.
+    """
+    try:
+        key = b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
+        if known is None:
+            return key
+        signed = headers[TIMESTAMP_HEADER]
+        now = datetime.datetime.now(datetime.timezone.utc)
+        age = (now - datetime.datetime.fromisoformat(signed)).total_seconds()
+        if key not in known or not (
+            -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
+        ):
+            return None
+        signature = b64decode(headers[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
+        return key if verify_signature(bytes_to_public_key(key), signed.encode(), signature) else None
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def refusal(path: str) -> Response:
+    """What Flower answers a device without a known key."""
+    if path != _ACTIVATE:
+        return Response(status_code=401)
+    code = ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
+    spec = API_ERROR_MAP[code]
+    return JSONResponse(FlowerError(code, "unknown key").to_json(spec.public_message), spec.http_status_code)

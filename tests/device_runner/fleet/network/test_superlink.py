@@ -1,0 +1,141 @@
+"""A SuperLink and SuperNodes as real processes on loopback: rounds go round, strangers stay out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.proto.control_pb2 import ListRunsRequest, RegisterNodeRequest, StartRunRequest
+from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore.control.control_http_client import ControlHttpClient
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.runtime import RuntimeHttpClient
+
+from device_runner.fleet.network.client import check_server
+from device_runner.fleet.network.home import NAME
+from device_runner.fleet.network.keys import DeviceKeys, ServerKeys, make_keys
+from device_runner.fleet.network.superlink import superlink
+from prge.errors import DeviceError, RunError
+from tests.device_runner.fleet.network.nodes import Device, Echoes, device, free_port, rounds_of, serving
+
+
+def test_devices_with_keys_answer_every_round(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    make_keys(keys, [], ["one", "two"])
+    rounds = Echoes(2)
+    with serving(tmp_path / "server", keys / "server") as link, ExitStack() as devices:
+        for name in ("one", "two"):
+            devices.enter_context(device(tmp_path / name, link.address, keys / "devices" / name))
+        rounds_of(link, rounds, 2)
+        names = link.names()
+    assert sorted(names.values()) == ["one", "two"]
+    assert [sorted(names[node] for node in answers) for answers in rounds.received] == [["one", "two"]] * 2
+    assert all(
+        content == Echoes.task(number)
+        for number, answers in enumerate(rounds.received)
+        for content in answers.values()
+    )
+
+
+@pytest.mark.whole
+def test_the_server_takes_orders_from_nobody(tmp_path: Path) -> None:
+    """Flower's own SuperLink lets everyone who reaches it start apps and register devices."""
+    with superlink(tmp_path / "server", "127.0.0.1", 0, None) as link:
+        control = ControlHttpClient.from_server_address(link.address, True, None, [])
+        for ask in (
+            lambda: control.StartRun(StartRunRequest()),
+            lambda: control.ListRuns(ListRunsRequest()),
+            lambda: control.RegisterNode(RegisterNodeRequest()),
+        ):
+            with pytest.raises(httpx.HTTPStatusError, match="404"):
+                ask()
+        runtime = RuntimeHttpClient.from_server_address(
+            link.address, True, None, [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
+        )
+        with link.run(), pytest.raises(httpx.HTTPStatusError, match="404"):
+            runtime.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-serverapp"]))
+
+
+@pytest.mark.whole
+def test_a_device_without_a_known_key_is_not_let_in(tmp_path: Path) -> None:
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    make_keys(ours, [], ["one"])
+    make_keys(others, [], ["one"])
+    stranger = others / "devices" / "one"
+    (stranger / "ca.pem").write_bytes((ours / "server" / "ca.pem").read_bytes())
+    with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(ours / "server")) as link:
+        with device(tmp_path / "stranger", link.address, stranger) as child:
+            _wait(lambda: "doesn't let this device in, it answers 412" in child.console)
+        assert list(link.names().values()) == ["one"]
+
+
+@pytest.mark.whole
+def test_a_device_knows_its_server(tmp_path: Path) -> None:
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    make_keys(ours, [], ["one"])
+    make_keys(others, [], ["one"])
+    with superlink(tmp_path / "server", "127.0.0.1", 0, ServerKeys.open(ours / "server")) as link:
+        check_server(link.address, DeviceKeys.open(ours / "devices" / "one"))
+        with pytest.raises(DeviceError, match=r"isn't the server of this certificate"):
+            check_server(link.address, DeviceKeys.open(others / "devices" / "one"))
+        with pytest.raises(RunError, match=rf"{link.address} can't be listened at: Address already in use"):
+            superlink(tmp_path / "other", "127.0.0.1", int(link.address.split(":")[1]), None).__enter__()
+    with pytest.raises(DeviceError, match=rf"no server at {link.address}: Connection refused"):
+        check_server(link.address, None)
+    with superlink(tmp_path / "server", "127.0.0.1", 0, None) as link:
+        keys = DeviceKeys.open(ours / "devices" / "one")
+        with pytest.raises(DeviceError, match=r"doesn't speak TLS"):
+            check_server(link.address, keys)
+
+
+@pytest.mark.whole
+def test_killed_devices_and_servers_come_back(tmp_path: Path) -> None:
+    """A round goes on without a device that vanishes; a server that is back finds its devices."""
+    keys, port = tmp_path / "keys", free_port()
+    make_keys(keys, [], ["one", "two"])
+    folder = tmp_path / "server"
+    first, second = Echoes(1), Echoes(1)
+
+    def joined(name: str, code: str = "task") -> AbstractContextManager[Device]:
+        return device(tmp_path / name, f"127.0.0.1:{port}", keys / "devices" / name, code)
+
+    with ExitStack() as devices:
+        with serving(folder, keys / "server", port) as link:
+            devices.enter_context(joined("one"))
+            with joined("two", "os._exit(1)"):
+                rounds_of(link, first, 2, seconds=8)
+            names = link.names()
+        assert [[names[node] for node in answers] for answers in first.received] == [["one"]]
+        with serving(folder, keys / "server", port) as link:
+            # Where a killed device begins anew, the server takes it for absent for a moment.
+            node = tmp_path / "two" / NAME / "node"
+            before = node.stat().st_mtime_ns
+            devices.enter_context(joined("two"))
+            _wait(lambda: node.stat().st_mtime_ns > before)
+            rounds_of(link, second, 2)
+            assert link.names() == names
+    assert [sorted(names[node] for node in answers) for answers in second.received] == [["one", "two"]]
+
+
+@pytest.mark.whole
+def test_an_answer_to_an_older_round_is_dropped(tmp_path: Path) -> None:
+    rounds = Echoes(2)
+    slow = "time.sleep(15 if task[0] == 0 else 0) or task"
+    with serving(tmp_path / "server") as link, device(tmp_path / "slow", link.address, code=slow) as child:
+        rounds_of(link, rounds, 1, seconds=15)
+        assert "a task or its answer is lost" in child.console
+    assert [list(answers.values()) for answers in rounds.received] == [[], [Echoes.task(1)]]
+
+
+def _wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
