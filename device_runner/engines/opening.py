@@ -13,7 +13,7 @@ from device_runner.engines.speaking import ChainSpeaker
 from device_runner.engines.trunk_cache import Precision, TrunkCache
 from prge.engine import Engine, EngineName
 from prge.files.bundle import Bundle
-from prge.files.signatures import BACK, DECODE, PREFILL, STACK
+from prge.files.signatures import BACK, STACK
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ def open_engine(
     loaded: int | None = None,
     cache: TrunkCache | None = None,
     kept: KeptStates | None = None,
-    speaks: bool = False,
 ) -> OpenEngine:
     """Open the blocks of a bundle, each tried before it is used.
 
@@ -56,7 +55,6 @@ def open_engine(
             prge.learning.costs.Budget.
         cache: keeps what the blocks below the adapter make of sequences.
         kept: keeps the states that enter the blocks of a `vjp`.
-        speaks: whether texts are to be written too, see `OpenEngine.speaker`.
 
     Raises:
         BundleError, EngineError: see device_runner.engines.blocks.Blocks.
@@ -66,8 +64,7 @@ def open_engine(
     # Before any engine loads: a child that tries a program lacks the threads of a running pool.
     notes = [f"the engine is torch's: {backend.reason}"] if backend.reason else []
     bundle.chain.check_role(role)
-    roles = {role, *((PREFILL, DECODE) if speaks else ())}
-    blocks = Blocks(bundle, backend, roles, loaded, notes.append)
+    blocks = Blocks(bundle, backend, {role}, loaded, notes.append)
     count = backend.runtime.set_threads(threads)
     saved = None
     # What is rounded between blocks has to go through them again.
