@@ -14,7 +14,7 @@ from typing import Any
 from device_runner.engines.speaking import open_speaker
 from device_runner.serving.flags import LearnFlags, ServingFlags
 from device_runner.serving.history import FEEDBACK
-from device_runner.serving.learning import Learning, open_learning
+from device_runner.serving.learning import Learning, plan_rounds
 from device_runner.serving.listen_flags import ListenFlags, read_keys, refuse_key
 from device_runner.serving.models import Models
 from device_runner.serving.page.about import about_adapter, about_bundle
@@ -112,12 +112,14 @@ def serve(settings: ServeSettings) -> None:
         storage = ThreadPoolExecutor(1, "storage")
         examples = None
         if lock is not None:
-            learning = _open_learning(settings, bundle, adapters, models, storage, lock)
+            learning, speaker = _open_learning(settings, bundle, adapters, models, storage, lock)
             held.callback(learning.close)
             examples = learning.examples
-        elif file is not None:
-            examples = FeedbackExamples(_tokenizer(settings, bundle), bundle.chain.model)
-        speaker = _open_speaker(settings, bundle, learning)
+        else:
+            if file is not None:
+                examples = FeedbackExamples(_tokenizer(settings, bundle), bundle.chain.model)
+            slots, context, precision = settings.slots, settings.context, settings.cache_dtype
+            speaker = open_speaker_within(bundle, settings, slots, context, precision, note)
         generator = Generator(speaker, bundle_tokenizer(bundle))
         held.callback(storage.shutdown, cancel_futures=True)
         worker = held.enter_context(
@@ -153,39 +155,34 @@ def _open_learning(
     models: Models,
     storage: Executor,
     lock: int,
-) -> Learning:
-    """What learns, and serves what it has learnt before."""
+) -> tuple[Learning, Speaker]:
+    """What learns, and serves what it has learnt before, and what writes within the memory that leaves."""
     # After the folder's own and `base` come those that were given.
     name = list(adapters)[2 if settings.adapter else 0]
     source = settings.bundle if tuning_at(settings.bundle) else None
     if settings.adapter:
         source = adapter_source(settings.adapter[0])
-    learning = open_learning(
+    tokenizer, engine, slots = _tokenizer(settings, bundle), settings.engine, settings.slots
+    plan, has_kept = plan_rounds(settings, settings, source, bundle, tokenizer)
+    sizes = slots, settings.context, settings.cache_dtype
+    context, budget = budget_of_texts(bundle, settings.memory, engine, *sizes, plan.shape)
+    loaded = None if budget is None else budget.loaded
+    learning = Learning(
         settings,
-        settings,
-        source,
+        plan,
+        has_kept,
         bundle,
         adapters[name],
-        _tokenizer(settings, bundle),
+        tokenizer,
         serve=partial(models.replace, name),
         tell=note,
         begin=partial(RoundProcess, lock=lock),
         storage=storage,
+        loaded=loaded,
     )
     models.replace(name, learning.adapter)
-    return learning
-
-
-def _open_speaker(settings: ServeSettings, bundle: Bundle, learning: Learning | None) -> Speaker:
-    """What writes; where the server learns, within what --memory leaves for that."""
-    slots, context, precision = settings.slots, settings.context, settings.cache_dtype
-    if learning is None:
-        return open_speaker_within(bundle, settings, slots, context, precision, note)
-    given = settings.memory, settings.engine, slots, context, precision, learning.shape
-    context, budget = budget_of_texts(bundle, *given)
-    learning.loaded = None if budget is None else budget.loaded
-    engine = settings.threads, settings.engine, learning.loaded
-    return open_speaker(bundle, *engine, slots, context, precision, note)
+    given = settings.threads, engine, loaded, slots, context, settings.cache_dtype
+    return learning, open_speaker(bundle, *given, note)
 
 
 def _about(settings: ServeSettings, bundle: Bundle, names: Sequence[str]) -> dict[str, Any]:

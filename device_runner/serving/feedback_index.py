@@ -63,6 +63,11 @@ class FeedbackIndex:
         self.generation = 0
         self._begin()
 
+    @property
+    def keys(self) -> Sequence[str]:
+        """Keys of the rows that were read so far."""
+        return self._keys
+
     def __len__(self) -> int:
         """Rows that were read so far."""
         return len(self._keys)

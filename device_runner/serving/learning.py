@@ -19,13 +19,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from device_runner.serving.feedback_index import SECONDS, ChangedError, Entry, FeedbackIndex
 from device_runner.serving.flags import LearnFlags
 from device_runner.serving.history import FEEDBACK, ROUNDS, History, Version, date_of
 from device_runner.serving.protocol import RequestError
-from device_runner.serving.rounds import Round, Rows, build_options, held_back, read_kept, unlearnable
+from device_runner.serving.round_process import RoundProcess
+from device_runner.serving.rounds import Round, build_options, held_back, read_kept, unlearnable
 from device_runner.session.gates import Gates
 from device_runner.session.planning import DEFAULT_BATCH, RunPlan, plan_run, settled
 from device_runner.session.sensors import Sensors
@@ -37,7 +38,6 @@ from prge.files.own_settings import check_links
 from prge.files.peft import find_adapter, read_compatible_adapter, read_peft, run_of
 from prge.files.run_folder import CHECKPOINTS, CONFIG, FINAL
 from prge.files.tuned import tuning_at
-from prge.learning.costs import StepShape
 from prge.rows.feedback import adapter_digest
 from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.rows.tokenizer import Tokenizer
@@ -50,35 +50,7 @@ _ANY_LOSS = 1e6
 _SECONDS = 5.0
 # After a failure, such as of a full disk, until it is tried again.
 _SECONDS_TO_RETRY = 30.0
-# Of no index.
-_NOWHERE = (-1, -1)
 _Json = dict[str, Any]
-
-
-class RoundProcess(Protocol):
-    """A process that takes a round, see device_runner.serving.round_process."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most memory that it took so far."""
-        ...
-
-    @property
-    def cpu_seconds(self) -> float:
-        """Processor time that it has taken so far."""
-        ...
-
-    def poll(self) -> _Json | None:
-        """What became of the round, or None; raises RunError."""
-        ...
-
-    def pause(self, is_paused: bool) -> None:
-        """Let it compute nothing, or go on."""
-        ...
-
-    def end(self) -> None:
-        """Kill it."""
-        ...
 
 
 class Learning:
@@ -89,15 +61,19 @@ class Learning:
 
     Args:
         flags: `learn` is the folder.
-        plan: of a round's steps.
+        plan: of rounds.
         has_kept: whether its settings name rows that must not be forgotten.
         bundle: of all adapters.
-        start: what the folder began with.
-        tokenizer: of `examples`.
+        start: the adapter that is served where nothing was learnt yet.
+        tokenizer: of what learns alone.
         serve: puts an adapter in the place of the one that is served.
         tell: called with what a user should know.
         begin: starts the process of a round.
         storage: the one thread that reads and writes files of feedback and of what is learnt.
+        loaded: bytes of weights that the process of a round may keep loaded; None: all.
+
+    Raises:
+        ConfigError, RunError: the folder is of something else, or can't be used.
     """
 
     def __init__(
@@ -108,10 +84,12 @@ class Learning:
         bundle: Bundle,
         start: Adapter,
         tokenizer: Tokenizer,
+        *,
         serve: Callable[[Adapter], object],
         tell: Callable[[str], object],
         begin: Callable[[Round], RoundProcess],
         storage: Executor,
+        loaded: int | None = None,
     ) -> None:
         assert flags.learn is not None
         self._flags, self._plan, self._has_kept, self._bundle = flags, plan, has_kept, bundle
@@ -120,26 +98,24 @@ class Learning:
         """Builds the examples of feedback; whoever takes feedback asks it first if a row can be learnt."""
         self._chat_template = tokenizer.chat_template
         self._serve, self._tell, self._begin = serve, tell, begin
-        self.storage = storage
+        self.storage, self._loaded = storage, loaded
         begun = {"bundle": bundle.sha256, "adapter": adapter_digest(start)}
         self._history = History(self._folder, begun, plan.settings.date)
         sensors = Sensors(own_seconds=self._cpu_seconds)
         self._gates = Gates(flags.learning_conditions(), sensors, seconds=_SECONDS)
-        self.loaded: int | None = None
-        """Bytes of weights that the process of a round may keep loaded; None: all."""
         self.problem = ""
         """Why nothing is learnt by now; empty if nothing is wrong."""
         self.peak_bytes = 0
         """The most memory that a round's process took."""
         self._retry_at = 0.0
         self._index = FeedbackIndex(self._folder / FEEDBACK)
-        # New rows that can be learnt, which the next round begins with, among those that were looked at.
-        self._looked, self._new = 0, list[str]()
-        self._looked_in = _NOWHERE
-        self._unlearnable = set[str]()
-        # Of the process that takes the open round: when it began, and which rows the file had then.
+        # Whether rows can be learnt that no round has had, by their keys.
+        self._learnable = dict[str, bool]()
+        # Of the last look for a round: the file, its rows, and the versions.
+        self._seen = (0, 0, 0)
+        # Of the open round's process: when it began, the rows that it learns, and the file that had them.
         self._process: RoundProcess | None = None
-        self._begun_at, self._round, self._generation = 0.0, Rows(()), 0
+        self._begun_at, self._keys, self._generation = 0.0, list[str](), 0
         # Over the process and why it is paused.
         self._lock = threading.Lock()
         self._is_answering = self._must_wait = False
@@ -152,11 +128,6 @@ class Learning:
     def date(self) -> str | None:
         """The day that chat templates take for today in what is learnt."""
         return self._plan.settings.date
-
-    @property
-    def shape(self) -> StepShape:
-        """Of a round's steps, at most."""
-        return self._plan.shape
 
     @property
     def adapter(self) -> Adapter:
@@ -264,7 +235,8 @@ class Learning:
 
     def _begin_round(self, version: Version) -> None:
         round = self._new_round(version)
-        self._begun_at, self._generation, self._round = time.monotonic(), self._index.generation, round.rows
+        self._begun_at, self._generation = time.monotonic(), self._index.generation
+        self._keys = [place.key for place in (*round.learnt, *round.held)]
         process = self._begin(round)
         with self._lock:
             self._process = process
@@ -286,8 +258,7 @@ class Learning:
         if outcome["status"] == "problem":
             raise RunError(outcome["problem"])
         # An adapter that was taught a row that is forgotten isn't served: the round begins again without.
-        keys = [place.key for place in (*self._round.learnt, *self._round.held)]
-        if not self._index.has_all(keys) or outcome["status"] == "changed":
+        if not self._index.has_all(self._keys) or outcome["status"] == "changed":
             return
         adapter = self._read(version.number) if outcome["status"] == "served" else None
         verdict = {**outcome, "seconds": time.monotonic() - self._begun_at}
@@ -304,39 +275,42 @@ class Learning:
         history, every = self._history, self._flags.learn_every
         if history.open is not None:
             return False
-        if self._looked_in != (now := (self._index.generation, history.abandoned)):
-            self._looked, self._new, self._looked_in = 0, [], now
-        deadline = time.monotonic() + SECONDS
-        while self._looked < len(self._index) and len(self._new) < every:
-            if time.monotonic() > deadline:
-                return True
-            self._look_at(self._index[self._looked].key)
-            self._looked += 1
-        if len(self._new) < every:
+        seen = self._index.generation, len(self._index), len(history.versions) + history.abandoned
+        if seen == self._seen:
             return False
-        keys, self._new = self._new, []
-        try:
-            history.add("round", len(history.versions), parent=history.current, rows=keys)
-        except (PrgeError, OSError):
-            self._looked_in = _NOWHERE
-            raise
+        until, new = 0.0, list[str]()
+        for key in self._index.keys:
+            if key in history.rows or not self._learnable.get(key, True):
+                continue
+            if key not in self._learnable:
+                until = until or time.monotonic() + SECONDS
+                if time.monotonic() > until:
+                    return True
+                if not self._look_at(key):
+                    continue
+            new.append(key)
+            if len(new) == every:
+                history.add("round", len(history.versions), parent=history.current, rows=new)
+                for each in new:
+                    del self._learnable[each]
+                return False
+        self._seen = seen
         return False
 
-    def _look_at(self, key: str) -> None:
-        """Keep a row for the next round, if it is new and can be learnt."""
-        if key in self._history.rows or key in self._unlearnable:
-            return
+    def _look_at(self, key: str) -> bool:
+        """Whether a row can be learnt, by trying; False where it isn't there any more."""
         try:
             (row,) = self._index.rows([key])
         except ChangedError:
-            return  # the index has another generation now
+            return False  # the index has another generation now
         try:
             self.examples.of(row)
         except UnlearnableError as error:
-            self._unlearnable.add(key)
+            self._learnable[key] = False
             self._tell(unlearnable(row, error))
         else:
-            self._new.append(key)
+            self._learnable[key] = True
+        return self._learnable[key]
 
     def _tidy(self) -> None:
         """Delete the adapters of versions that can no longer be restored, and what a round went on from."""
@@ -369,6 +343,7 @@ class Learning:
                 learnt, unlearnt = [*learnt, *unlearnt, *learning], held
         learning, held = held_back(there(version.rows))
         parts = [*unlearnt[-_MOST_OPEN:], *learning], held, learnt
+        new, judged, before = (self._index.places([row.key for row in part]) for part in parts)
         settings = self._plan.settings
         seed, folder = settings.seed + version.number, self._folder_of(version.number)
         return Round(
@@ -378,12 +353,14 @@ class Learning:
             adapter=self._adapter(parent),
             start=self._start,
             feedback=self._folder / FEEDBACK,
-            rows=Rows(*(self._index.places([row.key for row in part]) for part in parts)),
+            learnt=new,
+            held=judged,
+            learnt_before=before,
             replay=self._flags.replay,
             may_lose=self._flags.may_lose,
             has_kept=self._has_kept,
             chat_template=self._chat_template,
-            loaded=self.loaded,
+            loaded=self._loaded,
         )
 
     def _adapter(self, version: int) -> Adapter:
@@ -399,35 +376,21 @@ class Learning:
         return time.process_time() + ended.children_user + ended.children_system + running
 
 
-def open_learning(
-    flags: LearnFlags,
-    engine: EngineFlags,
-    source: Path | None,
-    bundle: Bundle,
-    start: Adapter,
-    tokenizer: Tokenizer,
-    serve: Callable[[Adapter], object],
-    tell: Callable[[str], object],
-    begin: Callable[[Round], RoundProcess],
-    storage: Executor,
-) -> Learning:
-    """What learns while answers are made.
+def plan_rounds(
+    flags: LearnFlags, engine: EngineFlags, source: Path | None, bundle: Bundle, tokenizer: Tokenizer
+) -> tuple[RunPlan, bool]:
+    """How rounds are taken, and whether the settings name rows that must not be forgotten.
 
     Args:
         flags: `learn` is the folder to learn into.
         engine: flags of it.
         source: tuning, run or PEFT folder that the adapter of the start is from; None: it is the bundle's.
         bundle: of all adapters.
-        start: the adapter that is served where nothing was learnt yet.
-        tokenizer: of what learns alone.
-        serve: puts an adapter in the place of the one that is served.
-        tell: called with what a user should know.
-        begin: starts the process of a round.
-        storage: the one thread that reads and writes files of feedback and of what is learnt.
+        tokenizer: of the bundle.
 
     Raises:
-        PrgeError: rows that are to be kept can't be used, the folder is of something else, or the bundle's
-            programs can't train the adapter of the start.
+        PrgeError: rows that are to be kept can't be used, or the bundle's programs can't train the adapter of
+            the start.
     """
     assert flags.learn is not None
     run = None
@@ -445,8 +408,7 @@ def open_learning(
     has_kept = flags.kept is not None or run is not None
     replayed = read_kept(settings, tokenizer, bundle).replayed if has_kept else []
     plan = plan_run(bundle, replayed, replace(settings, epochs=None))
-    plan = replace(plan, settings=replace(settings, batch_size=plan.settings.batch_size))
-    return Learning(flags, plan, has_kept, bundle, start, tokenizer, serve, tell, begin, storage)
+    return replace(plan, settings=replace(settings, batch_size=plan.settings.batch_size)), has_kept
 
 
 def _settings(

@@ -99,20 +99,6 @@ def _liked(source: Source) -> list[Row]:
     return liked
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Where the feedback of a round lies, in order.
-
-    `learnt` are rows to learn: new ones, and those that the adapter that it begins with hasn't learnt, held
-    back there or of rounds whose adapters weren't served. `held` are new ones to judge by; `learnt_before` is
-    all else.
-    """
-
-    learnt: Sequence[Place]
-    held: Sequence[Place] = ()
-    learnt_before: Sequence[Place] = ()
-
-
 def held_back(rows: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
     """Rows to learn and rows to hold back of those that can be learnt; one question is in one part."""
     numbers: dict[int, int] = {}
@@ -136,10 +122,13 @@ class Round:
         adapter: that it begins with.
         start: the adapter of the first round.
         feedback: file of its rows.
-        rows: places in this file.
+        learnt: rows to learn: new ones, and those that `adapter` hasn't learnt, held back there or of rounds
+            whose adapters weren't served.
+        held: new rows to judge by.
+        learnt_before: all other rows.
         replay: share of the examples that are of before.
         may_lose: by how much an adapter may be worse than `start` on kept rows.
-        has_kept: whether `settings` name rows that must not be forgotten.
+        has_kept: whether `train` and `dev` of the settings are rows that must not be forgotten.
         chat_template: of the tokenizer.
         loaded: bytes of weights that may stay loaded; None: all.
     """
@@ -150,22 +139,18 @@ class Round:
     adapter: Adapter
     start: Adapter
     feedback: Path
-    rows: Rows
+    learnt: Sequence[Place]
+    held: Sequence[Place]
+    learnt_before: Sequence[Place]
     replay: float
     may_lose: float
     has_kept: bool
     chat_template: str | None
     loaded: int | None
 
-    @property
-    def folder(self) -> Path:
-        """Where it lies."""
-        return self.settings.out
-
     def digest(self) -> str:
         """What its rows are."""
-        parts = self.rows.learnt, self.rows.held, self.rows.learnt_before
-        lists = [[place.key for place in part] for part in parts]
+        lists = [[place.key for place in part] for part in (self.learnt, self.held, self.learnt_before)]
         return hashlib.sha256(json.dumps([self.replay, lists], sort_keys=True).encode()).hexdigest()
 
 
@@ -219,12 +204,12 @@ def take_round(round: Round, tell: Callable[[str], object]) -> Record:
 
 
 def _taken(round: Round, bundle: Bundle, engine: Engine, feedback: _Feedback, kept: Kept) -> Record:
-    learning = feedback.examples(round.rows.learnt)
+    learning = feedback.examples(round.learnt)
     if not learning:
         return _verdict(round, 0, 0, {"rows": 0}, {"rows": 0})
     examples = learning + _replayed(round, len(learning), feedback, kept)
     plan = plan_run(bundle, examples, round.settings)
-    settings, adapter, folder = plan.settings, round.adapter, round.folder
+    settings, adapter, folder = plan.settings, round.adapter, round.settings.out
     identity = {
         **origin_of(bundle, adapter, round.digest(), kept.sha256),
         "settings": plan.recipe.to_record(),
@@ -251,8 +236,8 @@ def _taken(round: Round, bundle: Bundle, engine: Engine, feedback: _Feedback, ke
         )
         train(learner, settings.of_loop, _Unwatched())
     # Without rows held back, losses are of those that were learnt.
-    judged = feedback.examples(round.rows.held or round.rows.learnt)
-    held: Record = {"rows": len(judged) if round.rows.held else 0}
+    judged = feedback.examples(round.held or round.learnt)
+    held: Record = {"rows": len(judged) if round.held else 0}
     held |= {
         "before": score(engine, adapter, judged).loss,
         "after": score(engine, state.adapter, judged).loss,
@@ -289,7 +274,7 @@ def _score(engine: Engine, adapter: Adapter, kept: Kept) -> tuple[str, float]:
 def _replayed(round: Round, learnt: int, feedback: _Feedback, kept: Kept) -> list[Example]:
     """Examples of before: one half feedback, the other rows that it began with, as far as there are."""
     count = math.ceil(learnt * round.replay / (1 - round.replay))
-    earlier = round.rows.learnt_before
+    earlier = round.learnt_before
     of_kept = min(len(kept.replayed), max(count - count // 2, count - len(earlier)))
     seed, number = round.settings.seed, round.number
     chosen = _drawn(earlier, count - of_kept, seed, number)

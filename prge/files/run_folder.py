@@ -208,8 +208,8 @@ def environment() -> Record:
 def run_lock(folder: Path) -> Iterator[int]:
     """Hold a run folder for this process; the operating system lets go of it when the process ends, however.
 
-    The lock file stays, unless the block raises before it has made anything else in the folder. Yields its file
-    descriptor: a child process that inherits it holds the folder, too.
+    The lock file stays, unless the block raises before it has made anything else in the folder. The block has
+    its file descriptor: a child process that inherits it holds the folder, too.
 
     Raises:
         RunError: another process holds it, the folder can't be written, or the file of the lock is none.

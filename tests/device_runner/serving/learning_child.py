@@ -15,7 +15,7 @@ from device_runner.serving.app import make_app
 from device_runner.serving.feedback import Feedback, FeedbackFile
 from device_runner.serving.flags import LearnFlags
 from device_runner.serving.history import FEEDBACK
-from device_runner.serving.learning import open_learning
+from device_runner.serving.learning import Learning, plan_rounds
 from device_runner.serving.listening import Server, address_of, listening
 from device_runner.serving.models import Models
 from device_runner.serving.round_process import RoundProcess
@@ -44,9 +44,18 @@ if __name__ == "__main__":
     learn.mkdir(exist_ok=True)
     bundle = open_bundle(folder)
     flags = LearnFlags(learn=learn, learn_every=every, learning_rate=0.05, learn_epochs=3)
-    start, storage = Adapter.zeros(bundle.chain.modules), ThreadPoolExecutor(1)
-    given = flags, EngineFlags(), None, bundle, start, bundle_tokenizer(bundle)
-    learning = open_learning(*given, lambda adapter: None, tell, NumpyRound, storage)
+    tokenizer, storage = bundle_tokenizer(bundle), ThreadPoolExecutor(1)
+    learning = Learning(
+        flags,
+        *plan_rounds(flags, EngineFlags(), None, bundle, tokenizer),
+        bundle,
+        Adapter.zeros(bundle.chain.modules),
+        tokenizer,
+        serve=lambda adapter: None,
+        tell=tell,
+        begin=NumpyRound,
+        storage=storage,
+    )
     models = Models({"base": make_adapter()}, bundle_tokenizer(bundle))
     generator = Generator(SlowSpeaker(0.0), bundle_tokenizer(bundle))
     with listening("127.0.0.1", 0) as listener, Worker(generator, 8, learning.pause) as worker:

@@ -20,8 +20,9 @@ from device_runner.serving import rounds
 from device_runner.serving.feedback_index import Entry
 from device_runner.serving.flags import LearnFlags
 from device_runner.serving.history import FEEDBACK, HISTORY, date_of
-from device_runner.serving.learning import Learning, open_learning
+from device_runner.serving.learning import Learning, plan_rounds
 from device_runner.serving.protocol import RequestError
+from device_runner.serving.round_process import RoundProcess
 from device_runner.serving.rounds import Round, held_back, outcome_of, read_kept
 from device_runner.session.sensors import Reading, Sensors
 from device_runner.session.settings import EngineFlags, RunSettings
@@ -53,16 +54,15 @@ def feedback(path: Path, count: int, correction: str = " Yes", start: int = 0) -
     append_feedback(path, rows)
 
 
-@dataclass
-class Here:
+class Here(RoundProcess):
     """Stands for the process of a round: takes it in this one, when it is asked what became of it."""
 
-    round: Round
-    tell: Callable[[str], object]
-    peak_bytes: int = 0
-    cpu_seconds: float = 0.0
-    is_paused: bool = False
-    has_ended: bool = False
+    peak_bytes = 0
+    cpu_seconds = 0.0
+
+    def __init__(self, round: Round, tell: Callable[[str], object]) -> None:
+        self.round, self.tell = round, tell
+        self.is_paused = self.has_ended = False
 
     def poll(self) -> dict[str, Any] | None:
         assert not self.has_ended
@@ -95,17 +95,17 @@ class Place:
         """What learns, as a process that begins has it."""
         bundle = open_bundle(self.folder / "bundle")
         self.learn.mkdir(exist_ok=True)
-        return open_learning(
-            replace(self.flags, **flags),
-            EngineFlags(),
-            source,
+        given, tokenizer = replace(self.flags, **flags), bundle_tokenizer(bundle)
+        return Learning(
+            given,
+            *plan_rounds(given, EngineFlags(), source, bundle, tokenizer),
             bundle,
             start or Adapter.zeros(bundle.chain.modules),
-            bundle_tokenizer(bundle),
-            self.served.append,
-            self.told.append,
-            self.begin,
-            ThreadPoolExecutor(1),
+            tokenizer,
+            serve=self.served.append,
+            tell=self.told.append,
+            begin=self.begin,
+            storage=ThreadPoolExecutor(1),
         )
 
     def begin(self, round: Round) -> Here:
@@ -446,7 +446,7 @@ def test_a_row_that_is_forgotten_ends_the_process_that_learns_it(place: Place) -
     assert learning.work() and place.processes[0].has_ended
     learning.pause(False)
     take_round(learning)
-    first, second = (each.round.rows.learnt for each in place.processes)
+    first, second = (each.round.learnt for each in place.processes)
     assert (len(first), len(second)) == (3, 2) and learning.history()[-1]["learnt"] == 2
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from device_runner.serving.feedback_index import FeedbackIndex
+from device_runner.serving.feedback_index import FeedbackIndex, Place
 from device_runner.serving.round_process import RoundProcess
-from device_runner.serving.rounds import Round, Rows, outcome_of
+from device_runner.serving.rounds import Round, outcome_of
 from device_runner.session.planning import settled
 from device_runner.session.settings import RunSettings
 from prge.errors import RunError
@@ -76,9 +76,9 @@ def made(tmp_path: Path) -> Round:
     folder = feedback.parent / "rounds/0001"
     settings = RunSettings(bundle.folder, feedback, folder, steps=60, batch_size=2, checkpoint_every=10)
     start = Adapter.zeros(bundle.chain.modules)
-    rows = Rows(places[:3], places[3:])
+    rows = places[:3], places[3:], list[Place]()
     plan = settled(settings, bundle).dated()
-    return Round(1, plan, BACK, start, start, feedback, rows, 0.5, 0.02, False, None, None)
+    return Round(1, plan, BACK, start, start, feedback, *rows, 0.5, 0.02, False, None, None)
 
 
 def outcome(process: RoundProcess) -> dict[str, Any]:
@@ -97,12 +97,12 @@ def until(is_so: Callable[[], object], seconds: float = 30) -> None:
 
 
 def journal(round: Round) -> bytes:
-    path = round.folder / "journal.jsonl"
+    path = round.settings.out / "journal.jsonl"
     return path.read_bytes() if path.is_file() else b""
 
 
 def bits(round: Round) -> bytes:
-    return (round.folder / "final/adapter_model.safetensors").read_bytes()
+    return (round.settings.out / "final/adapter_model.safetensors").read_bytes()
 
 
 def state(process: int) -> str:
@@ -120,7 +120,7 @@ def test_it_takes_a_round_as_this_process_would(made: Round, monkeypatch: pytest
     assert process.peak_bytes > 10e6 and process.cpu_seconds >= 0
     process.end()
     expected = bits(made)
-    here = replace(made, settings=replace(made.settings, out=made.folder.with_name("here")))
+    here = replace(made, settings=replace(made.settings, out=made.settings.out.with_name("here")))
     monkeypatch.setattr("device_runner.serving.rounds.open_engine", Device(has_back=True).open_engine)
     assert outcome_of(here, print) == found and bits(here) == expected
 
@@ -143,7 +143,7 @@ def test_it_is_stopped_and_continued(made: Round) -> None:
 def test_killed_again_and_again_it_comes_to_the_same_bits(made: Round) -> None:
     process = NumpyRound(made)
     expected = outcome(process), bits(made)
-    other = replace(made, settings=replace(made.settings, out=made.folder.with_name("other")))
+    other = replace(made, settings=replace(made.settings, out=made.settings.out.with_name("other")))
     for steps in (1, 20, 40):
         process = NumpyRound(other)
         until(lambda: journal(other).count(b"step") >= steps)  # noqa: B023
@@ -163,7 +163,7 @@ def test_one_that_another_program_ended_is_told(made: Round) -> None:
 
 
 def test_rows_that_are_gone_and_bundles_that_are_too(made: Round) -> None:
-    process = NumpyRound(replace(made, settings=replace(made.settings, bundle=made.folder / "nothing")))
+    process = NumpyRound(replace(made, settings=replace(made.settings, bundle=made.settings.out / "nothing")))
     found = outcome(process)
     assert found["status"] == "problem" and "nothing" in found["problem"]
     forget_rows(made.feedback, lambda number, fields, line: number == 1)
