@@ -101,8 +101,6 @@ class Learning:
         self.storage, self._loaded = storage, loaded
         begun = {"bundle": bundle.sha256, "adapter": adapter_digest(start)}
         self._history = History(self._folder, begun, plan.settings.date)
-        sensors = Sensors(own_seconds=self._cpu_seconds)
-        self._gates = Gates(flags.learning_conditions(), sensors, seconds=_SECONDS)
         self.problem = ""
         """Why nothing is learnt by now; empty if nothing is wrong."""
         self.peak_bytes = 0
@@ -116,6 +114,8 @@ class Learning:
         # Of the open round's process: when it began, the rows that it learns, and the file that had them.
         self._process: RoundProcess | None = None
         self._begun_at, self._keys, self._generation = 0.0, list[str](), 0
+        sensors = Sensors(own_seconds=self.cpu_seconds)
+        self._gates = Gates(flags.learning_conditions(), sensors, seconds=_SECONDS)
         # Over the process and why it is paused.
         self._lock = threading.Lock()
         self._is_answering = self._must_wait = False
@@ -216,6 +216,12 @@ class Learning:
         self._end_round()
         self._index.close()
         self._history.close()
+
+    def cpu_seconds(self) -> float:
+        """Processor time of this process and of its children so far."""
+        ended, process = os.times(), self._process
+        running = 0.0 if process is None else process.cpu_seconds
+        return time.process_time() + ended.children_user + ended.children_system + running
 
     def _worked(self) -> bool:
         has_more = self._read_on()
@@ -368,12 +374,6 @@ class Learning:
 
     def _read(self, version: int) -> Adapter:
         return read_peft(self._folder_of(version) / FINAL, self._bundle.chain.modules)
-
-    def _cpu_seconds(self) -> float:
-        """Processor time of this process and of its children so far."""
-        ended, process = os.times(), self._process
-        running = 0.0 if process is None else process.cpu_seconds
-        return time.process_time() + ended.children_user + ended.children_system + running
 
 
 def plan_rounds(

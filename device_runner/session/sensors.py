@@ -44,14 +44,14 @@ class Sensors:
         self,
         system: Path = SYSTEM,
         processes: Path = PROCESSES,
-        own_seconds: Callable[[], float] = time.process_time,
+        own_seconds: Callable[[], float] | None = None,
     ) -> None:
         """Read what lies under these folders.
 
         Args:
             system: of devices.
             processes: of statistics.
-            own_seconds: processor time that this program has taken so far, with its child processes.
+            own_seconds: processor time that this program has taken so far; default: this process alone.
         """
         self._own_seconds = own_seconds
         self._battery = system / "class" / "power_supply"
@@ -136,7 +136,7 @@ class Sensors:
         except ValueError:
             return None
         worked = (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
-        return time.monotonic(), worked - self._own_seconds()
+        return time.monotonic(), worked - (self._own_seconds or time.process_time)()
 
     def charge(self) -> Reading:
         """Charge that the battery's counter tells, in coulombs."""

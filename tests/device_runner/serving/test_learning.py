@@ -1,4 +1,4 @@
-"""Learning beside answers, with a model in numpy: which adapter comes of which feedback, which is served."""
+"""Learning while serving, with a model in numpy: which adapter comes of which feedback, which is served."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def feedback(path: Path, count: int, correction: str = " Yes", start: int = 0) -
 class Here(RoundProcess):
     """Stands for the process of a round: takes it in this one, when it is asked what became of it."""
 
-    peak_bytes = 0
-    cpu_seconds = 0.0
+    cpu_seconds: Any = 0.0
+    peak_bytes: Any = 0
 
     def __init__(self, round: Round, tell: Callable[[str], object]) -> None:
         self.round, self.tell = round, tell
@@ -602,6 +602,19 @@ def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -
     take_round(learning)
     assert learning.history()[-1]["status"] == "served"
     assert place.told[1].startswith("learning: going on after a pause of ")
+
+
+def test_the_process_of_a_round_is_no_other_program(place: Place) -> None:
+    """`--when idle` pauses for others' use of the machine."""
+    place.open(when="idle").close()
+    feedback(place.learn / FEEDBACK, EVERY)
+    learning = place.open()
+    learning.pause(True)
+    while not place.processes:
+        learning.work()
+    before = learning.cpu_seconds()
+    place.processes[0].cpu_seconds = 100.0
+    assert 100 <= learning.cpu_seconds() - before < 110
 
 
 def test_what_was_disliked_is_not_kept(place: Place, tmp_path: Path) -> None:
