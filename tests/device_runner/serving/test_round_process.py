@@ -155,7 +155,8 @@ def test_killed_again_and_again_it_comes_to_the_same_bits(made: Round) -> None:
 
 def test_one_that_another_program_ended_is_told(made: Round) -> None:
     process = NumpyRound(made)
-    [number] = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    [number] = [each for each in children if b"round_child" in Path(f"/proc/{each}/cmdline").read_bytes()]
     os.kill(int(number), signal.SIGKILL)
     with pytest.raises(RunError, match="the process that learns was ended by SIGKILL"):
         outcome(process)
@@ -177,7 +178,9 @@ def server(made: Round, folder: Path, platform: str) -> Iterator[tuple[subproces
     path.write_bytes(pickle.dumps(made))
     words = [sys.executable, "-c", SERVER, path, made.feedback.parent, CHILD.format(platform=platform)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, text=True, env=environment) as process:
+    # Where a test's parent takes in orphans, it is of another session, as the system's is.
+    options: Any = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen([*map(str, words)], env=environment, **options) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "stopped\n"
             [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
