@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from device_runner.engines.blocks import Blocks
+from device_runner.engines.speaking import open_speaker
 from device_runner.serving.flags import ServeSettings
 from device_runner.serving.history import FEEDBACK
-from device_runner.serving.learning import Learning, open_learning
+from device_runner.serving.learning import Learning, plan_rounds
 from device_runner.serving.listen_flags import read_keys, refuse_key
 from device_runner.serving.models import Models
 from device_runner.serving.page.about import about_adapter, about_bundle
+from device_runner.serving.round_process import RoundProcess
 from device_runner.session.gates import Gates
 from device_runner.session.memory import budget_of_texts, watched_memory
 from device_runner.session.speaking import (
@@ -34,8 +36,7 @@ from prge.files.bundle import Bundle
 from prge.files.run_folder import run_lock
 from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
-from prge.learning.costs import StepShape
-from prge.rows.feedback import Fields, check_feedback
+from prge.rows.feedback import check_feedback
 from prge.rows.feedback_examples import FeedbackExamples
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer, read_chat_template
 from prge.text.speaker import Speaker
@@ -46,8 +47,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge serve --help`."""
     refuse_key(argv)
     settings = parse_settings(ServeSettings, argv, "prge serve", ["bundle"])
-    with watched_memory(settings.memory, note):
-        serve(settings)
+    serve(settings)
     return 0
 
 
@@ -66,10 +66,13 @@ def serve(settings: ServeSettings) -> None:
     from prge.text.loop import Generator
 
     keys, gates = read_keys(settings.api_key_file), Gates(settings.conditions())
+    learning: Learning | None = None
     with ExitStack() as held:
+        held.enter_context(
+            watched_memory(settings.memory, note, lambda: 0 if learning is None else learning.peak_bytes)
+        )
         runs = None if settings.runs is None else Runs(settings.runs)
-        if settings.learn is not None:
-            held.enter_context(run_lock(settings.learn))
+        lock = None if settings.learn is None else held.enter_context(run_lock(settings.learn))
         file = settings.feedback if settings.learn is None else settings.learn / FEEDBACK
         if file is not None:
             check_feedback(file)
@@ -80,24 +83,27 @@ def serve(settings: ServeSettings) -> None:
         listener = held.enter_context(listening(settings.host, settings.port))
         is_reached_by_others = not is_local(listener.getsockname()[0])
         access = settings.access(keys, is_reached_by_others)
+        storage = ThreadPoolExecutor(1, "storage")
         examples = None
-        if file is not None and settings.learn is None:
-            examples = FeedbackExamples(_tokenizer(settings, bundle), bundle.chain.model)
-        speaker, learning, blocks = _opened(settings, bundle, adapters, models)
-        generator = Generator(speaker, bundle_tokenizer(bundle))
-        if learning is not None:
+        if lock is not None:
+            learning, speaker = _open_learning(settings, bundle, adapters, models, storage, lock)
             held.callback(learning.close)
-        worker = held.enter_context(Worker(generator, settings.queue, learning))
-        if learning is not None and blocks is not None:
-            learning.give_way(worker, blocks)
-
-        def kept(row: Fields) -> None:
-            worker.wake()  # for a round, perhaps
-
+            examples = learning.examples
+        else:
+            if file is not None:
+                examples = FeedbackExamples(_tokenizer(settings, bundle), bundle.chain.model)
+            slots, context, precision = settings.slots, settings.context, settings.cache_dtype
+            speaker = open_speaker_within(bundle, settings, slots, context, precision, note)
+        generator = Generator(speaker, bundle_tokenizer(bundle))
+        held.callback(storage.shutdown, cancel_futures=True)
+        worker = held.enter_context(
+            Worker(generator, settings.queue, learning.pause if learning else _ignore)
+        )
         taken = None
-        if file is not None and (examples := examples if learning is None else learning.examples):
-            taken = FeedbackFile(file, examples, worker.storage, settings.feedback_limit)
-        feedback, about = Feedback(taken, note, kept), _about(settings, bundle, models.names)
+        if file is not None and examples is not None:
+            taken = FeedbackFile(file, examples, storage, settings.feedback_limit)
+        feedback = Feedback(taken, note, learning.wake if learning else _ignore)
+        about = _about(settings, bundle, models.names)
         app = make_app(models, worker, access, feedback, learning, runs, about, gates)
         address = f"http://{address_of(listener)}"
         lines = [f"models: {', '.join(models.names)}"]
@@ -112,41 +118,45 @@ def serve(settings: ServeSettings) -> None:
             if runs is not None:
                 runs.close()
 
-        Server(app, worker, lambda: _tell(lines), ending).run([listener])
+        ticking = learning.tick if learning else _ignore
+        Server(app, worker, lambda: _tell(lines), ending, ticking).run([listener])
 
 
-def _opened(
-    settings: ServeSettings, bundle: Bundle, adapters: Mapping[str, Adapter], models: Models
-) -> tuple[Speaker, Learning | None, Blocks | None]:
-    """What writes, and where it learns too what does that with the same blocks, which are told then."""
-    slots, context, precision = settings.slots, settings.context, settings.cache_dtype
-    if settings.learn is None:
-        return open_speaker_within(bundle, settings, slots, context, precision, note), None, None
-
-    def loaded_beside(steps: StepShape) -> int | None:
-        nonlocal context
-        given = settings.memory, settings.engine, slots, context, precision, steps
-        context, budget = budget_of_texts(bundle, *given)
-        return None if budget is None else budget.loaded
-
-    # Behind the folder's own and `base` come those that were given.
+def _open_learning(
+    settings: ServeSettings,
+    bundle: Bundle,
+    adapters: Mapping[str, Adapter],
+    models: Models,
+    storage: Executor,
+    lock: int,
+) -> tuple[Learning, Speaker]:
+    """What learns, and serves what it has learnt before, and what writes within the memory that leaves."""
+    # After the folder's own and `base` come those that were given.
     name = list(adapters)[2 if settings.adapter else 0]
     source = settings.bundle if tuning_at(settings.bundle) else None
     if settings.adapter:
         source = adapter_source(settings.adapter[0])
-    learning, opened = open_learning(
+    tokenizer, engine, slots = _tokenizer(settings, bundle), settings.engine, settings.slots
+    plan, has_kept = plan_rounds(settings, settings, source, bundle, tokenizer)
+    sizes = slots, settings.context, settings.cache_dtype
+    context, budget = budget_of_texts(bundle, settings.memory, engine, *sizes, plan.shape)
+    loaded = None if budget is None else budget.loaded
+    learning = Learning(
         settings,
-        settings,
-        source,
+        plan,
+        has_kept,
         bundle,
         adapters[name],
-        _tokenizer(settings, bundle),
-        partial(models.replace, name),
-        note,
-        loaded_beside,
+        tokenizer,
+        serve=partial(models.replace, name),
+        tell=note,
+        begin=partial(RoundProcess, lock=lock),
+        storage=storage,
+        loaded=loaded,
     )
     models.replace(name, learning.adapter)
-    return opened.speaker(slots, context, precision), learning, opened.blocks
+    given = settings.threads, engine, loaded, slots, context, settings.cache_dtype
+    return learning, open_speaker(bundle, *given, note)
 
 
 def _about(settings: ServeSettings, bundle: Bundle, names: Sequence[str]) -> dict[str, Any]:
@@ -163,6 +173,10 @@ def _tokenizer(settings: ServeSettings, bundle: Bundle) -> Tokenizer:
     if settings.chat_template is not None:
         tokenizer.chat_template = read_chat_template(settings.chat_template)
     return tokenizer
+
+
+def _ignore(*_: object) -> None:
+    """What nothing follows from where nothing is learnt."""
 
 
 def _tell(lines: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ unset LD_PRELOAD LD_LIBRARY_PATH PYTHONDONTWRITEBYTECODE
 export PYTHONHOME="$D/py" PYTHONPATH="$D/site" PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1 LC_ALL=C.UTF-8
 # Compiled modules know their source by time and size, which two runtimes may share: a place for each.
 export PYTHONPYCACHEPREFIX="$D/../cache/$TREE" XDG_CACHE_HOME="$D/../cache" XDG_CONFIG_HOME="$D/../config"
-export HOME="$D/.." USER="${USER:-shell}" TMPDIR="${TMPDIR:-$D/../tmp}"
+export PRGE_PYTHON="$D/run.sh" HOME="$D/.." USER="${USER:-shell}" TMPDIR="${TMPDIR:-$D/../tmp}"
 export PRGE_NATIVE_LIBRARY="$D/lib/libprge_native.so" OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-1}"
 mkdir -p "$TMPDIR"
 # This glibc has no table of time zones: the phone's own `date` knows how far its clock is from UTC.

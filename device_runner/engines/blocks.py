@@ -84,8 +84,6 @@ class Blocks:
         self._idle: dict[int, dict[str, Any]] = {}
         self._spare: dict[int, list[Array]] = {}
         self._most = loaded
-        # Called before a block computes; may have others compute first.
-        self.between: Callable[[], object] = lambda: None
         self._before = 0
         self._bytes = self.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size)
         if loaded is not None and loaded < max(self._bytes):
@@ -184,7 +182,6 @@ class Blocks:
         Raises:
             RefusedError: the engine failed.
         """
-        self.between()
         interface = self.interface(number, role)
         outputs = [
             into[name] if name in into else self._room(spec)

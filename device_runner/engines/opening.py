@@ -13,7 +13,7 @@ from device_runner.engines.speaking import ChainSpeaker
 from device_runner.engines.trunk_cache import Precision, TrunkCache
 from prge.engine import Engine, EngineName
 from prge.files.bundle import Bundle
-from prge.files.signatures import BACK, DECODE, PREFILL, STACK
+from prge.files.signatures import BACK, STACK
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ def open_engine(
     folder: Path | None = None,
     checkpoint_dtype: Precision = "float32",
     trunk: TrunkCache | None = None,
-    speaks: bool = False,
 ) -> OpenEngine:
     """Open the blocks of a bundle, each tried before it is used.
 
@@ -58,7 +57,6 @@ def open_engine(
         folder: of the file of activation checkpoints that take more.
         checkpoint_dtype: of activation checkpoints.
         trunk: keeps what the blocks below the adapter compute.
-        speaks: whether texts are to be written too, see `OpenEngine.speaker`.
 
     Raises:
         BundleError, EngineError: see device_runner.engines.blocks.Blocks.
@@ -68,8 +66,7 @@ def open_engine(
     # Before any engine loads: a child that tries a program lacks the threads of a running pool.
     notes = [f"the engine is torch's: {backend.reason}"] if backend.reason else []
     bundle.chain.check_role(role)
-    roles = {role, *((PREFILL, DECODE) if speaks else ())}
-    blocks = Blocks(bundle, backend, roles, loaded, notes.append)
+    blocks = Blocks(bundle, backend, {role}, loaded, notes.append)
     count = backend.runtime.set_threads(threads)
     store = ActivationStore(
         blocks,

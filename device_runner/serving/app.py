@@ -233,7 +233,7 @@ class _Server:
         learning = self.learning
         async with self._body(request) as body:
             version = await self.models.apart(lambda: read_version(body))
-        current = await asyncio.wrap_future(self.worker.storage.submit(learning.take_back, version))
+        current = await asyncio.wrap_future(learning.storage.submit(learning.take_back, version))
         return JSONResponse({"object": "adapter", "current": current})
 
     @property

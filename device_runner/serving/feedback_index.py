@@ -28,6 +28,14 @@ class ChangedError(Exception):
     """Rows are not where they were: some were forgotten, or the file is another one."""
 
 
+class Place(NamedTuple):
+    """Where a row lies: its key, and the offset and length of its line in bytes."""
+
+    key: str
+    start: int
+    length: int
+
+
 class Entry(NamedTuple):
     """Index entry of a feedback row: its key, a hash of its question, and whether it can be trained on."""
 
@@ -54,6 +62,11 @@ class FeedbackIndex:
         self._stream: BinaryIO | None = None
         self.generation = 0
         self._begin()
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """Keys of the rows that were read so far."""
+        return self._keys
 
     def __len__(self) -> int:
         """Rows that were read so far."""
@@ -88,18 +101,19 @@ class FeedbackIndex:
         self._follow()
         if self._stream is None or generation != self.generation:
             raise ChangedError
-        rows = []
-        for key in keys:
-            number = self._numbers.get(key)
-            if number is None:
-                raise ChangedError
-            line = os.pread(self._stream.fileno(), self._lengths[number], self._starts[number])
-            row = row_of_line(line)
-            if row is None or key_of(row) != key:
-                self._begin()
-                raise ChangedError
-            rows.append(row)
-        return rows
+        places = self.places(keys)
+        try:
+            return _rows_at(self._stream.fileno(), places)
+        except ChangedError:
+            self._begin()
+            raise
+
+    def places(self, keys: Sequence[str]) -> list[Place]:
+        """Where rows with these keys lie; raises ChangedError where the file didn't have one of them."""
+        if not self._numbers.keys() >= set(keys):
+            raise ChangedError
+        numbers = [self._numbers[key] for key in keys]
+        return [Place(self._keys[each], self._starts[each], self._lengths[each]) for each in numbers]
 
     def has_all(self, keys: Sequence[str]) -> bool:
         """Whether the file, as it is now, has these rows."""
@@ -174,3 +188,27 @@ class FeedbackIndex:
         self._learnable.append(entry.is_learnable)
         self._starts.append(start)
         self._lengths.append(len(line))
+
+
+def read_rows(path: Path, places: Sequence[Place]) -> list[Fields]:
+    """The rows of a file at places that an index gave.
+
+    Raises:
+        ChangedError: they aren't there any more.
+        OSError: the file can't be read.
+    """
+    try:
+        with open_regular(path, "rb", buffering=0) as stream:
+            return _rows_at(stream.fileno(), places)
+    except FileNotFoundError:
+        raise ChangedError from None
+
+
+def _rows_at(file: int, places: Sequence[Place]) -> list[Fields]:
+    rows = []
+    for place in places:
+        row = row_of_line(os.pread(file, place.length, place.start))
+        if row is None or key_of(row) != place.key:
+            raise ChangedError
+        rows.append(row)
+    return rows

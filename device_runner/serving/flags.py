@@ -20,7 +20,7 @@ _MOST_FEEDBACK = Bytes(1 << 30)
 
 @dataclass(frozen=True, kw_only=True)
 class RoundFlags(PauseFlags):
-    """Learning beside answers."""
+    """Learning while answers are made."""
 
     learn_every: int = 8
     """Rows of feedback of a round of learning; what one in five of them is about is held back to judge by."""

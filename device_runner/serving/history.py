@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from prge.errors import ConfigError
@@ -65,7 +64,7 @@ def date_of(folder: Path) -> Day | None:
 
 
 class History:
-    """The adapters of a folder, as its journal tells; changed under `lock` alone.
+    """The adapters of a folder, as its journal tells; changed by one thread at a time.
 
     Args:
         folder: of what is learnt.
@@ -78,7 +77,6 @@ class History:
     """
 
     def __init__(self, folder: Path, start: Record, date: str | None = None) -> None:
-        self.lock = Lock()
         self._journal = Journal(folder / HISTORY)
         self.versions = [Version(0)]
         self.rows = set[str]()

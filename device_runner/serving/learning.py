@@ -1,55 +1,43 @@
-"""Learning beside answers: rounds of feedback, which of their adapters is served, and the history of that.
+"""Learning while answers are made: rounds of feedback, which adapter is served, and the history of that.
 
 feedback.jsonl    what clients said of answers
 adapters.jsonl    journal: what began, which rows a round has, how it was judged, what was taken back
 rounds/0001/      a round; final/ is its adapter
 
 A round has a fixed number of rows in their order, so that adapters follow from feedback, and not from when it
-came or how often the process was killed.
+came or how often a process was killed. Each is taken by a process of its own, which computes nothing while an
+answer is made.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from device_runner.engines.blocks import Blocks
-from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.serving.feedback_index import SECONDS, ChangedError, Entry, FeedbackIndex
 from device_runner.serving.flags import LearnFlags
 from device_runner.serving.history import FEEDBACK, ROUNDS, History, Version, date_of
 from device_runner.serving.protocol import RequestError
-from device_runner.serving.rounds import (
-    AbandonedError,
-    Apart,
-    Judged,
-    Kept,
-    Round,
-    Rows,
-    Workshop,
-    at_once,
-    build_options,
-    held_back,
-    read_kept,
-    unlearnable,
-)
-from device_runner.serving.worker import Worker
+from device_runner.serving.round_process import RoundProcess
+from device_runner.serving.rounds import Round, build_options, held_back, read_kept, unlearnable
 from device_runner.session.gates import Gates
-from device_runner.session.planning import DEFAULT_BATCH, plan_run, settled
+from device_runner.session.planning import DEFAULT_BATCH, RunPlan, plan_run, settled
+from device_runner.session.sensors import Sensors
 from device_runner.session.settings import EngineFlags, RunSettings
-from prge.errors import BundleError, DataError, DivergenceError, PrgeError
+from prge.errors import PrgeError, RunError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
-from prge.files.journal import Record
 from prge.files.own_settings import check_links
 from prge.files.peft import find_adapter, read_compatible_adapter, read_peft, run_of
-from prge.files.run_folder import CONFIG, FINAL
+from prge.files.run_folder import CHECKPOINTS, CONFIG, FINAL
 from prge.files.tuned import tuning_at
-from prge.learning.costs import StepShape
 from prge.rows.feedback import adapter_digest
 from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.rows.tokenizer import Tokenizer
@@ -62,113 +50,143 @@ _ANY_LOSS = 1e6
 _SECONDS = 5.0
 # After a failure, such as of a full disk, until it is tried again.
 _SECONDS_TO_RETRY = 30.0
-# Of no index.
-_NOWHERE = (-1, -1)
 _Json = dict[str, Any]
 
 
 class Learning:
-    """Runs learning rounds while the worker has no request to answer.
+    """Has rounds taken, one after the other, and serves what is better.
 
-    Any thread may read `history` and `problem`, which never block. Only the storage thread calls `take_back`.
+    The storage's thread calls `work` and `take_back`. Any thread may call `pause`, and read `history` and
+    `problem`, which never block.
 
     Args:
         flags: `learn` is the folder.
-        settings: of a round's steps.
+        plan: of rounds.
+        has_kept: whether its settings name rows that must not be forgotten.
         bundle: of all adapters.
-        start: what the folder began with.
-        examples: builds those of feedback; whoever takes feedback asks it first if a row can be learnt.
+        start: the adapter that is served where nothing was learnt yet.
+        tokenizer: of what learns alone.
         serve: puts an adapter in the place of the one that is served.
         tell: called with what a user should know.
-    """
+        begin: starts the process of a round.
+        storage: the one thread that reads and writes files of feedback and of what is learnt.
+        loaded: bytes of weights that the process of a round may keep loaded; None: all.
 
-    seconds = _SECONDS
+    Raises:
+        ConfigError, RunError: the folder is of something else, or can't be used.
+    """
 
     def __init__(
         self,
         flags: LearnFlags,
-        settings: RunSettings,
+        plan: RunPlan,
+        has_kept: bool,
         bundle: Bundle,
         start: Adapter,
-        examples: FeedbackExamples,
+        tokenizer: Tokenizer,
+        *,
         serve: Callable[[Adapter], object],
         tell: Callable[[str], object],
+        begin: Callable[[Round], RoundProcess],
+        storage: Executor,
+        loaded: int | None = None,
     ) -> None:
         assert flags.learn is not None
-        self._flags, self._settings, self._bundle = flags, settings, bundle
+        self._flags, self._plan, self._has_kept, self._bundle = flags, plan, has_kept, bundle
         self._folder, self._start = flags.learn, start
-        self.examples = examples
-        self._serve, self._tell = serve, tell
+        self.examples = FeedbackExamples(tokenizer, bundle.chain.model, build_options(plan.settings))
+        """Builds the examples of feedback; whoever takes feedback asks it first if a row can be learnt."""
+        self._chat_template = tokenizer.chat_template
+        self._serve, self._tell, self._begin = serve, tell, begin
+        self.storage, self._loaded = storage, loaded
         begun = {"bundle": bundle.sha256, "adapter": adapter_digest(start)}
-        self._history = History(self._folder, begun, settings.date)
-        self._workshop: Workshop | None = None
-        self._apart: Apart = at_once
-        self._taken: Version | None = None
-        conditions = flags.learning_conditions()
-        self._gates = Gates(conditions, seconds=_SECONDS) if conditions else None
+        self._history = History(self._folder, begun, plan.settings.date)
         self.problem = ""
         """Why nothing is learnt by now; empty if nothing is wrong."""
+        self.peak_bytes = 0
+        """The most memory that a round's process took."""
         self._retry_at = 0.0
         self._index = FeedbackIndex(self._folder / FEEDBACK)
-        # New rows that can be learnt, which the next round begins with, among those that were looked at.
-        self._looked, self._new = 0, list[str]()
-        self._looked_in = _NOWHERE
-        self._unlearnable = set[str]()
+        # Whether rows can be learnt that no round has had, by their keys.
+        self._learnable = dict[str, bool]()
+        # Of the last look for a round: the file, its rows, and the versions.
+        self._seen = (0, 0, 0)
+        # Of the open round's process: when it began, the rows that it learns, and the file that had them.
+        self._process: RoundProcess | None = None
+        self._begun_at, self._keys, self._generation = 0.0, list[str](), 0
+        sensors = Sensors(own_seconds=self.cpu_seconds)
+        self._gates = Gates(flags.learning_conditions(), sensors, seconds=_SECONDS)
+        # Over the process and why it is paused.
+        self._lock = threading.Lock()
+        self._is_answering = self._must_wait = False
+        # Of the event loop: the look that is taken, and when the next one is.
+        self._look: Future[bool] | None = None
+        self._next, self._is_woken = 0.0, False
         self._tidy()
 
     @property
     def date(self) -> str | None:
         """The day that chat templates take for today in what is learnt."""
-        return self._settings.date
-
-    def open(self, workshop: Workshop) -> None:
-        """Have what rounds need."""
-        self._workshop = workshop
-
-    def give_way(self, worker: Worker, blocks: Blocks) -> None:
-        """Let answers be made before every block of a step, and while the storage is waited for."""
-        blocks.between, self._apart = worker.give_way, worker.apart
-        if self._workshop is not None:
-            self._workshop.apart = worker.apart
+        return self._plan.settings.date
 
     @property
     def adapter(self) -> Adapter:
         """The one that is served."""
         return self._adapter(self._history.current)
 
+    def tick(self) -> None:
+        """Have the storage's thread look, unless it does, or did a moment ago; called by the event loop."""
+        if self._look is not None:
+            if not self._look.done():
+                return
+            has_more, self._look = self._look.result(), None
+            self._next = time.monotonic() + (0 if has_more else _SECONDS)
+        if self._is_woken or time.monotonic() >= self._next:
+            self._is_woken = False
+            self._look = self.storage.submit(self.work)
+
+    def wake(self, *_: object) -> None:
+        """Look for something to learn as soon as possible; called by the event loop."""
+        self._is_woken = True
+
+    def pause(self, is_answering: bool) -> None:
+        """Whether the process of a round is to compute nothing, because answers are made."""
+        with self._lock:
+            self._is_answering = is_answering
+            self._set_pause()
+
     def work(self) -> bool:
-        """Go on with a round, or begin one; False if there is nothing to do by now."""
-        if self._workshop is None or time.monotonic() < self._retry_at or self.must_wait():
+        """Look once: read feedback, begin a round, serve what came of one; False if nothing is to be done."""
+        if time.monotonic() < self._retry_at:
             return False
+        # Sensors may take a moment to read.
+        must_wait = bool(self._gates.closed(lambda text: self._tell(f"learning: {text}")))
+        if must_wait and self._process is None:
+            return False
+        with self._lock:
+            self._must_wait = must_wait
+            self._set_pause()
         try:
-            if self._apart(self._read_on):
-                return True
-            version = self._history.open
-            has_worked = version is not None and self._worked(self._workshop, version)
+            has_more = self._worked()
         except (PrgeError, OSError) as error:
+            self._end_round()
             self._retry_at = time.monotonic() + _SECONDS_TO_RETRY
             if self.problem != str(error):
                 self._tell(f"nothing is learnt, tried again every {_SECONDS_TO_RETRY:.0f} seconds: {error}")
             self.problem = str(error)
             return False
-        if self.problem:
-            self._tell("learning goes on")
-        self.problem = ""
-        return has_worked
-
-    def must_wait(self) -> bool:
-        """Whether no step may be taken now."""
-        if (gates := self._gates) is None:
-            return False
-        # Sensors may take a moment to read, in which answers are made.
-        return bool(self._apart(lambda: gates.closed(lambda text: self._tell(f"learning: {text}"))))
+        if self._process is None:
+            if self.problem:
+                self._tell("learning goes on")
+            self.problem = ""
+        return has_more
 
     def history(self) -> list[_Json]:
         """All adapters, the newest last."""
         return self._history.described
 
     def take_back(self, version: int) -> int:
-        """Serve what was served before a version, which is served now.
+        """Serve what was served before a version, which is served now; ends the round that goes on from it.
 
         Returns:
             The version that is served then.
@@ -176,30 +194,85 @@ class Learning:
         Raises:
             RequestError: another version is served, or the first one.
         """
-        with self._history.lock:
-            last = self._history.current
-            if last == 0:
-                raise RequestError(409, "the adapter of the start is served: there is none to take back")
-            if version != last:
-                what = f"version {version} isn't served: version {last} is"
-                raise RequestError(409, what, param="version", code="version_not_served")
-            parent = self._history.versions[last].parent or 0
-            adapter = self._adapter(parent)
-            self._history.add("back", last)
-            if (begun := self._history.open) is not None:
-                self._history.add("judged", begun.number, status="abandoned")
-            self._serve(adapter)
-            return parent
+        last = self._history.current
+        if last == 0:
+            raise RequestError(409, "the adapter of the start is served: there is none to take back")
+        if version != last:
+            what = f"version {version} isn't served: version {last} is"
+            raise RequestError(409, what, param="version", code="version_not_served")
+        parent = self._history.versions[last].parent or 0
+        adapter = self._adapter(parent)
+        self._end_round()
+        self._history.add("back", last)
+        if (begun := self._history.open) is not None:
+            self._history.add("judged", begun.number, status="abandoned")
+            self._tidy()
+            self._tell(begun.line())
+        self._serve(adapter)
+        return parent
 
     def close(self) -> None:
-        """Close what is open."""
+        """End the process of a round, and close what is open; the storage's thread has ended."""
+        self._end_round()
         self._index.close()
         self._history.close()
 
-    def check(self) -> None:
-        """Raise AbandonedError if the round that is being taken was judged meanwhile."""
-        if self._taken is not None and self._history.open is not self._taken:
-            raise AbandonedError
+    def cpu_seconds(self) -> float:
+        """Processor time of this process and of its children so far."""
+        ended, process = os.times(), self._process
+        running = 0.0 if process is None else process.cpu_seconds
+        return time.process_time() + ended.children_user + ended.children_system + running
+
+    def _worked(self) -> bool:
+        has_more = self._read_on()
+        version = self._history.open
+        if (process := self._process) is None:
+            if version is None or has_more:
+                return has_more
+            self._begin_round(version)
+            return True
+        assert version is not None
+        if self._generation != self._index.generation:  # of the rows some may be forgotten
+            self._end_round()
+        elif (outcome := process.poll()) is not None:
+            self._end_round()
+            self._take(version, outcome)
+        return True
+
+    def _begin_round(self, version: Version) -> None:
+        round = self._new_round(version)
+        self._begun_at, self._generation = time.monotonic(), self._index.generation
+        self._keys = [place.key for place in (*round.learnt, *round.held)]
+        process = self._begin(round)
+        with self._lock:
+            self._process = process
+            self._set_pause()
+
+    def _end_round(self) -> None:
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            self.peak_bytes = max(self.peak_bytes, process.peak_bytes)
+            process.end()
+
+    def _set_pause(self) -> None:
+        if self._process is not None:
+            self._process.pause(self._is_answering or self._must_wait)
+
+    def _take(self, version: Version, outcome: _Json) -> None:
+        """Do what follows from the outcome of a round."""
+        if outcome["status"] == "problem":
+            raise RunError(outcome["problem"])
+        # An adapter that was taught a row that is forgotten isn't served: the round begins again without.
+        if not self._index.has_all(self._keys) or outcome["status"] == "changed":
+            return
+        adapter = self._read(version.number) if outcome["status"] == "served" else None
+        verdict = {**outcome, "seconds": time.monotonic() - self._begun_at}
+        self._history.add("judged", version.number, **verdict)
+        if adapter is not None:
+            self._serve(adapter)
+        self._tidy()
+        self._tell(version.line())
 
     def _read_on(self) -> bool:
         """Read feedback for a moment, and begin a round if there is enough; whether there is more to read."""
@@ -208,80 +281,56 @@ class Learning:
         history, every = self._history, self._flags.learn_every
         if history.open is not None:
             return False
-        if self._looked_in != (now := (self._index.generation, history.abandoned)):
-            self._looked, self._new, self._looked_in = 0, [], now
-        deadline = time.monotonic() + SECONDS
-        while self._looked < len(self._index) and len(self._new) < every:
-            if time.monotonic() > deadline:
-                return True
-            self._look_at(self._index[self._looked].key)
-            self._looked += 1
-        if len(self._new) < every:
+        seen = self._index.generation, len(self._index), len(history.versions) + history.abandoned
+        if seen == self._seen:
             return False
-        keys, self._new = self._new, []
-        try:
-            with history.lock:
-                history.add("round", len(history.versions), parent=history.current, rows=keys)
-        except (PrgeError, OSError):
-            self._looked_in = _NOWHERE
-            raise
+        until, new = 0.0, list[str]()
+        for key in self._index.keys:
+            if key in history.rows or not self._learnable.get(key, True):
+                continue
+            if key not in self._learnable:
+                until = until or time.monotonic() + SECONDS
+                if time.monotonic() > until:
+                    return True
+                if not self._look_at(key):
+                    continue
+            new.append(key)
+            if len(new) == every:
+                history.add("round", len(history.versions), parent=history.current, rows=new)
+                for each in new:
+                    del self._learnable[each]
+                return False
+        self._seen = seen
         return False
 
-    def _look_at(self, key: str) -> None:
-        """Keep a row for the next round, if it is new and can be learnt."""
-        if key in self._history.rows or key in self._unlearnable:
-            return
+    def _look_at(self, key: str) -> bool:
+        """Whether a row can be learnt, by trying; False where it isn't there any more."""
         try:
             (row,) = self._index.rows([key])
         except ChangedError:
-            return  # the index has another generation now
+            return False  # the index has another generation now
         try:
             self.examples.of(row)
         except UnlearnableError as error:
-            self._unlearnable.add(key)
+            self._learnable[key] = False
             self._tell(unlearnable(row, error))
         else:
-            self._new.append(key)
-
-    def _worked(self, workshop: Workshop, version: Version) -> bool:
-        begin, self._taken = time.monotonic(), version
-        try:
-            round = self._apart(lambda: self._round(version))
-            adapter = self._apart(lambda: self._adapter(version.parent or 0))
-            judged = workshop.take(round, adapter)
-            if judged is None:
-                return False
-            verdict = {**_verdict(judged, self._flags.may_lose), "seconds": time.monotonic() - begin}
-            # An adapter that was taught a row that is forgotten isn't served: the round begins again without.
-            if not self._apart(lambda: self._index.has_all([*round.rows.learnt, *round.rows.held])):
-                return True
-        except ChangedError:
-            return True
-        except AbandonedError:
-            judged, verdict = None, {"status": "abandoned"}
-        except (DivergenceError, DataError, BundleError) as error:
-            judged, verdict = None, {"status": "failed", "why": error.what}
-        finally:
-            self._taken = None
-        with self._history.lock:
-            if self._history.open is version:
-                self._history.add("judged", version.number, **verdict)
-                if verdict["status"] == "served" and judged is not None and judged.adapter is not None:
-                    self._serve(judged.adapter)
-        self._apart(self._tidy)
-        self._tell(version.line())
-        return True
+            self._learnable[key] = True
+        return self._learnable[key]
 
     def _tidy(self) -> None:
-        """Delete the adapters of versions that can no longer be restored."""
+        """Delete the adapters of versions that can no longer be restored, and what a round went on from."""
         for version in self._history.versions[1:]:
-            if version.status not in ("served", "learning"):
-                shutil.rmtree(self._folder_of(version.number), ignore_errors=True)
+            folder = self._folder_of(version.number)
+            if version.status == "served":
+                shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+            elif version.status != "learning":
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _folder_of(self, version: int) -> Path:
         return self._folder / ROUNDS / f"{version:04d}"
 
-    def _round(self, version: Version) -> Round:
+    def _new_round(self, version: Version) -> Round:
         """A round with its rows, as far as the file has them still."""
 
         def there(keys: Sequence[str]) -> list[Entry]:
@@ -298,46 +347,50 @@ class Learning:
             else:
                 learning, held = held_back(there(each.rows))
                 learnt, unlearnt = [*learnt, *unlearnt, *learning], held
-        folder = self._folder_of(version.number)
-        seed = self._settings.seed + version.number
         learning, held = held_back(there(version.rows))
-        keys = ([row.key for row in rows] for rows in ([*unlearnt[-_MOST_OPEN:], *learning], held, learnt))
-        settings = replace(self._settings, out=folder, seed=seed)
-        return Round(version.number, settings, Rows(*keys), self._flags.replay, self._index.rows)
+        parts = [*unlearnt[-_MOST_OPEN:], *learning], held, learnt
+        new, judged, before = (self._index.places([row.key for row in part]) for part in parts)
+        settings = self._plan.settings
+        seed, folder = settings.seed + version.number, self._folder_of(version.number)
+        return Round(
+            number=version.number,
+            settings=replace(settings, out=folder, seed=seed),
+            role=self._plan.role,
+            adapter=self._adapter(parent),
+            start=self._start,
+            feedback=self._folder / FEEDBACK,
+            learnt=new,
+            held=judged,
+            learnt_before=before,
+            replay=self._flags.replay,
+            may_lose=self._flags.may_lose,
+            has_kept=self._has_kept,
+            chat_template=self._chat_template,
+            loaded=self._loaded,
+        )
 
     def _adapter(self, version: int) -> Adapter:
-        if version == 0:
-            return self._start
+        return self._start if version == 0 else self._read(version)
+
+    def _read(self, version: int) -> Adapter:
         return read_peft(self._folder_of(version) / FINAL, self._bundle.chain.modules)
 
 
-def open_learning(
-    flags: LearnFlags,
-    engine: EngineFlags,
-    source: Path | None,
-    bundle: Bundle,
-    start: Adapter,
-    tokenizer: Tokenizer,
-    serve: Callable[[Adapter], object],
-    tell: Callable[[str], object],
-    loaded_beside: Callable[[StepShape], int | None] = lambda steps: None,
-) -> tuple[Learning, OpenEngine]:
-    """What learns beside answers, and the engine that it shares with them.
+def plan_rounds(
+    flags: LearnFlags, engine: EngineFlags, source: Path | None, bundle: Bundle, tokenizer: Tokenizer
+) -> tuple[RunPlan, bool]:
+    """How rounds are taken, and whether the settings name rows that must not be forgotten.
 
     Args:
         flags: `learn` is the folder to learn into.
         engine: flags of it.
         source: tuning, run or PEFT folder that the adapter of the start is from; None: it is the bundle's.
         bundle: of all adapters.
-        start: the adapter that is served where nothing was learnt yet.
-        tokenizer: of what learns alone.
-        serve: puts an adapter in the place of the one that is served.
-        tell: called with what a user should know.
-        loaded_beside: bytes of weights that may stay loaded, by the shape of steps; None: all.
+        tokenizer: of the bundle.
 
     Raises:
-        PrgeError: rows that are to be kept can't be used, the folder is of something else, the engine can't
-            be had, or the bundle's programs can't train the adapter of the start.
+        PrgeError: rows that are to be kept can't be used, or the bundle's programs can't train the adapter of
+            the start.
     """
     assert flags.learn is not None
     run = None
@@ -353,26 +406,9 @@ def open_learning(
         settings = replace(settings, train=tuning.rows / "train.jsonl", dev=dev if dev.is_file() else None)
     settings = settled(replace(settings, date=date_of(flags.learn) or settings.date), bundle).dated()
     has_kept = flags.kept is not None or run is not None
-    kept = read_kept(settings, tokenizer, bundle) if has_kept else Kept()
-    plan = plan_run(bundle, kept.replayed, replace(settings, epochs=None))
-    settings = replace(settings, batch_size=plan.settings.batch_size)
-    examples = FeedbackExamples(tokenizer, bundle.chain.model, build_options(settings))
-    learning = Learning(flags, settings, bundle, start, examples, serve, tell)
-    loaded = loaded_beside(plan.shape)
-    opened = open_engine(
-        bundle,
-        plan.role,
-        threads=settings.threads,
-        engine=settings.engine,
-        loaded=loaded,
-        folder=flags.learn,
-        checkpoint_dtype=settings.checkpoint_dtype,
-        speaks=True,
-    )
-    if opened.notes:
-        tell(opened.notes)
-    learning.open(Workshop(bundle, opened, tokenizer, examples, kept, start, learning.must_wait, tell))
-    return learning, opened
+    replayed = read_kept(settings, tokenizer, bundle).replayed if has_kept else []
+    plan = plan_run(bundle, replayed, replace(settings, epochs=None))
+    return replace(plan, settings=replace(settings, batch_size=plan.settings.batch_size)), has_kept
 
 
 def _settings(
@@ -420,17 +456,3 @@ def _settings(
         sample_rows=0,
         heads_of=None,
     )
-
-
-def _verdict(judged: Judged, may_lose: float) -> Record:
-    """Whether an adapter is to be served, and why not."""
-    held, kept = judged.held_back, judged.kept
-    why = ""
-    if judged.adapter is None:
-        why = "no row can be learnt: there are no corrections and no good ratings"
-    elif not held["after"] < held["before"]:
-        why = "no better on the feedback that it is judged by"
-    elif kept["rows"] and not kept["after"] >= kept["start"] - may_lose:
-        why = "worse on the kept rows"
-    found = {"learnt": judged.learnt, "steps": judged.steps, "held_back": held, "kept": kept}
-    return {"status": "refused", "why": why, **found} if why else {"status": "served", **found}

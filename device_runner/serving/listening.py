@@ -65,6 +65,7 @@ class Server(uvicorn.Server):
         worker: whoever makes its answers; None: nobody, it answers by itself.
         begun: called once it listens.
         ending: called before it waits for answers that are being sent.
+        ticking: called ten times a second.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Server(uvicorn.Server):
         worker: Worker | None,
         begun: Callable[[], object] = lambda: None,
         ending: Callable[[], object] = lambda: None,
+        ticking: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -92,6 +94,7 @@ class Server(uvicorn.Server):
         self._worker = worker
         self._begun = begun
         self._ending = ending
+        self._ticking = ticking
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; from here on signals end the server, not the process."""
@@ -100,6 +103,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end now; asked ten times a second."""
+        self._ticking()
         failed = self._worker is not None and not self._worker.alive
         return await super().on_tick(counter) or failed
 

@@ -1,4 +1,4 @@
-"""One round of learning beside answers: from rows of feedback to an adapter, and whether it is better.
+"""One round of learning: from rows of feedback to an adapter, and whether it is better.
 
     new rows -> some held back, the others with rows of before -> steps -> losses of both adapters
 
@@ -18,20 +18,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from device_runner.engines.opening import OpenEngine
-from device_runner.serving.feedback_index import Entry
-from device_runner.session.inputs import (
-    origin_of,
-)
+from device_runner.engines.opening import open_engine
+from device_runner.serving.feedback_index import ChangedError, Entry, Place, read_rows
+from device_runner.session.inputs import origin_of
 from device_runner.session.planning import plan_run
 from device_runner.session.settings import RunSettings
-from prge.errors import printable, shortened
+from prge.engine import Engine
+from prge.errors import BundleError, DataError, DivergenceError, PrgeError, printable, shortened
 from prge.files.adapter import Adapter
-from prge.files.bundle import Bundle
+from prge.files.bundle import Bundle, open_bundle
 from prge.files.curves import score_of
 from prge.files.journal import Journal, Record
-from prge.files.run_folder import CHECKPOINTS, FINAL, JOURNAL
-from prge.learning.checkpoint import TrainingState, write_result
+from prge.files.run_folder import FINAL, JOURNAL
+from prge.learning.checkpoint import write_result
 from prge.learning.evaluation import score
 from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
@@ -46,7 +45,7 @@ from prge.rows.scoring import evaluate
 from prge.rows.sources import Source, read_source
 from prge.rows.splitting import split_rows
 from prge.rows.task import RowError, Task, load_task
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
 from prge.running.session import SessionData, Unwatched, open_session
 from prge.running.store import RunStore
 
@@ -54,17 +53,7 @@ from prge.running.store import RunStore
 _HELD, _FIRST = 5, 2
 # Rows that it began with: those that are replayed are drawn from, and that a new adapter may not be worse on.
 _MOST_KEPT, _MOST_JUDGED = 2000, 64
-
-
 _LONGEST_ID = 100
-
-
-# Does some work, and gives what the work gives.
-Apart = Callable[[Callable[[], Any]], Any]
-
-
-class AbandonedError(Exception):
-    """A round whose adapter nobody wants any more."""
 
 
 @dataclass(frozen=True)
@@ -108,20 +97,6 @@ def _liked(source: Source) -> list[Row]:
     return liked
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Keys of the feedback of a round, in order.
-
-    `learnt` are those to learn: new ones, and those that the adapter that it begins with hasn't learnt, held
-    back there or of rounds whose adapters weren't served. `held` are new ones to judge by; `learnt_before` is
-    all else.
-    """
-
-    learnt: Sequence[str]
-    held: Sequence[str] = ()
-    learnt_before: Sequence[str] = ()
-
-
 def held_back(rows: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
     """Rows to learn and rows to hold back of those that can be learnt; one question is in one part."""
     numbers: dict[int, int] = {}
@@ -136,165 +111,184 @@ def held_back(rows: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
 
 @dataclass(frozen=True)
 class Round:
-    """A round that is to be taken.
+    """A round, with all that a process of its own needs to take it.
 
     Args:
         number: from 1.
-        settings: of its steps; `out` is its folder.
-        rows: feedback.
+        settings: of its steps and its engine; `out` is its folder.
+        role: of its steps.
+        adapter: that it begins with.
+        start: the adapter of the first round.
+        feedback: file of its rows.
+        learnt: rows to learn: new ones, and those that `adapter` hasn't learnt, held back there or of rounds
+            whose adapters weren't served.
+        held: new rows to judge by.
+        learnt_before: all other rows.
         replay: share of the examples that are of before.
-        read: feedback by its keys; raises ChangedError where it is gone.
+        may_lose: by how much an adapter may be worse than `start` on kept rows.
+        has_kept: whether `train` and `dev` of the settings are rows that must not be forgotten.
+        chat_template: of the tokenizer.
+        loaded: bytes of weights that may stay loaded; None: all.
     """
 
     number: int
     settings: RunSettings
-    rows: Rows
+    role: str
+    adapter: Adapter
+    start: Adapter
+    feedback: Path
+    learnt: Sequence[Place]
+    held: Sequence[Place]
+    learnt_before: Sequence[Place]
     replay: float
-    read: Callable[[Sequence[str]], list[Fields]]
-
-    @property
-    def folder(self) -> Path:
-        """Where it lies."""
-        return self.settings.out
+    may_lose: float
+    has_kept: bool
+    chat_template: str | None
+    loaded: int | None
 
     def digest(self) -> str:
         """What its rows are."""
-        lists = [list(self.rows.learnt), list(self.rows.held), list(self.rows.learnt_before)]
+        lists = [[place.key for place in part] for part in (self.learnt, self.held, self.learnt_before)]
         return hashlib.sha256(json.dumps([self.replay, lists], sort_keys=True).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class Judged:
-    """What became of a round; `adapter` is None where nothing could be learnt."""
+def outcome_of(round: Round, tell: Callable[[str], object]) -> Record:
+    """What became of a round, as JSON.
 
-    adapter: Adapter | None
-    steps: int
-    learnt: int
-    held_back: Record
-    kept: Record
+    Returns:
+        Its verdict: `status` is `served`, `refused` or `failed`. Or `changed`: rows were forgotten. Or
+        `problem`: why it is to be tried again.
+    """
+    try:
+        return take_round(round, tell)
+    except ChangedError:
+        return {"status": "changed"}
+    except (PrgeError, OSError) as error:
+        return {"status": "problem", "problem": str(error)}
 
 
-class Workshop:
-    """What all rounds of a server share.
+def take_round(round: Round, tell: Callable[[str], object]) -> Record:
+    """Take the steps of a round, or go on with them, write its adapter, and judge it.
 
     Args:
-        bundle: of all adapters.
-        opened: the engine, for the role of steps.
-        tokenizer: of the bundle.
-        feedback: builds examples of rows.
-        kept: rows that must not be forgotten.
-        start: the adapter that the first round began with.
-        interrupted: whether the round is to wait, asked before every step.
-        tell: called with what a user should know, once each.
+        round: what is learnt, and into which folder.
+        tell: called with a message about each row that can't be learnt.
 
-    `apart` does what waits for storage.
+    Returns:
+        The verdict of the journal.
+
+    Raises:
+        PrgeError, OSError: rows can't be read, or the storage or the engine refuses.
+        ChangedError: rows were forgotten meanwhile.
     """
+    settings, bundle = round.settings, open_bundle(round.settings.bundle)
+    tokenizer = bundle_tokenizer(bundle)
+    tokenizer.chat_template = round.chat_template
+    kept = read_kept(settings, tokenizer, bundle) if round.has_kept else Kept()
+    # Forks a process for the chat template, before an engine computes.
+    builder = FeedbackExamples(tokenizer, bundle.chain.model, build_options(settings))
+    engine = open_engine(
+        bundle,
+        round.role,
+        threads=settings.threads,
+        engine=settings.engine,
+        loaded=round.loaded,
+        folder=round.feedback.parent,
+        checkpoint_dtype=settings.checkpoint_dtype,
+    ).engine
+    try:
+        return _taken(round, bundle, engine, _Feedback(round, builder, tell), kept)
+    except (DivergenceError, DataError, BundleError) as error:
+        return {"status": "failed", "why": error.what}
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        opened: OpenEngine,
-        tokenizer: Tokenizer,
-        feedback: FeedbackExamples,
-        kept: Kept,
-        start: Adapter,
-        interrupted: Callable[[], bool],
-        tell: Callable[[str], object] = lambda text: None,
-    ) -> None:
-        self._tell = tell
-        self._feedback = feedback
-        self._bundle = bundle
-        self._engine = opened.engine
-        self._tokenizer = tokenizer
-        self._kept = kept
-        self._start = start
-        self._interrupted = interrupted
-        self.apart: Apart = at_once
-        self._kept_score: tuple[str, float] | None = None
 
-    def take(self, round: Round, adapter: Adapter) -> Judged | None:
-        """Take the steps of a round from an adapter on, or go on with them; None if they are to wait.
+def _taken(round: Round, bundle: Bundle, engine: Engine, feedback: _Feedback, kept: Kept) -> Record:
+    learning = feedback.examples(round.learnt)
+    if not learning:
+        return _verdict(round, 0, 0, {"rows": 0}, {"rows": 0})
+    examples = learning + _replayed(round, len(learning), feedback, kept)
+    plan = plan_run(bundle, examples, round.settings)
+    settings, adapter, folder = plan.settings, round.adapter, round.settings.out
+    identity = {
+        **origin_of(bundle, adapter, round.digest(), kept.sha256),
+        "settings": plan.recipe.to_record(),
+    }
+    with Journal(_folder_of(folder, identity) / JOURNAL) as journal:
+        if journal.first("start") is None:
+            journal.append(identity)
+        store = RunStore(
+            folder=folder,
+            journal=journal,
+            template=bundle.adapter,
+            checkpoint_every=settings.checkpoint_every,
+            keep_gradients=settings.keep_gradients,
+        )
+        session = open_session(plan.recipe, engine, SessionData(train=examples, adapter=adapter), store)
+        session.train(Unwatched())
+    state = session.state
+    # Without rows held back, losses are of those that were learnt.
+    judged = feedback.examples(round.held or round.learnt)
+    held: Record = {"rows": len(judged) if round.held else 0}
+    held |= {
+        "before": score(engine, adapter, judged).loss,
+        "after": score(engine, state.adapter, judged).loss,
+    }
+    on_kept: Record = {"rows": len(kept.judged)}
+    if kept.judged:
+        (name, start), (_, reached) = (_score(engine, each, kept) for each in (round.start, state.adapter))
+        on_kept |= {"metric": name, "start": start, "after": reached}
+    write_result(folder / FINAL, state, bundle.adapter, overwrite=True)
+    return _verdict(round, settings.steps, len(learning), held, on_kept)
 
-        Raises:
-            PrgeError: the storage or the engine refuses, or the loss diverges.
-            ChangedError: rows were forgotten meanwhile.
-        """
-        learning: list[Example] = self.apart(lambda: self._of_feedback(round, round.rows.learnt))
-        if not learning:
-            return Judged(None, 0, 0, {"rows": 0}, {"rows": 0})
-        learnt = len(learning)
-        examples = learning + self.apart(lambda: self._replayed(round, learnt))
-        plan = plan_run(self._bundle, examples, round.settings)
-        settings = plan.settings
-        identity = {
-            **origin_of(self._bundle, adapter, round.digest(), self._kept.sha256),
-            "settings": plan.recipe.to_record(),
-        }
-        with _Journal(_folder_of(round.folder, identity) / JOURNAL, self.apart) as journal:
-            if journal.first("start") is None:
-                journal.append(identity)
-            store = _RoundStore(
-                folder=round.folder,
-                journal=journal,
-                template=self._bundle.adapter,
-                checkpoint_every=settings.checkpoint_every,
-                keep_gradients=settings.keep_gradients,
-                apart=self.apart,
-            )
-            data = SessionData(train=examples, adapter=adapter)
-            session = open_session(plan.recipe, self._engine, data, store)
-            session.train(Unwatched(), self._interrupted)
-            state = session.state
-        if state.step < settings.steps:
-            return None
-        judged = self._judged(round, adapter, state.adapter, settings.steps, learnt)
-        self.apart(lambda: write_result(round.folder / FINAL, state, self._bundle.adapter, overwrite=True))
-        shutil.rmtree(round.folder / CHECKPOINTS, ignore_errors=True)
-        return judged
 
-    def _judged(self, round: Round, before: Adapter, after: Adapter, steps: int, learnt: int) -> Judged:
-        """Losses by the adapters of before and after; without rows held back, on those that were learnt."""
-        rows = round.rows.held or round.rows.learnt
-        judged: list[Example] = self.apart(lambda: self._of_feedback(round, rows))
-        held: Record = {"rows": len(judged) if round.rows.held else 0}
-        held |= {"before": self._loss(before, judged), "after": self._loss(after, judged)}
-        kept: Record = {"rows": len(self._kept.judged)}
-        if self._kept.judged:
-            if self._kept_score is None:
-                self._kept_score = self._score(self._start)
-            (name, start), (_, reached) = self._kept_score, self._score(after)
-            kept |= {"metric": name, "start": start, "after": reached}
-        return Judged(after, steps, learnt, held, kept)
+def _verdict(round: Round, steps: int, learnt: int, held: Record, kept: Record) -> Record:
+    """Whether an adapter is to be served, and why not."""
+    why = ""
+    if not learnt:
+        why = "no row can be learnt: there are no corrections and no good ratings"
+    elif not held["after"] < held["before"]:
+        why = "no better on the feedback that it is judged by"
+    elif kept["rows"] and not kept["after"] >= kept["start"] - round.may_lose:
+        why = "worse on the kept rows"
+    facts = {"learnt": learnt, "steps": steps, "held_back": held, "kept": kept}
+    return {"status": "refused", "why": why, **facts} if why else {"status": "served", **facts}
 
-    def _loss(self, adapter: Adapter, examples: Sequence[Example]) -> float:
-        return score(self._engine, adapter, examples).loss
 
-    def _score(self, adapter: Adapter) -> tuple[str, float]:
-        """The metric of the kept rows' task and its value, where more is better; without a task -loss."""
-        kept = self._kept
-        found, _ = evaluate(self._engine, adapter, kept.judged, kept.task)
-        if "perplexity" in found:
-            return "-loss", -found["loss"]
-        return score_of(found)
+def _score(engine: Engine, adapter: Adapter, kept: Kept) -> tuple[str, float]:
+    """The metric of the kept rows' task and its value, where more is better; without a task -loss."""
+    found, _ = evaluate(engine, adapter, kept.judged, kept.task)
+    if "perplexity" in found:
+        return "-loss", -found["loss"]
+    return score_of(found)
 
-    def _replayed(self, round: Round, learnt: int) -> list[Example]:
-        """Examples of before: one half feedback, the other rows that it began with, as far as there are."""
-        count = math.ceil(learnt * round.replay / (1 - round.replay))
-        earlier, kept = list(round.rows.learnt_before), self._kept.replayed
-        of_kept = min(len(kept), max(count - count // 2, count - len(earlier)))
-        seed, number = round.settings.seed, round.number
-        chosen = _drawn(earlier, count - of_kept, seed, number)
-        return self._of_feedback(round, chosen) + _drawn(kept, of_kept, seed, number)
 
-    def _of_feedback(self, round: Round, keys: Sequence[str]) -> list[Example]:
-        """Examples of feedback, texts before messages."""
-        rows = sorted(enumerate(round.read(keys), 1), key=lambda numbered: "messages" in numbered[1])
+def _replayed(round: Round, learnt: int, feedback: _Feedback, kept: Kept) -> list[Example]:
+    """Examples of before: one half feedback, the other rows that it began with, as far as there are."""
+    count = math.ceil(learnt * round.replay / (1 - round.replay))
+    earlier = round.learnt_before
+    of_kept = min(len(kept.replayed), max(count - count // 2, count - len(earlier)))
+    seed, number = round.settings.seed, round.number
+    chosen = _drawn(earlier, count - of_kept, seed, number)
+    return feedback.examples(chosen) + _drawn(kept.replayed, of_kept, seed, number)
+
+
+@dataclass(frozen=True)
+class _Feedback:
+    """Builds the examples of a round's feedback."""
+
+    round: Round
+    builder: FeedbackExamples
+    tell: Callable[[str], object]
+
+    def examples(self, places: Sequence[Place]) -> list[Example]:
+        """Examples of rows, texts before messages."""
+        rows = enumerate(read_rows(self.round.feedback, places), 1)
         examples: list[Example] = []
-        for number, row in rows:
+        for number, row in sorted(rows, key=lambda numbered: "messages" in numbered[1]):
             try:
-                examples += self._feedback.of(row, number)
+                examples += self.builder.of(row, number)
             except UnlearnableError as error:  # of a round that an earlier version of prge began
-                self._tell(unlearnable(row, error))
+                self.tell(unlearnable(row, error))
         return examples
 
 
@@ -303,37 +297,6 @@ def unlearnable(row: Fields, error: UnlearnableError) -> str:
     return (
         f"feedback {printable(shortened(str(row.get('id')), _LONGEST_ID))} can't be learnt: {error.problem}"
     )
-
-
-class _Journal(Journal):
-    """A journal whose steps are written apart."""
-
-    def __init__(self, path: Path, apart: Apart) -> None:
-        super().__init__(path)
-        self._apart = apart
-
-    def append(self, record: Record) -> Record:
-        """See Journal."""
-        append = super().append
-        found: Record = self._apart(lambda: append(record))
-        return found
-
-
-def at_once(work: Callable[[], Any]) -> Any:
-    """Implements Apart where nobody waits."""
-    return work()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RoundStore(RunStore):
-    """Checkpoints are written apart."""
-
-    apart: Apart
-
-    def save(self, state: TrainingState) -> None:
-        """See Store."""
-        save = super().save
-        self.apart(lambda: save(state))
 
 
 def build_options(settings: RunSettings, task: Task | None = None) -> BuildOptions:

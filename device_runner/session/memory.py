@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from device_runner.engines.choice import choose
 from device_runner.engines.trunk_cache import Precision
@@ -95,7 +94,7 @@ def budget_of_texts(
         slots: sequences at once.
         context: tokens of each, by the user; None: as many as fit, all that the bundle has positions for.
         precision: of keys and values.
-        steps: what the same process computes besides, if it learns or scores.
+        steps: what a child process computes meanwhile, which the limit is for, too.
 
     Raises:
         PrgeError: as `budget_of_steps`.
@@ -108,23 +107,19 @@ def budget_of_texts(
     slots = min(slots, chain.bounds.sequences)
 
     def needed(tokens: int) -> Callable[[int], int]:
-        def memory(loaded: int) -> RunMemory:
-            texts = text_memory(
+        texts = _beside_what_is_held(
+            name,
+            lambda loaded: text_memory(
                 outline, chain.vocabulary_size, weights, name, slots, tokens, loaded, cache_bytes
-            )
-            if steps is None:
-                return texts
-            # Both have the same blocks; what one keeps between its calls is there while the other computes.
-            taken = run_memory(outline, steps, weights, chain.roles, name, loaded)
-            return replace(
-                taken,
-                methods=taken.methods + texts.methods,
-                states=taken.states + texts.states,
-                adapter=taken.adapter + texts.adapter,
-                arena=max(taken.arena, texts.arena),
-            )
+            ),
+        )
 
-        return _beside_what_is_held(name, memory)
+        def both(loaded: int) -> int:
+            assert steps is not None
+            # Resident pages of the weights count in either process.
+            return texts(loaded) + run_memory(outline, steps, weights, chain.roles, name, loaded).total
+
+        return texts if steps is None else both
 
     most = chain.bounds.context
     if context is None:
@@ -133,31 +128,38 @@ def budget_of_texts(
         while context > _FEWEST_TOKENS and needed(context)(weights.largest) > limit:
             context = max(context // 2 // _STEP * _STEP, _FEWEST_TOKENS)
     context = min(context, most)
-    process = "this process" if steps is None else "a process that learns"
+    process = "this process" if steps is None else "a server that learns"
     return context, budget_within(limit, needed(context), weights, process, _LESS_TEXT)
 
 
 @contextmanager
-def watched_memory(limit: int | None, tell: Callable[[str], None]) -> Iterator[None]:
-    """Tell at the end of the block whether the process kept a bound; nothing without one."""
+def watched_memory(
+    limit: int | None, tell: Callable[[str], None], of_child: Callable[[], int] = lambda: 0
+) -> Iterator[None]:
+    """Tell at the end of the block whether the process kept a bound; nothing without one.
+
+    `of_child` gives the most bytes that a child process took, for which the bound is, too.
+    """
     before = PeakMemory().peak
     try:
         yield
     finally:
-        if limit is not None and (told := outcome(limit, before)):
+        if limit is not None and (told := outcome(limit, before, of_child())):
             tell(told)
 
 
-def outcome(limit: int, before: int | None = None) -> str:
+def outcome(limit: int, before: int | None = None, of_child: int = 0) -> str:
     """Whether this process kept a bound of its memory, in a line; empty where that isn't known.
 
     Args:
         limit: bytes that it may take.
         before: its peak when the work began, which may be of something else.
+        of_child: bytes that a child process took at most.
     """
     peak = PeakMemory().peak
     if peak is None or (before is not None and peak <= before):
         return ""
+    peak += of_child
     if peak <= limit:
         return f"memory: {megabytes(peak)} at most, of the {megabytes(limit)} of --memory"
     return (

@@ -40,7 +40,20 @@ class Reading:
 class Sensors:
     """Readings of this machine, taken anew by each call."""
 
-    def __init__(self, system: Path = SYSTEM, processes: Path = PROCESSES) -> None:
+    def __init__(
+        self,
+        system: Path = SYSTEM,
+        processes: Path = PROCESSES,
+        own_seconds: Callable[[], float] | None = None,
+    ) -> None:
+        """Read what lies under these folders.
+
+        Args:
+            system: of devices.
+            processes: of statistics.
+            own_seconds: processor time that this program has taken so far; default: this process alone.
+        """
+        self._own_seconds = own_seconds
         self._battery = system / "class" / "power_supply"
         self._thermal = system / "class" / "thermal"
         self._processors = system / "devices" / "system" / "cpu"
@@ -116,14 +129,14 @@ class Sensors:
         return Reading(now.tm_hour * 60 + now.tm_min, "the clock")
 
     def _others(self) -> tuple[float, float] | None:
-        """The time, and seconds that processors have worked so far for others than this process."""
+        """The time, and seconds that processors have worked so far for others than this program."""
         words = (_text(self._statistics) or "").partition("\n")[0].split()
         try:
             user, nice, system, _, _, interrupts, soft = map(int, words[1:8])
         except ValueError:
             return None
         worked = (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
-        return time.monotonic(), worked - time.process_time()
+        return time.monotonic(), worked - (self._own_seconds or time.process_time)()
 
     def charge(self) -> Reading:
         """Charge that the battery's counter tells, in coulombs."""

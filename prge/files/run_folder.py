@@ -205,10 +205,11 @@ def environment() -> Record:
 
 
 @contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
+def run_lock(folder: Path) -> Iterator[int]:
     """Hold a run folder for this process; the operating system lets go of it when the process ends, however.
 
-    The lock file stays, unless the block raises before it has made anything else in the folder.
+    The lock file stays, unless the block raises before it has made anything else in the folder. The block has
+    its file descriptor: a child process that inherits it holds the folder, too.
 
     Raises:
         RunError: another process holds it, the folder can't be written, or the file of the lock is none.
@@ -220,7 +221,7 @@ def run_lock(folder: Path) -> Iterator[None]:
             with reported(folder):
                 stream.truncate(0)
                 stream.write(f"{os.getpid()}\n".encode())
-            yield
+            yield stream.fileno()
         except BaseException:
             held.remove_new()
             raise

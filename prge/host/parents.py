@@ -11,8 +11,16 @@ import time
 
 # Tells a verb which process it is a step of.
 _STARTER = "PRGE_STARTER"
+# Tells which script starts Python where that needs a loader of its own; see device_runner/android/run.sh.
+_SCRIPT = "PRGE_PYTHON"
 _PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 _POLL_SECONDS = 0.1
+
+
+def python_command() -> list[str]:
+    """The first words of a command that starts this Python again: on a phone, through its script."""
+    script = os.environ.get(_SCRIPT)
+    return ["sh", script] if script else [sys.executable]
 
 
 def environment_of_child() -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from typing import Any
 from prge.errors import INTERRUPTED, PrgeError, RunError
 from prge.files.run_folder import LOCK, reported, run_lock
 from prge.host.atomic import write_file
-from prge.host.parents import environment_of_child
+from prge.host.parents import environment_of_child, python_command
 from prge.verbs.settings import yaml_of
 
 # For what a verb saves when it is told to stop, and when a terminal has told it.
@@ -104,7 +103,7 @@ def started(
 
 def command_of(*words: object) -> list[str]:
     """The command line of a verb."""
-    return [sys.executable, "-m", "prge.cli", *map(str, words)]
+    return [*python_command(), "-m", "prge.cli", *map(str, words)]
 
 
 def configured(verb: str, settings: Mapping[str, Any], path: Path) -> list[str]:

@@ -3,8 +3,8 @@
     python scripts/bench/serve.py --learn BUNDLE ROWS [--requests 200] [--tokens 32] [--json FILE]
 
 ROWS are jsonl with prompt and completion; they are asked, and are the corrections that are learnt. Both
-servers are asked in turns, one is stopped meanwhile. The one that learns has more feedback than it comes to.
-Requests come one after the other, with a pause between them in which it takes steps.
+servers are asked in turns, one is stopped meanwhile, with the process that learns. The server that learns has
+more feedback than it comes to. Requests come one after the other, with a pause between them for its steps.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import re
 import shutil
 import signal
@@ -65,18 +66,22 @@ class Served:
         self.first.append(first)
         connection.close()
 
+    @property
+    def learner(self) -> list[int]:
+        """The number of its process that learns, where there is one."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        numbers = [int(number) for path in tasks for number in path.read_text().split()]
+        return [each for each in numbers if b"round_process" in Path(f"/proc/{each}/cmdline").read_bytes()]
+
     def stop(self) -> None:
         """Let it wait, and compute nothing."""
-        self.process.send_signal(signal.SIGSTOP)
+        for number in (self.process.pid, *self.learner):
+            os.kill(number, signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Let it go on."""
-        self.process.send_signal(signal.SIGCONT)
-
-    def anonymous_bytes(self) -> int:
-        """Memory that no file backs."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return 1024 * sum(map(int, re.findall(r"Rss(?:Anon|Shmem):\s+(\d+)", status)))
+        for number in (self.process.pid, *self.learner):
+            os.kill(number, signal.SIGCONT)
 
     def figures(self) -> dict[str, float]:
         """Seconds to the first token, and tokens a second."""
@@ -86,8 +91,15 @@ class Served:
             "first_token_95th": ordered[int(0.95 * (len(ordered) - 1))],
             "tokens_per_second": self.tokens / self.seconds,
             "tokens_per_second_after_first": (self.tokens - len(self.first)) / self.decoding,
-            "anonymous_mb": self.anonymous_bytes() / 1e6,
+            "anonymous_mb": _anonymous_bytes(self.process.pid) / 1e6,
+            "learner_anonymous_mb": sum(map(_anonymous_bytes, self.learner)) / 1e6,
         }
+
+
+def _anonymous_bytes(number: int) -> int:
+    """Memory of a process that no file backs."""
+    status = Path(f"/proc/{number}/status").read_text()
+    return 1024 * sum(map(int, re.findall(r"Rss(?:Anon|Shmem):\s+(\d+)", status)))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +79,8 @@ if __name__ == "__main__":
     generator = Generator(SlowSpeaker(seconds), make_tokenizer())
     examples = make_examples()
     with listening("127.0.0.1", 0) as listener, Worker(generator, queue) as worker:
-        file = FeedbackFile(Path(sys.argv[4]), examples, worker.storage, LIMIT) if sys.argv[4] else None
+        storage = ThreadPoolExecutor(1)
+        file = FeedbackFile(Path(sys.argv[4]), examples, storage, LIMIT) if sys.argv[4] else None
         feedback = Feedback(file, lambda text: print(text, flush=True))
         print(address_of(listener), flush=True)
         hot = [Cool("--pause-above-celsius", 45)] if sys.argv[5] else []

@@ -7,27 +7,32 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-from device_runner.serving import learning as module
 from device_runner.serving.access import Access
 from device_runner.serving.app import make_app
 from device_runner.serving.feedback import Feedback, FeedbackFile
 from device_runner.serving.flags import LearnFlags
 from device_runner.serving.history import FEEDBACK
+from device_runner.serving.learning import Learning, plan_rounds
 from device_runner.serving.listening import Server, address_of, listening
 from device_runner.serving.models import Models
+from device_runner.serving.round_process import RoundProcess
 from device_runner.serving.worker import Worker
 from device_runner.session.settings import EngineFlags
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import Generator
-from tests.device_runner.numpy_device import Device
 from tests.device_runner.serving.child import SlowSpeaker
 from tests.speakers import make_adapter
+
+
+class NumpyRound(RoundProcess):
+    """A process that takes a round with a numpy model."""
+
+    words = (str(Path(__file__).with_name("round_child.py")),)
 
 
 def tell(line: str) -> None:
@@ -37,20 +42,25 @@ def tell(line: str) -> None:
 if __name__ == "__main__":
     folder, learn, every = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     learn.mkdir(exist_ok=True)
-    made: Any = module
-    made.open_engine = Device(has_back=True).open_engine
     bundle = open_bundle(folder)
     flags = LearnFlags(learn=learn, learn_every=every, learning_rate=0.05, learn_epochs=3)
-    start = Adapter.zeros(bundle.chain.modules)
-    given = flags, EngineFlags(), None, bundle, start, bundle_tokenizer(bundle), lambda adapter: None, tell
-    learning, _ = module.open_learning(*given)
+    tokenizer, storage = bundle_tokenizer(bundle), ThreadPoolExecutor(1)
+    learning = Learning(
+        flags,
+        *plan_rounds(flags, EngineFlags(), None, bundle, tokenizer),
+        bundle,
+        Adapter.zeros(bundle.chain.modules),
+        tokenizer,
+        serve=lambda adapter: None,
+        tell=tell,
+        begin=NumpyRound,
+        storage=storage,
+    )
     models = Models({"base": make_adapter()}, bundle_tokenizer(bundle))
     generator = Generator(SlowSpeaker(0.0), bundle_tokenizer(bundle))
-    with listening("127.0.0.1", 0) as listener, Worker(generator, 8, learning) as worker:
-        blocks: Any = SimpleNamespace(between=None)
-        learning.give_way(worker, blocks)
-        file = FeedbackFile(learn / FEEDBACK, learning.examples, worker.storage, 1 << 30)
-        feedback = Feedback(file, tell, lambda row: worker.wake())
+    with listening("127.0.0.1", 0) as listener, Worker(generator, 8, learning.pause) as worker:
+        file = FeedbackFile(learn / FEEDBACK, learning.examples, storage, 1 << 30)
+        feedback = Feedback(file, tell, learning.wake)
         app = make_app(models, worker, Access(), feedback, learning)
 
         def watch(event: str, arguments: tuple[object, ...]) -> None:
@@ -60,4 +70,6 @@ if __name__ == "__main__":
 
         sys.addaudithook(watch)
         tell(address_of(listener))
-        Server(app, worker, ending=feedback.close).run([listener])
+        Server(app, worker, ending=feedback.close, ticking=learning.tick).run([listener])
+    storage.shutdown(cancel_futures=True)
+    learning.close()

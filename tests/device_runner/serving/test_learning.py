@@ -1,30 +1,29 @@
-"""Learning beside answers, with a model in numpy: which adapter comes of which feedback, which is served."""
+"""Learning while serving, with a model in numpy: which adapter comes of which feedback, which is served."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
-from queue import Queue
-from threading import Thread
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
 from device_runner import run as run_verb
 from device_runner.serving import learning as module
+from device_runner.serving import rounds
 from device_runner.serving.feedback_index import Entry
 from device_runner.serving.flags import LearnFlags
 from device_runner.serving.history import FEEDBACK, HISTORY, date_of
-from device_runner.serving.learning import Learning, open_learning
+from device_runner.serving.learning import Learning, plan_rounds
 from device_runner.serving.protocol import RequestError
-from device_runner.serving.rounds import held_back, read_kept
-from device_runner.serving.worker import Worker
+from device_runner.serving.round_process import RoundProcess
+from device_runner.serving.rounds import Round, held_back, outcome_of, read_kept
 from device_runner.session.sensors import Reading, Sensors
 from device_runner.session.settings import EngineFlags, RunSettings
 from prge.errors import AdapterError, ConfigError, RunError
@@ -35,11 +34,8 @@ from prge.files.peft import read_lora, read_peft, write_lora
 from prge.rows import chat
 from prge.rows.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
 from prge.rows.tokenizer import bundle_tokenizer
-from prge.text.loop import GenerationSettings, Generator, Request
-from prge.text.prompts import Prompt
 from tests.device_runner.numpy_device import Device, Killed
 from tests.hostile_feedback import HOSTILE, HOSTILE_TEMPLATE, ODD, said
-from tests.speakers import NumpySpeaker, make_adapter
 from tests.templates import random_adapter
 from tests.workshop import write_rows
 
@@ -58,6 +54,27 @@ def feedback(path: Path, count: int, correction: str = " Yes", start: int = 0) -
     append_feedback(path, rows)
 
 
+class Here(RoundProcess):
+    """Stands for the process of a round: takes it in this one, when it is asked what became of it."""
+
+    cpu_seconds: Any = 0.0
+    peak_bytes: Any = 0
+
+    def __init__(self, round: Round, tell: Callable[[str], object]) -> None:
+        self.round, self.tell = round, tell
+        self.is_paused = self.has_ended = False
+
+    def poll(self) -> dict[str, Any] | None:
+        assert not self.has_ended
+        return None if self.is_paused else json.loads(json.dumps(outcome_of(self.round, self.tell)))
+
+    def pause(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
 @dataclass
 class Place:
     """A bundle, a device, and folders to learn into."""
@@ -67,6 +84,7 @@ class Place:
     flags: LearnFlags
     served: list[Adapter] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
+    processes: list[Here] = field(default_factory=list)
 
     @property
     def learn(self) -> Path:
@@ -77,16 +95,22 @@ class Place:
         """What learns, as a process that begins has it."""
         bundle = open_bundle(self.folder / "bundle")
         self.learn.mkdir(exist_ok=True)
-        return open_learning(
-            replace(self.flags, **flags),
-            EngineFlags(),
-            source,
+        given, tokenizer = replace(self.flags, **flags), bundle_tokenizer(bundle)
+        return Learning(
+            given,
+            *plan_rounds(given, EngineFlags(), source, bundle, tokenizer),
             bundle,
             start or Adapter.zeros(bundle.chain.modules),
-            bundle_tokenizer(bundle),
-            self.served.append,
-            self.told.append,
-        )[0]
+            tokenizer,
+            serve=self.served.append,
+            tell=self.told.append,
+            begin=self.begin,
+            storage=ThreadPoolExecutor(1),
+        )
+
+    def begin(self, round: Round) -> Here:
+        self.processes.append(Here(round, self.told.append))
+        return self.processes[-1]
 
     def learnt(self, **flags: Any) -> list[dict[str, Any]]:
         """The history, once all that can be learnt is."""
@@ -105,7 +129,7 @@ class Place:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     device = Device(has_back=True)
-    device.replaces(monkeypatch, module)
+    device.replaces(monkeypatch, rounds)
     device.write_bundle(tmp_path / "bundle")
     kept = [{"prompt": f"{one} {other}", "completion": " No"} for one in WORDS[4:] for other in WORDS[4:]]
     write_rows(tmp_path / "kept.jsonl", kept)
@@ -113,6 +137,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     learn.mkdir()
     flags = LearnFlags(learn=learn, learn_every=EVERY, learning_rate=0.05, learn_epochs=3)
     return Place(tmp_path, device, flags)
+
+
+def take_round(learning: Learning) -> None:
+    """Look until a round is judged."""
+    judged = sum(each["status"] not in ("start", "learning") for each in learning.history())
+    while sum(each["status"] not in ("start", "learning") for each in learning.history()) == judged:
+        assert learning.work()
 
 
 def told(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -132,12 +163,14 @@ def test_a_better_adapter_is_served_round_after_round(place: Place) -> None:
     assert len(place.served) == 3 and place.told[0].startswith("adapter 1 of 4 rows: served, loss")
     learning = place.open()
     assert learning.adapter.values.tobytes() == place.served[-1].values.tobytes()
-    assert not learning.work()  # two rows are too few
+    while learning.work():
+        pass
+    assert len(learning.history()) == 4  # two rows are too few
 
 
 def test_a_bundle_without_backpropagation_learns_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
-    device.replaces(monkeypatch, module)
+    device.replaces(monkeypatch, rounds)
     device.write_bundle(tmp_path / "bundle")
     flags = LearnFlags(learn=tmp_path / "learn", learn_every=EVERY, learning_rate=0.02, learn_epochs=20)
     place = Place(tmp_path, device, flags)
@@ -171,7 +204,7 @@ def test_it_goes_on_from_a_run_with_its_rows_and_rate(
     start = read_peft(tmp_path / "run/final", open_bundle(tmp_path / "bundle").chain.modules)
     feedback(place.learn / FEEDBACK, EVERY)
     learning = place.open(start, tmp_path / "run", learning_rate=None, may_lose=9.0)
-    assert learning.work()
+    take_round(learning)
     _, found = learning.history()
     assert found["status"] == "served" and found["kept"]["rows"] == 16
     with Journal(place.learn / "rounds/0001/journal.jsonl", writable=False) as journal:
@@ -366,56 +399,62 @@ def test_a_round_whose_start_is_taken_back_is_abandoned_and_its_rows_are_new_aga
 ) -> None:
     feedback(place.learn / FEEDBACK, EVERY)
     learning = place.open()
-    assert learning.work()
+    take_round(learning)
     feedback(place.learn / FEEDBACK, EVERY, start=EVERY)
-    learning = place.open()
     calls = 0
 
     def count() -> None:
         nonlocal calls
         calls += 1
         if calls == 3:
-            assert learning.take_back(1) == 0
-        learning.check()
+            raise Killed
 
     monkeypatch.setattr(place.device, "count", count)
-    assert learning.work()
-    assert [each["status"] for each in learning.history()] == ["start", "taken back", "abandoned"]
-    assert calls == 3
+    with pytest.raises(Killed):
+        take_round(learning)
     monkeypatch.undo()
-    place.device.replaces(monkeypatch, module)
-    assert learning.work()
+    place.device.replaces(monkeypatch, rounds)
+    assert learning.take_back(1) == 0
+    assert [each["status"] for each in learning.history()] == ["start", "taken back", "abandoned"]
+    assert place.processes[-1].has_ended and not any((place.learn / "rounds").iterdir())
+    take_round(learning)
     last = learning.history()[-1]
     assert (last["parent"], last["feedback"], last["status"]) == (0, EVERY, "served")
 
 
-def test_answers_are_made_between_blocks_and_end_no_round(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    feedback(place.learn / FEEDBACK, 2 * EVERY)
-    learning, blocks = place.open(), SimpleNamespace(between=lambda: None)
-    monkeypatch.setattr(place.device, "count", lambda: blocks.between())
-    tokenizer = bundle_tokenizer(open_bundle(place.folder / "bundle"))
-    worker = Worker(Generator(NumpySpeaker(), tokenizer), 4, learning)
-    learning.give_way(worker, cast(Any, blocks))
-    request = Request(Prompt((1, 5)), make_adapter(), GenerationSettings(5))
-    (alone,) = Generator(NumpySpeaker(), tokenizer).generate([request])
-    answers: Queue[Any] = Queue()
-    with worker:
-        while len(place.served) < 2:
-            worker.submit([(request, answers.put)])
-            while isinstance(told := answers.get(timeout=10), str):
-                pass
-            assert told.wait(0).text == alone.text
-        assert learning.take_back(2) == 1
-    assert [each["status"] for each in learning.history()] == ["start", "served", "taken back"]
+def test_the_process_of_a_round_computes_nothing_while_answers_are_made(place: Place) -> None:
+    feedback(place.learn / FEEDBACK, EVERY)
+    learning = place.open()
+    learning.pause(True)
+    assert learning.work() and [each.is_paused for each in place.processes] == [True]  # it begins so
+    assert learning.work() and learning.history()[-1]["status"] == "learning"
+    learning.pause(False)
+    assert [each.is_paused for each in place.processes] == [False]
+    take_round(learning)
+    assert learning.history()[-1]["status"] == "served"
+    # One that has ended is left alone.
+    learning.pause(True)
+    assert [each.is_paused for each in place.processes] == [False]
+
+
+def test_a_row_that_is_forgotten_ends_the_process_that_learns_it(place: Place) -> None:
+    feedback(place.learn / FEEDBACK, EVERY)
+    learning = place.open()
+    learning.pause(True)
+    assert learning.work()
+    forget_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
+    assert learning.work() and place.processes[0].has_ended
+    learning.pause(False)
+    take_round(learning)
+    first, second = (each.round.learnt for each in place.processes)
+    assert (len(first), len(second)) == (3, 2) and learning.history()[-1]["learnt"] == 2
 
 
 def test_a_row_that_is_forgotten_on_the_way_begins_the_round_again(place: Place) -> None:
     feedback(place.learn / FEEDBACK, EVERY)
     place.device.calls_left = 3
     with pytest.raises(Killed):
-        place.open().work()
+        take_round(place.open())
     place.device.calls_left = None
     forget_rows(place.learn / FEEDBACK, lambda number, fields, line: number == 1)
     found = place.learnt()[-1]
@@ -439,7 +478,7 @@ def test_a_row_that_is_forgotten_while_it_is_learnt_is_not_served(
     content = (place.learn / FEEDBACK).read_bytes()
     place.device.calls_left = 0
     with pytest.raises(Killed):
-        place.open().work()
+        take_round(place.open())
     place.device.calls_left = None
     forget()
     place.learnt()
@@ -486,20 +525,10 @@ def test_of_two_that_take_back_one_version_at_once_one_does(place: Place) -> Non
     learning = place.open()
     while learning.work():
         pass
-    found: list[object] = []
-
-    def take() -> None:
-        try:
-            found.append(learning.take_back(2))
-        except RequestError as error:
-            found.append((error.status, str(error)))
-
-    threads = [Thread(target=take) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert 1 in found and (409, "version 2 isn't served: version 1 is") in found
+    first, second = [learning.storage.submit(learning.take_back, 2) for _ in range(2)]
+    assert first.result() == 1
+    with pytest.raises(RequestError, match="version 2 isn't served: version 1 is"):
+        second.result()
     assert [each["current"] for each in learning.history()] == [False, True, False]
 
 
@@ -531,13 +560,15 @@ def test_a_storage_that_refuses_is_tried_again_until_it_has_room(
 
     monkeypatch.setattr(Journal, "append", refuse)
     monkeypatch.setattr(module, "_SECONDS_TO_RETRY", 0.0)
-    assert not learning.work() and not learning.work()
+    for _ in range(4):
+        learning.work()
     assert learning.problem == "no space left"
     assert [line for line in place.told if "no space" in line] == [
         "nothing is learnt, tried again every 0 seconds: no space left"
     ]
     monkeypatch.setattr(Journal, "append", append)
-    assert learning.work() and not learning.problem
+    take_round(learning)
+    assert not learning.problem
     assert place.told[-1] == "learning goes on" and learning.history()[-1]["status"] == "served"
     assert place.bits() == expected
 
@@ -554,7 +585,8 @@ def test_a_file_that_cannot_be_read_holds_up_the_learning_and_nothing_else(
     feedback(place.learn / FEEDBACK, EVERY)
     assert not learning.work()  # not yet
     monkeypatch.setattr(learning, "_retry_at", 0.0)
-    assert learning.work() and learning.history()[-1]["status"] == "served"
+    take_round(learning)
+    assert learning.history()[-1]["status"] == "served"
 
 
 def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -567,8 +599,22 @@ def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -
     learning = place.open(when="charging")
     assert not learning.work() and not learning.work()
     assert place.told == ["learning: paused, not charging: it waits for a charger"]
-    assert learning.work() and learning.history()[-1]["status"] == "served"
+    take_round(learning)
+    assert learning.history()[-1]["status"] == "served"
     assert place.told[1].startswith("learning: going on after a pause of ")
+
+
+def test_the_process_of_a_round_is_no_other_program(place: Place) -> None:
+    """`--when idle` pauses for others' use of the machine."""
+    place.open(when="idle").close()
+    feedback(place.learn / FEEDBACK, EVERY)
+    learning = place.open()
+    learning.pause(True)
+    while not place.processes:
+        learning.work()
+    before = learning.cpu_seconds()
+    place.processes[0].cpu_seconds = 100.0
+    assert 100 <= learning.cpu_seconds() - before < 110
 
 
 def test_what_was_disliked_is_not_kept(place: Place, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Mapping
 from queue import Queue
 
@@ -86,85 +84,19 @@ def test_a_mistake_ends_it_and_is_not_hidden() -> None:
         assert not worker.alive
 
 
-class Digging:
-    """Something to do beside answers, which counts its spadefuls and is told to look after each."""
-
-    seconds = 0.01
-
-    def __init__(self) -> None:
-        self.worker: Worker | None = None
-        self.dug = self.checked = 0
-        self.is_done = False
-
-    def work(self) -> bool:
-        while not self.is_done:
-            self.dug += 1
-            time.sleep(0.001)
-            assert self.worker is not None
-            self.worker.give_way()
-        return False
-
-    def check(self) -> None:
-        self.checked += 1
-
-
-def test_what_is_done_beside_answers_gives_way_to_them() -> None:
+def test_it_tells_when_the_first_answer_begins_and_the_last_one_has_ended() -> None:
+    seen: list[bool] = []
     told: Queue[Told] = Queue()
-    digging = Digging()
-    worker = digging.worker = Worker(Generator(NumpySpeaker(), TOKENIZER), 4, digging)
-    with worker:
-        for tokens in ((1, 5), (1, 9)):
-            before = digging.dug
-            worker.submit([(request(*tokens), told.put)])
-            text, _ = ended(told)
-            # The spadeful that it was at, and not one while the answer was made.
-            assert digging.dug <= before + 3
-            (alone,) = Generator(NumpySpeaker(), TOKENIZER).generate([request(*tokens)])
-            assert alone.text == text
-        begun = digging.dug
-        while digging.dug < begun + 5:
-            time.sleep(0.001)
-    # It ended on the way, with the server.
-    assert not digging.is_done and digging.checked in (digging.dug, digging.dug - 1)
-    assert not worker.alive
-
-
-class Storing(Digging):
-    """Something to do that waits for the storage, once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storage, self.stored = threading.Event(), list[int]()
-
-    def work(self) -> bool:
-        if self.is_done:
-            return False
-        self.is_done = True
-        assert self.worker is not None
-        self.stored.append(self.worker.apart(lambda: 7 if self.storage.wait(10) else 0))
-        return True
-
-
-def test_answers_are_made_while_the_storage_is_waited_for() -> None:
-    told: Queue[Told] = Queue()
-    storing = Storing()
-    worker = storing.worker = Worker(Generator(NumpySpeaker(), TOKENIZER), 4, storing)
-    with worker:
+    with Worker(Generator(NumpySpeaker(context=4000), TOKENIZER), 4, seen.append) as worker:
+        first = worker.submit([(request(most=3000), told.put)])
+        second = worker.submit([(request(most=3000), told.put)])
+        worker.cancel(first)
+        assert ended(told)[1] in first and seen == [True]
+        worker.cancel(second)
+        assert ended(told)[1] in second and seen == [True, False]
+        with pytest.raises(DataError):
+            worker.submit([(Request(Prompt(()), make_adapter()), told.put)])
+        assert seen == [True, False]
         worker.submit([(request(), told.put)])
-        assert ended(told)[1].answer is not None and not storing.stored
-        storing.storage.set()
-        while not storing.stored:
-            time.sleep(0.001)
-    assert storing.stored == [7]
-    # At the end what was begun is stored.
-    ending = Storing()
-    worker = ending.worker = Worker(Generator(NumpySpeaker(), TOKENIZER), 4, ending)
-    with worker:
-        while not ending.is_done:
-            time.sleep(0.001)
-        threading.Timer(0.1, ending.storage.set).start()
-    assert ending.storage.is_set()
-
-
-def test_giving_way_beside_nothing_does_nothing() -> None:
-    Worker(Generator(NumpySpeaker(), TOKENIZER), 4).give_way()
+        ended(told)
+        assert seen == [True, False] * 2

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from prge.host.parents import environment_of_child
+from prge.host.parents import environment_of_child, python_command
 
 # A parent that starts a child, says its number and waits; the child says when it is bound to its parent.
 PARENT = """
@@ -87,3 +87,15 @@ def test_who_was_started_by_a_person_ends_with_nobody() -> None:
     code = CHILD.format(platform=sys.platform).replace("time.sleep(60)", "")
     assert environment_of_child()["PRGE_STARTER"] == str(os.getpid())
     subprocess.run([sys.executable, "-c", code], timeout=30, check=True)
+
+
+def test_python_is_started_again_as_a_phone_starts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert python_command() == [sys.executable]
+    script = tmp_path / "run.sh"
+    script.write_text(f'exec "{sys.executable}" "$@"\n')
+    monkeypatch.setenv("PRGE_PYTHON", str(script))
+    code = "print('it runs')"
+    done = subprocess.run([*python_command(), "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "it runs\n"

@@ -57,7 +57,6 @@ class ScriptedWorker:
 
     alive = True
     context = 1 << 20
-    storage = ThreadPoolExecutor(1)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -106,6 +105,7 @@ class ScriptedLearning:
     """In the place of what learns: two adapters were learnt, the newest is served."""
 
     current = 2
+    storage = ThreadPoolExecutor(1)
 
     def history(self) -> list[dict[str, Any]]:
         held = [{}, {"before": 3.214, "after": 2.087}, {"before": 2.087, "after": 1.912}]
@@ -136,7 +136,7 @@ if __name__ == "__main__":
     worker: Any = ScriptedWorker(tokenizer)
     file = None
     if given["feedback"]:
-        file = FeedbackFile(Path(given["feedback"]), make_examples(), worker.storage, LIMIT)
+        file = FeedbackFile(Path(given["feedback"]), make_examples(), ThreadPoolExecutor(1), LIMIT)
     feedback = Feedback(file)
     models = Models(adapters(), tokenizer)
     with listening("127.0.0.1", given["port"]) as listener:

@@ -1,0 +1,13 @@
+"""The process of a round, with a small numpy model in place of the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from device_runner.serving import round_process, rounds
+from tests.device_runner.numpy_device import Device
+
+if __name__ == "__main__":
+    made: Any = rounds
+    made.open_engine = Device(has_back=True).open_engine
+    round_process.main()

@@ -1,0 +1,212 @@
+"""The process that takes a round: stopped and continued, killed at any time, and never left alone."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_runner.serving.feedback_index import FeedbackIndex, Place
+from device_runner.serving.round_process import RoundProcess
+from device_runner.serving.rounds import Round, outcome_of
+from device_runner.session.planning import settled
+from device_runner.session.settings import RunSettings
+from prge.errors import RunError
+from prge.files.adapter import Adapter
+from prge.files.bundle import open_bundle
+from prge.files.run_folder import is_held, run_lock
+from prge.files.signatures import BACK
+from prge.rows.feedback import Answered, append_feedback, forget_rows
+from tests.device_runner.numpy_device import Device
+from tests.verbs import REPOSITORY
+
+# A server that has the process of a round, stops it, and waits.
+SERVER = """
+import pickle, sys, time
+from pathlib import Path
+
+from device_runner.serving.round_process import RoundProcess
+from prge.files.run_folder import run_lock
+
+RoundProcess.words = "-c", sys.argv[3]
+with run_lock(Path(sys.argv[2])) as lock:
+    process = RoundProcess(pickle.loads(Path(sys.argv[1]).read_bytes()), lock)
+    process.pause(True)
+    print("stopped", flush=True)
+    time.sleep(60)
+"""
+CHILD = """
+import sys
+from device_runner.serving import round_process, rounds
+from tests.device_runner.numpy_device import Device
+rounds.open_engine = Device(has_back=True).open_engine
+sys.platform = {platform!r}
+round_process.main()
+"""
+
+
+class NumpyRound(RoundProcess):
+    words = (str(Path(__file__).with_name("round_child.py")),)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Round:
+    """A round of many steps."""
+    Device(has_back=True).write_bundle(tmp_path / "bundle")
+    bundle = open_bundle(tmp_path / "bundle")
+    feedback = tmp_path / "learn/feedback.jsonl"
+    feedback.parent.mkdir()
+    answers = [Answered(str(number), "m", "", {"prompt": f"a {number}"}, " No", {}) for number in range(4)]
+    append_feedback(feedback, [each.judged(correction=" Yes") for each in answers])
+    index = FeedbackIndex(feedback)
+    while index.read_on():
+        pass
+    places = index.places([index[number].key for number in range(4)])
+    index.close()
+    folder = feedback.parent / "rounds/0001"
+    settings = RunSettings(bundle.folder, feedback, folder, steps=60, batch_size=2, checkpoint_every=10)
+    start = Adapter.zeros(bundle.chain.modules)
+    rows = places[:3], places[3:], list[Place]()
+    plan = settled(settings, bundle).dated()
+    return Round(1, plan, BACK, start, start, feedback, *rows, 0.5, 0.02, False, None, None)
+
+
+def outcome(process: RoundProcess) -> dict[str, Any]:
+    deadline = time.monotonic() + 60
+    while (found := process.poll()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def until(is_so: Callable[[], object], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def journal(round: Round) -> bytes:
+    path = round.settings.out / "journal.jsonl"
+    return path.read_bytes() if path.is_file() else b""
+
+
+def bits(round: Round) -> bytes:
+    return (round.settings.out / "final/adapter_model.safetensors").read_bytes()
+
+
+def state(process: int) -> str:
+    """A letter, T of one that is stopped; empty where there is none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def test_it_takes_a_round_as_this_process_would(made: Round, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = NumpyRound(made)
+    found = outcome(process)
+    assert found["status"] in ("served", "refused") and found["steps"] == 60
+    assert process.peak_bytes > 10e6 and process.cpu_seconds >= 0
+    process.end()
+    expected = bits(made)
+    here = replace(made, settings=replace(made.settings, out=made.settings.out.with_name("here")))
+    monkeypatch.setattr("device_runner.serving.rounds.open_engine", Device(has_back=True).open_engine)
+    assert outcome_of(here, print) == found and bits(here) == expected
+
+
+def test_it_is_stopped_and_continued(made: Round) -> None:
+    process = NumpyRound(made)
+    until(lambda: journal(made).count(b"step") > 5)
+    for _ in range(2):
+        process.pause(True)
+    time.sleep(0.05)
+    before = journal(made)
+    time.sleep(0.3)
+    assert journal(made) == before and process.poll() is None
+    process.pause(False)
+    assert outcome(process)["steps"] == 60
+    process.end()
+
+
+@pytest.mark.whole
+def test_killed_again_and_again_it_comes_to_the_same_bits(made: Round) -> None:
+    process = NumpyRound(made)
+    expected = outcome(process), bits(made)
+    other = replace(made, settings=replace(made.settings, out=made.settings.out.with_name("other")))
+    for steps in (1, 20, 40):
+        process = NumpyRound(other)
+        until(lambda: journal(other).count(b"step") >= steps)  # noqa: B023
+        process.pause(steps == 20)  # one that is stopped, too
+        process.end()
+    process = NumpyRound(other)
+    assert (outcome(process), bits(other)) == expected
+
+
+def test_one_that_another_program_ended_is_told(made: Round) -> None:
+    process = NumpyRound(made)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    [number] = [each for each in children if b"round_child" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    os.kill(int(number), signal.SIGKILL)
+    with pytest.raises(RunError, match="the process that learns was ended by SIGKILL"):
+        outcome(process)
+    process.end()
+
+
+def test_rows_that_are_gone_and_bundles_that_are_too(made: Round) -> None:
+    process = NumpyRound(replace(made, settings=replace(made.settings, bundle=made.settings.out / "nothing")))
+    found = outcome(process)
+    assert found["status"] == "problem" and "nothing" in found["problem"]
+    forget_rows(made.feedback, lambda number, fields, line: number == 1)
+    assert outcome(NumpyRound(made)) == {"status": "changed"}
+
+
+@contextmanager
+def server(made: Round, folder: Path, platform: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server, and the number of its stopped child."""
+    path = folder / "round"
+    path.write_bytes(pickle.dumps(made))
+    words = [sys.executable, "-c", SERVER, path, made.feedback.parent, CHILD.format(platform=platform)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    # Where a test's parent takes in orphans, it is of another session, as the system's is.
+    options: Any = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen([*map(str, words)], env=environment, **options) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "stopped\n"
+            [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            yield process, int(child)
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_one_that_is_stopped_ends_with_its_server(made: Round, tmp_path: Path, platform: str) -> None:
+    """Also where the system kills no child of a process that ended."""
+    with server(made, tmp_path, platform) as (process, child):
+        until(lambda: state(child) == "T")
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        until(lambda: state(child) in ("", "Z"), 5)
+
+
+def test_no_server_begins_before_the_process_of_another_one_has_ended(made: Round, tmp_path: Path) -> None:
+    folder = made.feedback.parent
+    with server(made, tmp_path, "linux") as (process, child):
+        os.kill(child, signal.SIGSTOP)
+        with pytest.raises(RunError, match=f"in use by process {process.pid}"), run_lock(folder):
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with run_lock(folder):
+            assert state(child) in ("", "Z")
+    assert not is_held(folder)
