@@ -40,6 +40,7 @@ from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
 from prge.learning.sampling import row_order
 from prge.learning.training import AdapterLearner, train
+from prge.rows.columns import RowError
 from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.feedback import Fields
 from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
@@ -49,7 +50,7 @@ from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.scoring import evaluate
 from prge.rows.sources import Source, read_source
 from prge.rows.splitting import split_rows
-from prge.rows.task import RowError, Task, load_task
+from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import Tokenizer
 
 # Of what was asked in a round, one in so many is held back, the third one first.

@@ -9,10 +9,11 @@ from prge.errors import BundleError, DataError, printable
 from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
 from prge.model_spec import ModelSpec
-from prge.rows.example_building import BuildOptions, build_examples, compile_chat_template
+from prge.rows.example_building import BuildOptions, build_examples
 from prge.rows.feedback import Fields, problem_of
 from prge.rows.feedback_rows import can_be_learnt, rows_of_feedback
 from prge.rows.readers import Row
+from prge.rows.row_format import compile_chat_template
 from prge.rows.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from prge.learning.examples import Example, token_count
 from prge.model_spec import ModelSpec
 from prge.rows.example_building import BuildOptions, build_examples
+from prge.rows.fitting import Overflow
 from prge.rows.readers import Selection, select_rows
 from prge.rows.sources import read_source
 from prge.rows.task import load_task
 from prge.rows.tokenizer import Tokenizer
-from prge.rows.windows import Overflow
 from prge.verbs.kinds import Paths
 
 _ROWS = 64

@@ -11,6 +11,7 @@ from prge.learning.examples import Example
 from prge.learning.preferences import make_objective
 from prge.model_spec import ModelSpec
 from prge.rows.example_building import BuildOptions, build_examples
+from prge.rows.fitting import Overflow
 from prge.rows.forms import find_form
 from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.report import DataReport
@@ -18,7 +19,6 @@ from prge.rows.sources import Part, Source, holding_part, read_source
 from prge.rows.splitting import split_rows
 from prge.rows.task import load_task
 from prge.rows.tokenizer import Tokenizer
-from prge.rows.windows import Overflow
 from prge.verbs.kinds import Paths
 from server_export.tune.settings import TuneSettings
 
