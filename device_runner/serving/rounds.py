@@ -40,8 +40,9 @@ from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
 from prge.learning.sampling import row_order
 from prge.learning.training import AdapterLearner, train
+from prge.rows.build_options import BuildOptions
 from prge.rows.columns import RowError
-from prge.rows.example_building import BuildOptions, build_examples
+from prge.rows.example_building import build_examples
 from prge.rows.feedback import Fields
 from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.rows.forms import find_form

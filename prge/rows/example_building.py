@@ -26,12 +26,12 @@ import numpy as np
 from prge.engine import Target, TokenSequence
 from prge.errors import DataError, shown
 from prge.learning.examples import Example
-from prge.learning.preferences import ObjectiveName
 from prge.model_spec import ModelSpec
+from prge.rows.build_options import BuildOptions
 from prge.rows.columns import RowError, columns_text, present_columns
 from prge.rows.control_tokens import ControlTokens
 from prge.rows.encoding import EncodedText
-from prge.rows.fitting import Fitter, Overflow, shares_sequence
+from prge.rows.fitting import Fitter, shares_sequence
 from prge.rows.forms import CONTROL_TOKENS
 from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.report import CONTROL, CONTROL_AS_TEXT, CONTROL_IN_PROMPTS, CONTROL_READ, CUTS, DataReport
@@ -52,29 +52,6 @@ _READ_AS: Mapping[ControlTokens, str] = {
     "prompt": CONTROL_IN_PROMPTS,
     "text": CONTROL_AS_TEXT,
 }
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """How rows become examples."""
-
-    overflow: Overflow = "error"
-    """What is too long for the bundle: `error`, `truncate`, or `split` (not candidates) it; `auto`: split
-    texts and chats, truncate all else."""
-    append_eos: bool = True
-    """Learn an end-of-sequence token after texts, completions and answers, where the model has one and they
-    don't end with it."""
-    max_dropped: float | None = None
-    """Largest share of target tokens that may be left out; None: any."""
-    skip_unusable: bool = False
-    """Leave out rows that can't be used, as long as there are others; the report has them."""
-    objective: ObjectiveName | None = None
-    """What is learnt of the rows; None: not of preferences, which are refused."""
-    date: str | None = None
-    """Day that a chat template takes for today, in ISO 8601; None: today."""
-    control_tokens: ControlTokens = "special"
-    """Where control tokens that are written in rows are control tokens: `special`, in texts, prompts and
-    completions; `prompt`, in prompts alone; `all`, in messages too; `text`, nowhere."""
 
 
 def load_examples(
@@ -130,23 +107,10 @@ def build_examples(
     if not rows:
         raise DataError(f"{source} can't be used", ["it has no rows"])
     options, present, renamed = options or BuildOptions(), present_columns(rows), renamed or {}
-    asked, overflow = options.objective, options.overflow
     if task is not None:
-        rows_are = task_format(
-            rows, task, model, training=training, objective=asked, overflow=overflow, source=source
-        )
+        rows_are = task_format(rows, task, model, options, training, source)
     else:
-        rows_are = form_format(
-            rows,
-            tokenizer,
-            model,
-            objective=asked,
-            overflow=overflow,
-            source=source,
-            renamed=renamed,
-            date=options.date,
-            chat=chat,
-        )
+        rows_are = form_format(rows, tokenizer, model, options, source, renamed, chat)
     report = DataReport(
         f"{source} ({rows_are.name})",
         model.sequence_length,
@@ -155,14 +119,10 @@ def build_examples(
         read=rows_are.columns,
         unread=tuple(column for column in present if column not in rows_are.columns),
     )
-    builder = _Builder(
-        rows_are,
-        Formatting(tokenizer, options.append_eos, options.control_tokens, rows_are.chat),
-        Fitter(tokenizer, model.sequence_length, rows_are.usual_overflow if overflow == "auto" else overflow),
-        model,
-        report,
-    )
-    examples = builder.build()
+    overflow = rows_are.usual_overflow if options.overflow == "auto" else options.overflow
+    formatting = Formatting(tokenizer, options.append_eos, options.control_tokens, rows_are.chat)
+    fitter = Fitter(tokenizer, model.sequence_length, overflow)
+    examples = _Builder(rows_are, formatting, fitter, model, report).build()
     if report.unusable and not (options.skip_unusable and examples):
         raise DataError(
             f"{source} has rows that can't be used",

@@ -9,7 +9,8 @@ from prge.errors import BundleError, DataError, printable
 from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
 from prge.model_spec import ModelSpec
-from prge.rows.example_building import BuildOptions, build_examples
+from prge.rows.build_options import BuildOptions
+from prge.rows.example_building import build_examples
 from prge.rows.feedback import Fields, problem_of
 from prge.rows.feedback_rows import can_be_learnt, rows_of_feedback
 from prge.rows.readers import Row

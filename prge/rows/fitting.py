@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prge.errors import DataError
+from prge.rows.build_options import Overflow
 from prge.rows.columns import RowError
 from prge.rows.encoding import EncodedText, encode
 from prge.rows.report import (
@@ -31,8 +31,6 @@ from prge.rows.report import (
 )
 from prge.rows.segments import Candidates, SegmentedText, Texts
 from prge.rows.tokenizer import Tokenizer
-
-Overflow = Literal["auto", "error", "truncate", "split"]
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from prge.rows.segments import Candidates, Formatting, SegmentedText, Texts
 from prge.rows.task import Task
 
 
-def task_candidates(task: Task, training: bool, formatting: Formatting, row: Row) -> Texts | Candidates:
+def task_candidates(task: Task, is_alone: bool, formatting: Formatting, row: Row) -> Texts | Candidates:
     """The candidates of a task's row, or its first answer where it has no candidates.
 
-    In training an objective of completions has the right candidate alone. Raises RowError.
+    Where `is_alone` the right candidate is learnt without others. Raises RowError.
     """
     prompt = task.prompt(row.fields)
     if task.is_completion:
@@ -19,7 +19,6 @@ def task_candidates(task: Task, training: bool, formatting: Formatting, row: Row
         segments = formatting.completed(prompt, task.join(prompt, answers[0]))
         return Texts((formatting.learnt(*segments),), answers)
     choices, label = task.candidates(row.fields), task.label(row.fields)
-    is_alone = training and task.objective == "completion"
     compared = (choices[label],) if is_alone else choices
     texts = [task.candidate_text(prompt, choice, row.fields) for choice in compared]
     return Candidates(

@@ -9,8 +9,8 @@ from typing import Literal, TypeVar
 
 from prge.learning.optimizers import OptimizerName, ScheduleName, usual_warmup
 from prge.learning.training import TrainingSettings
+from prge.rows.build_options import Overflow
 from prge.rows.control_tokens import ControlTokens
-from prge.rows.fitting import Overflow
 from prge.rows.readers import Selection
 from prge.rows.sources import hub_names
 from prge.verbs.bounds import bound_problems

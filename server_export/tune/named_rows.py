@@ -10,8 +10,8 @@ from prge.errors import DataError
 from prge.learning.examples import Example
 from prge.learning.preferences import make_objective
 from prge.model_spec import ModelSpec
-from prge.rows.example_building import BuildOptions, build_examples
-from prge.rows.fitting import Overflow
+from prge.rows.build_options import BuildOptions, Overflow
+from prge.rows.example_building import build_examples
 from prge.rows.forms import find_form
 from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.report import DataReport

@@ -11,8 +11,9 @@ import pytest
 from prge.errors import DataError
 from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
+from prge.rows.build_options import BuildOptions
 from prge.rows.columns import RowError
-from prge.rows.example_building import BuildOptions, build_examples
+from prge.rows.example_building import build_examples
 from prge.rows.forms import find_form
 from prge.rows.preferences import pair_fields, rated_rows, rating_fields
 from prge.rows.readers import Row
