@@ -79,7 +79,7 @@ class Fitter:
         encoded = encode(text, self.tokenizer)
         _check_trained(encoded)
         if len(text.segments) == 1 and encoded.end and not self._takes(encoded):
-            bare = _without_end(encoded)
+            bare = _without(encoded, slice(-encoded.end, None))
             if self._takes(bare) and len(bare.targets):
                 return self._windows(replace(bare, events=(NO_ROOM_FOR_END,)))
         if text.divide is None or self.overflow == "error" or self._takes(encoded):
@@ -162,7 +162,7 @@ class Fitter:
                 "export with a larger --sequence-length"
             )
         cut = 0 if self.overflow == "error" else min(excess, most)
-        texts = [_without_context(each, cut) for each in texts]
+        texts = [_without(each, slice(each.begin, each.begin + cut)) for each in texts]
         if row.comparison == "answers":
             fitted = sum(map(self._windows, texts), Fitted(()))
         else:
@@ -208,15 +208,6 @@ def _window(text: EncodedText, start: int, targets: NDArray[np.intp]) -> Encoded
     return EncodedText(ids, is_trained, begin)
 
 
-def _without_end(text: EncodedText) -> EncodedText:
-    count = len(text.ids) - text.end
-    return replace(text, ids=text.ids[:count], is_trained=text.is_trained[:count], end=0)
-
-
-def _without_context(text: EncodedText, count: int) -> EncodedText:
-    """A text without so many tokens after its beginning."""
-    return _without(text, slice(text.begin, text.begin + count))
-
-
 def _without(text: EncodedText, gone: slice) -> EncodedText:
+    """A text without some of its tokens."""
     return replace(text, ids=np.delete(text.ids, gone), is_trained=np.delete(text.is_trained, gone))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import pytest
@@ -18,9 +18,19 @@ from tests.prge.rows.tiny_tokenizers import byte_level_backend
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, pad_id=0, prepend_bos=True)
 BARE = Tokenizer(byte_level_backend())
 WORDS = st.sampled_from(["the film", " was", " ", "good", "\n", "é", "x1", "", "Answer:", " terrible", "漢"])
-SEGMENTS = st.lists(
-    st.tuples(st.lists(WORDS, max_size=5).map("".join), st.booleans()), min_size=1, max_size=6
-).map(lambda parts: tuple(Segment(*part) for part in parts))
+
+
+@st.composite
+def cut_texts(draw: st.DrawFn) -> tuple[Segment, ...]:
+    """A text that is cut anywhere, also inside of words that are one token."""
+    text = "".join(draw(st.lists(WORDS, max_size=12)))
+    cuts = draw(st.lists(st.integers(0, len(text)), max_size=5).map(sorted))
+    return tuple(
+        Segment(text[start:end], draw(st.booleans())) for start, end in pairwise([0, *cuts, len(text)])
+    )
+
+
+SEGMENTS = cut_texts()
 TEXTS = st.lists(WORDS, min_size=1, max_size=8).map("".join).filter(bool)
 Boundary = Literal["untrained", "trained"]
 
