@@ -14,8 +14,7 @@ from prge.rows.example_building import build_examples
 from prge.rows.feedback import Fields, problem_of
 from prge.rows.feedback_rows import can_be_learnt, rows_of_feedback
 from prge.rows.readers import Row
-from prge.rows.row_format import compile_chat_template
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenizer import Tokenizer, compile_chat_template
 
 if TYPE_CHECKING:
     from prge.rows.chat import ChatTemplate
@@ -81,6 +80,4 @@ class FeedbackExamples:
         return examples
 
     def _compiled(self) -> ChatTemplate | None:
-        if (source := self._tokenizer.chat_template) is None:
-            return None
-        return compile_chat_template(source, self._tokenizer, self._options.date)
+        return compile_chat_template(self._tokenizer, self._options.date)

@@ -18,7 +18,7 @@ from prge.rows.readers import Row
 from prge.rows.segments import Candidates, Formatting, Texts
 from prge.rows.task import OBJECTIVES, Task
 from prge.rows.task_rows import task_candidates, task_class
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenizer import Tokenizer, compile_chat_template
 
 if TYPE_CHECKING:
     from prge.rows.chat import ChatTemplate
@@ -107,10 +107,7 @@ def form_format(
             remedy="give a task (a name or a task file)",
         )
     form = find_form(rows, source, renamed, objective=options.objective or "completion")
-    if not form.chat or tokenizer.chat_template is None:
-        chat = None
-    elif chat is None:
-        chat = compile_chat_template(tokenizer.chat_template, tokenizer, options.date)
+    chat = (chat or compile_chat_template(tokenizer, options.date)) if form.chat else None
     if chat is None and form.chat == "needs":
         raise DataError(
             f"{source} can't be used",
@@ -149,12 +146,3 @@ def _objective_of(form: Form, options: BuildOptions, source: str) -> ObjectiveNa
     if objective in PREFERENCES and options.overflow == "split":
         raise DataError(what, [f"--overflow is split; a row of {form.name} is one"], remedy="truncate them")
     return objective
-
-
-def compile_chat_template(source: str, tokenizer: Tokenizer, date: str | None) -> ChatTemplate:
-    """The compiled chat template of a tokenizer; only rows of messages need jinja2."""
-    try:
-        from prge.rows.chat import ChatTemplate
-    except ImportError:
-        raise DataError("rows of messages need the package jinja2", [], remedy="pip install jinja2") from None
-    return ChatTemplate(source, tokenizer.special_tokens, date)
