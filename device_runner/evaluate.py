@@ -24,7 +24,8 @@ from prge.learning.evaluation import Scores, referred
 from prge.learning.examples import Example, sequences_of
 from prge.learning.head import Head
 from prge.learning.preferences import Preference, make_objective
-from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.build_options import BuildOptions
+from prge.rows.example_building import load_examples
 from prge.rows.own_heads import head_of, ordered, refused_labels
 from prge.rows.readers import place_of_row
 from prge.rows.scoring import evaluate, text_metrics

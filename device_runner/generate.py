@@ -23,12 +23,14 @@ from device_runner.session.speaking import (
 from prge.errors import DataError, shown
 from prge.files.documents import DocumentError, read_json
 from prge.host.terminal import write_text
+from prge.rows.columns import RowError, columns_text
 from prge.rows.feedback import TEMPLATE_KWARGS
-from prge.rows.forms import columns_text, find_form, template_variables
+from prge.rows.forms import find_form
 from prge.rows.inputs import read_text_of
+from prge.rows.messages import template_variables
 from prge.rows.readers import Row, place_of_row, select_rows
 from prge.rows.sources import describe_paths, read_source
-from prge.rows.task import RowError, load_task
+from prge.rows.task import load_task
 from prge.rows.tokenizer import bundle_tokenizer
 from prge.text.loop import Answer, Generator, Request, Ticket
 from prge.text.prompts import Prompt, Prompts

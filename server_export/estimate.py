@@ -122,7 +122,8 @@ def _steps(
     """How many training rows there are, and the steps of an epoch of them, as a run takes them."""
     from prge.learning.examples import sequences_of
     from prge.learning.sampling import Sampler
-    from prge.rows.example_building import BuildOptions, load_examples
+    from prge.rows.build_options import BuildOptions
+    from prge.rows.example_building import load_examples
     from prge.rows.report import warn_unread
     from prge.rows.sources import read_source
     from prge.rows.task import load_task

@@ -23,7 +23,8 @@ from device_runner.session import speaking as session
 from device_runner.session.samples import read_prompts
 from prge.cli import main
 from prge.errors import DataError, PrgeError
-from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.build_options import BuildOptions
+from prge.rows.example_building import load_examples
 from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.text.loop import GenerationSettings
 from prge.text.prompts import Prompts

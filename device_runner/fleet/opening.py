@@ -22,7 +22,8 @@ from prge.learning.checkpoint import TrainingState
 from prge.learning.encoder_heads import fit_heads
 from prge.learning.examples import Example
 from prge.learning.head import Head
-from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.build_options import BuildOptions
+from prge.rows.example_building import load_examples
 from prge.rows.own_heads import head_of, task_of
 from prge.rows.readers import Selection
 from prge.rows.report import warn_unread

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from prge.errors import ConfigError, shown
 from prge.files.documents import DocumentError, parse_json
 from prge.rows.chat import Message
+from prge.rows.columns import RowError
 from prge.rows.feedback import TEMPLATE_KWARGS
-from prge.rows.forms import template_kwargs
-from prge.rows.task import RowError
+from prge.rows.messages import template_kwargs
 from prge.text.choice import ChoiceSettings
 
 Json = dict[str, Any]

@@ -35,7 +35,9 @@ from prge.learning.evaluation import score
 from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
 from prge.learning.sampling import row_order
-from prge.rows.example_building import BuildOptions, build_examples
+from prge.rows.build_options import BuildOptions
+from prge.rows.columns import RowError
+from prge.rows.example_building import build_examples
 from prge.rows.feedback import Fields
 from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
 from prge.rows.forms import find_form
@@ -44,7 +46,7 @@ from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.scoring import evaluate
 from prge.rows.sources import Source, read_source
 from prge.rows.splitting import split_rows
-from prge.rows.task import RowError, Task, load_task
+from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
 from prge.running.session import SessionData, Unwatched, open_session
 from prge.running.store import RunStore

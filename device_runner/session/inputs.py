@@ -16,7 +16,8 @@ from prge.learning.examples import Example, tokens_sha256
 from prge.learning.head import Head
 from prge.learning.objectives import CROSS_ENTROPY, Objective
 from prge.learning.preferences import describe_objective, make_objective
-from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.build_options import BuildOptions
+from prge.rows.example_building import load_examples
 from prge.rows.own_heads import head_of, task_of
 from prge.rows.readers import Selection
 from prge.rows.report import DataReport, show_sample

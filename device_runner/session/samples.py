@@ -27,7 +27,7 @@ from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.protocol import Measurement
 from prge.learning.evaluation import score
 from prge.learning.examples import Example
-from prge.rows.forms import template_variables
+from prge.rows.messages import template_variables
 from prge.rows.readers import FORMATS, Row, read_rows, read_text
 from prge.rows.tokenizer import Tokenizer
 from prge.running.watching import Watcher, describe_prompt

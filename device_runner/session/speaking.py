@@ -20,8 +20,8 @@ from prge.files.peft import find_adapter, read_compatible_adapter, read_peft
 from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
 from prge.learning.costs import megabytes
-from prge.rows.forms import template_kwargs
-from prge.rows.task import RowError
+from prge.rows.columns import RowError
+from prge.rows.messages import template_kwargs
 from prge.rows.tokenizer import Tokenizer
 from prge.running.training_flags import RowsFlags, SelectionFlags
 from prge.text.choice import MIN_P, ChoiceSettings

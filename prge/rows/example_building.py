@@ -1,101 +1,57 @@
-"""Rows of a data file to the examples of one bundle: what is context, what is learnt, what had to be cut.
+"""Rows of a data file to the examples of one bundle. Begin to read here.
 
-    text                  every token after the first is learnt, and the end-of-sequence token after them;
-                          `begin` is context
-    prompt, completion    the completion is learnt, with the end-of-sequence token after it
-    messages              what the assistant wrote is learnt, an example for each way that its template has
-                          to render the turns
-    Alpaca, ShareGPT      become one of the two above (forms.py)
-    a task's candidates   one-token candidates share a sequence, a target each at the prompt's last token;
-                          longer ones have a sequence each, weights 1 / tokens
-    a task's answers      the first answer is learnt
-    a task, encoder       one sequence without targets, and a class
-    pairs, ratings        a sequence for each of two answers (preference_examples.py)
+reader -> Row -> Texts or Candidates -> token ids and a mask -> sequences that fit -> Example
 
-What doesn't fit a bundle is cut, split or refused as `overflow` says, and told in a `DataReport`:
-a prompt loses its beginning, as in MeZO (arXiv 2305.17333); a candidate is never cut; a chat is split between
-turns.
+readers.py, sources.py   files, and what else a user names, to rows: a number and fields
+row_format.py            what all rows of a file are: of a task, or of a form by their columns (forms.py)
+segments.py              what a row becomes: `Texts` are learnt, `Candidates` are compared; both are segments,
+                         trained or not, and treated alike from here on. A file for each form makes them:
+                         completions.py (text; prompt and completion), messages.py (messages, ShareGPT),
+                         instructions.py (Alpaca), preferences.py (pairs, ratings), task_rows.py
+encoding.py              segments to token ids with a mask of those that are learnt
+fitting.py               sequences that the bundle takes: whole, cut or split
+example_building.py      their targets, and what was done to which row for the report
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
+import numpy as np
+
+from prge.engine import Target, TokenSequence
 from prge.errors import DataError, shown
 from prge.learning.examples import Example
-from prge.learning.preferences import PREFERENCES, ObjectiveName, settled_objective
 from prge.model_spec import ModelSpec
+from prge.rows.build_options import BuildOptions
+from prge.rows.columns import RowError, columns_text, present_columns
 from prge.rows.control_tokens import ControlTokens
-from prge.rows.conversations import chat_examples
-from prge.rows.forms import (
-    CONTROL_TOKENS,
-    TEXT,
-    WEIGHT,
-    Form,
-    column_names,
-    columns_text,
-    find_form,
-    present_columns,
-    text_of,
-)
-from prge.rows.preference_examples import pair, rating
-from prge.rows.preferences import rated_rows
+from prge.rows.encoding import EncodedText
+from prge.rows.fitting import Fitter, shares_sequence
+from prge.rows.forms import CONTROL_TOKENS
 from prge.rows.readers import Row, Selection, select_rows
-from prge.rows.report import (
-    CONTROL,
-    CONTROL_AS_TEXT,
-    CONTROL_IN_PROMPTS,
-    CONTROL_READ,
-    CUTS,
-    NO_ROOM_FOR_END,
-    DataReport,
-)
+from prge.rows.report import CONTROL, CONTROL_AS_TEXT, CONTROL_IN_PROMPTS, CONTROL_READ, CUTS, DataReport
+from prge.rows.row_format import RowFormat, form_format, task_format
+from prge.rows.segments import Candidates, Formatting, Texts
 from prge.rows.sources import Source, read_source
-from prge.rows.task import OBJECTIVES, RowError, Task
-from prge.rows.task_examples import completion, task_examples
+from prge.rows.task import Task
 from prge.rows.tokenizer import Tokenizer
-from prge.rows.windows import Made, Masked, Overflow, Reading, fits, learnt, learnt_after
 
 if TYPE_CHECKING:
     from prge.rows.chat import ChatTemplate
 
-# Of a row: more would be an oversight.
-MOST_WEIGHT = 1e6
+# Tokens of a candidate that an error spells.
+SPELLED = 8
 _READ_AS: Mapping[ControlTokens, str] = {
     "special": CONTROL_READ,
     "all": CONTROL_READ,
     "prompt": CONTROL_IN_PROMPTS,
     "text": CONTROL_AS_TEXT,
 }
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """How rows become examples."""
-
-    overflow: Overflow = "error"
-    """What is too long for the bundle: `error`, `truncate`, or `split` (not candidates) it; `auto`: split
-    texts and chats, truncate all else."""
-    append_eos: bool = True
-    """Learn an end-of-sequence token after texts, completions and answers, where the model has one and they
-    don't end with it."""
-    max_dropped: float | None = None
-    """Largest share of target tokens that may be left out; None: any."""
-    skip_unusable: bool = False
-    """Leave out rows that can't be used, as long as there are others; the report has them."""
-    objective: ObjectiveName | None = None
-    """What is learnt of the rows; None: not of preferences, which are refused."""
-    date: str | None = None
-    """Day that a chat template takes for today, in ISO 8601; None: today."""
-    control_tokens: ControlTokens = "special"
-    """Where control tokens that are written in rows are control tokens: `special`, in texts, prompts and
-    completions; `prompt`, in prompts alone; `all`, in messages too; `text`, nowhere."""
 
 
 def load_examples(
@@ -150,37 +106,23 @@ def build_examples(
     """
     if not rows:
         raise DataError(f"{source} can't be used", ["it has no rows"])
-    options, present = options or BuildOptions(), present_columns(rows)
-    make: Callable[[Reading, Row], Made]
-    usual: Overflow
+    options, present, renamed = options or BuildOptions(), present_columns(rows), renamed or {}
     if task is not None:
-        task = _settled_task(task, model, options, source)
-        read, kind = task.needed_columns(model.is_encoder), f"task {task.name}"
-        _check_task(task, model, options.overflow, read, present, source)
-        make = partial(task_examples, task, training)
-        usual, objective = "truncate", cast(ObjectiveName, task.objective)
+        rows_are = task_format(rows, task, model, options, training, source)
     else:
-        asked = options.objective or "completion"
-        form = _form_of(rows, model, source, renamed or {}, asked)
-        chat = _template_of(form, tokenizer, source, options.date, chat)
-        if chat is not None:
-            form = form.rendered_by(chat.variables, present)
-        objective = _objective_of(form, options, source)
-        read = (*form.columns, *form.optional)
-        kind = form.name + (", as messages" if form.chat == "takes" and chat is not None else "")
-        make = partial(_of_form, form, chat, objective)
-        if objective == "kto":
-            rows = rated_rows(rows, form.prefers == "pairs")
-        is_split = form is TEXT or (chat is not None and objective == "completion")
-        usual = "split" if is_split else "truncate"
-    overflow = usual if options.overflow == "auto" else options.overflow
-    reading = Reading(tokenizer, model, overflow, options.append_eos, options.control_tokens)
-    columns = columns_text(read, present, renamed or {})
-    unread = tuple(column for column in present if column not in read)
+        rows_are = form_format(rows, tokenizer, model, options, source, renamed, chat)
     report = DataReport(
-        f"{source} ({kind})", reading.length, columns, objective, read=tuple(read), unread=unread
+        f"{source} ({rows_are.name})",
+        model.sequence_length,
+        columns_text(rows_are.columns, present, renamed),
+        rows_are.objective,
+        read=rows_are.columns,
+        unread=tuple(column for column in present if column not in rows_are.columns),
     )
-    examples = _built(rows, partial(_counted, make, read, reading), report)
+    overflow = rows_are.usual_overflow if options.overflow == "auto" else options.overflow
+    formatting = Formatting(tokenizer, options.append_eos, options.control_tokens, rows_are.chat)
+    fitter = Fitter(tokenizer, model.sequence_length, overflow)
+    examples = _Builder(rows_are, formatting, fitter, model, report).build()
     if report.unusable and not (options.skip_unusable and examples):
         raise DataError(
             f"{source} has rows that can't be used",
@@ -191,203 +133,119 @@ def build_examples(
     return examples, report
 
 
-def _built(rows: Sequence[Row], make: Callable[[Row], Made], report: DataReport) -> list[Example]:
-    """The examples of rows; what became of them, and what is wrong with some, goes into the report."""
-    examples: list[Example] = []
-    for row in rows:
-        try:
-            made = make(row)
-        except RowError as problem:
-            report.unusable[row.number] = str(problem)
-            continue
-        except DataError as error:
-            headline = error.what.partition("\n")[0]
-            report.unusable[row.number] = f"{headline}: {'; '.join(error.problems)}"
-            continue
-        for event in made.events:
+@dataclass(frozen=True)
+class _Builder:
+    """Makes the examples of rows; what became of them, and what is wrong with some, goes into the report."""
+
+    rows_are: RowFormat
+    formatting: Formatting
+    fitter: Fitter
+    model: ModelSpec
+    report: DataReport
+
+    def build(self) -> list[Example]:
+        """The examples of all rows that can be used."""
+        examples: list[Example] = []
+        rows, report = self.rows_are.rows, self.report
+        for row in rows:
+            try:
+                examples += self._of_row(row)
+            except RowError as problem:
+                report.unusable[row.number] = str(problem)
+            except DataError as error:
+                headline = error.what.partition("\n")[0]
+                report.unusable[row.number] = f"{headline}: {'; '.join(error.problems)}"
+        report.rows = len(rows) - len(report.unusable)
+        report.examples = len(examples)
+        for example in examples:
+            for sequence in example.sequences:
+                report.lengths.append(len(sequence.tokens))
+                report.targets.append(len(sequence.targets))
+        return examples
+
+    def _of_row(self, row: Row) -> list[Example]:
+        """The examples of a row; raises RowError or DataError, and then nothing of it is in the report."""
+        formatting, report = self._formatting_of(row), self.report
+        segments = self.rows_are.segments(formatting, row)
+        fitted = self.fitter.fit(segments)
+        self._check_vocabulary(fitted.sequences)
+        examples = self._make(row.number, segments, fitted.sequences)
+        events = (*segments.events, *fitted.events)
+        tokenizer = formatting.tokenizer
+        written = tokenizer.count_control([row.fields.get(column) for column in self.rows_are.columns])
+        if written and not any(event in CONTROL for event in events):
+            events += (_READ_AS[formatting.control_tokens],)
+        for event in events:
             report.note(event, row.number)
             if event in CONTROL:
-                report.written.setdefault(event, Counter()).update(made.written)
-        report.dropped += made.dropped
-        report.unknown += made.unknown
-        if made.label is not None:
-            report.classes[made.label] += 1
-        is_cut = any(event in CUTS for event in made.events)
-        examples += [replace(each, cut=True) for each in made.examples] if is_cut else made.examples
-    report.rows = len(rows) - len(report.unusable)
-    report.examples = len(examples)
-    for example in examples:
-        for sequence in example.sequences:
-            report.lengths.append(len(sequence.tokens))
-            report.targets.append(len(sequence.targets))
-    return examples
+                report.written.setdefault(event, Counter()).update(written)
+        report.dropped += fitted.dropped
+        if tokenizer.unknown_id is not None:
+            learnt = [each.ids[each.targets] for each in fitted.sequences]
+            report.unknown += int(np.count_nonzero(np.concatenate(learnt) == tokenizer.unknown_id))
+        if isinstance(segments, Candidates) and segments.class_name is not None:
+            report.classes[segments.class_name] += 1
+        is_cut = any(event in CUTS for event in events)
+        return [replace(each, cut=is_cut, weight=segments.weight) for each in examples]
 
-
-def _counted(make: Callable[[Reading, Row], Made], read: Sequence[str], reading: Reading, row: Row) -> Made:
-    """What `make` makes of a row, with the control tokens that are written in the columns that are `read`."""
-    if CONTROL_TOKENS in read and (own := row.fields.get(CONTROL_TOKENS)) is not None:
+    def _formatting_of(self, row: Row) -> Formatting:
+        """What makes segments of a row, which may say itself where control tokens are such."""
+        own = row.fields.get(CONTROL_TOKENS) if CONTROL_TOKENS in self.rows_are.columns else None
+        if own is None:
+            return self.formatting
         if own not in get_args(ControlTokens):
             known = ", ".join(get_args(ControlTokens))
             raise RowError(f"its {CONTROL_TOKENS} is {shown(own)}, must be one of {known}")
-        reading = replace(reading, control_tokens=cast(ControlTokens, own))
-    made = make(reading, row)
-    written = reading.tokenizer.count_control([row.fields.get(column) for column in read])
-    if written and not any(event in CONTROL for event in made.events):
-        made = replace(made, events=(*made.events, _READ_AS[reading.control_tokens]))
-    return replace(made, written=written)
+        return replace(self.formatting, control_tokens=cast(ControlTokens, own))
 
+    def _check_vocabulary(self, sequences: Sequence[EncodedText]) -> None:
+        """Raise RowError if a token isn't the bundle's."""
+        largest = max(int(np.max(each.ids, initial=0)) for each in sequences)
+        if largest >= self.model.vocabulary_size:
+            raise RowError(
+                f"has the token {self.formatting.tokenizer.token(largest)!r} ({largest}), "
+                f"the bundle knows {self.model.vocabulary_size}: the tokenizer is not this bundle's"
+            )
 
-def _of_form(
-    form: Form, chat: ChatTemplate | None, objective: ObjectiveName, reading: Reading, row: Row
-) -> Made:
-    """Examples of a row without a task, with the weight that the row has."""
-    if objective in PREFERENCES:
-        form.check(row)
-        made = (rating if objective == "kto" else pair)(form, chat, reading, row)
-    else:
-        made = _learnt_of(form, chat, reading, row)
-    if WEIGHT not in form.optional or row.fields.get(WEIGHT) is None:
-        return made
-    weight = _weight_of(row.fields[WEIGHT])
-    return replace(made, examples=tuple(replace(each, weight=weight) for each in made.examples))
+    def _make(self, number: int, row: Texts | Candidates, sequences: Sequence[EncodedText]) -> list[Example]:
+        """Examples of sequences: of each where they are texts, else one that compares them."""
+        if isinstance(row, Texts):
+            return [Example(number, (_sequence(each),), 1, None, row.answers) for each in sequences]
+        if shares_sequence(row, sequences):
+            compared: tuple[TokenSequence, ...] = (self._shared_sequence(row, sequences),)
+        else:
+            compared = tuple(_sequence(each, index) for index, each in enumerate(sequences))
+        return [Example(number, compared, row.count, row.label, row.answers, row.choices, liked=row.is_liked)]
 
-
-def _weight_of(value: object) -> float:
-    """How much a row counts, by its column; raises RowError."""
-    try:
-        weight = float(value) if isinstance(value, int | float | str) else math.nan
-    except (ValueError, OverflowError):
-        weight = math.nan
-    if not 0 < weight <= MOST_WEIGHT:
-        raise RowError(
-            f"its weight is {shown(value)}, must be a number above 0, at most {MOST_WEIGHT:g}: how much the "
-            "row counts; give a column that says something else another name"
+    def _shared_sequence(self, row: Candidates, sequences: Sequence[EncodedText]) -> TokenSequence:
+        """The prompt of candidates of one token, with a target for each at its last token."""
+        candidates = [each.ids[each.targets].tolist() for each in sequences]
+        tokens = [token for (token,) in candidates]
+        if len(set(tokens)) < len(tokens):
+            raise RowError(f"has two candidates that are one token: {self._spelled(row, candidates)}")
+        prompt = tuple(sequences[0].ids[: sequences[0].targets[0]].tolist())
+        at = len(prompt) - 1
+        return TokenSequence(
+            prompt, tuple(Target(at, token, 1.0, index) for index, token in enumerate(tokens))
         )
-    return weight
+
+    def _spelled(self, row: Candidates, candidates: Sequence[Sequence[int]]) -> str:
+        """Candidates with their tokens, for an error."""
+        texts = [text.segments[-1].text for text in row.texts]
+        token = self.formatting.tokenizer.token
+        return ", ".join(
+            f"{text!r} = " + " + ".join(repr(token(each)) for each in tokens[:SPELLED])
+            for text, tokens in zip(texts, candidates, strict=True)
+        )
 
 
-def _learnt_of(form: Form, chat: ChatTemplate | None, reading: Reading, row: Row) -> Made:
-    """Examples of a row whose text, completion or answers are learnt."""
-    row = form.row(row, chat=chat is not None)
-    if "messages" in row.fields and chat is not None:
-        return chat_examples(reading, chat, row)
-    if form is TEXT:
-        tokens, begin = reading.text(text_of(row.fields, "text")), len(reading.tokenizer.begin)
-        if len(tokens) <= begin:
-            raise RowError("its text is empty: there is nothing to learn from")
-        whole = Masked(tokens, learnt_after(begin, len(tokens)), begin)
-        ended = reading.ended(tokens)
-        with_end = Masked(ended, learnt_after(begin, len(ended)), begin)
-        if fits(whole.mask, reading.model) and not fits(with_end.mask, reading.model):
-            return learnt(reading, row.number, replace(whole, events=(NO_ROOM_FOR_END,)))
-        return learnt(reading, row.number, with_end)
-    prompt, answer = (text_of(row.fields, column) for column in ("prompt", "completion"))
-    return completion(reading, row.number, prompt, answer)
-
-
-def _settled_task(task: Task, model: ModelSpec, options: BuildOptions, source: str) -> Task:
-    """The task with the objective that is asked for, if one is."""
-    asked = options.objective
-    if asked in (None, "auto", task.objective):
-        return task
-    known = asked in OBJECTIVES and not model.is_encoder and not task.is_completion
-    if known:
-        return replace(task, objective=cast(str, asked))
-    raise DataError(
-        f"{source} can't be used",
-        [f"--objective is {asked}, which the task {task.name} can't be learnt by"],
-        remedy="leave --objective out, or give rows of pairs or ratings without a task",
+def _sequence(text: EncodedText, candidate: int = 0) -> TokenSequence:
+    """A sequence whose learnt tokens are targets of a candidate, with equal weights."""
+    tokens, targets = text.ids.tolist(), text.targets.tolist()
+    return TokenSequence(
+        tuple(tokens),
+        tuple(Target(index - 1, tokens[index], 1 / len(targets), candidate) for index in targets),
     )
-
-
-def _objective_of(form: Form, options: BuildOptions, source: str) -> ObjectiveName:
-    """What is learnt of rows of a form; raises DataError where they don't fit what is asked for."""
-    what = f"{source} can't be used"
-    if form.prefers and options.objective is None:
-        raise DataError(
-            what,
-            [f"its rows are {form.name}, which `prge tune`, `prge run` and `prge eval` take alone"],
-            remedy="give rows of prompts and completions",
-        )
-    try:
-        objective = settled_objective(options.objective or "auto", form.prefers)
-    except ValueError as error:
-        remedy = "leave --objective out: the columns choose it"
-        raise DataError(what, [f"{error}; its rows are {form.name}"], remedy=remedy) from None
-    if objective in PREFERENCES and options.overflow == "split":
-        raise DataError(what, [f"--overflow is split; a row of {form.name} is one"], remedy="truncate them")
-    return objective
-
-
-def _form_of(
-    rows: Sequence[Row],
-    model: ModelSpec,
-    source: str,
-    renamed: Mapping[str, str],
-    objective: ObjectiveName,
-) -> Form:
-    """The form of rows without a task."""
-    if model.readout != "logprobs":
-        raise DataError(
-            f"{source} can't be used",
-            [f"the bundle's readout is {model.readout}: it compares classes, learns no texts"],
-            remedy="give a task (a name or a task file)",
-        )
-    return find_form(rows, source, renamed, objective=objective)
-
-
-def _template_of(
-    form: Form, tokenizer: Tokenizer, source: str, date: str | None, chat: ChatTemplate | None
-) -> ChatTemplate | None:
-    """What renders rows that become messages; None where they are texts."""
-    if not form.chat:
-        return None
-    if tokenizer.chat_template is not None:
-        return chat or compile_chat_template(tokenizer.chat_template, tokenizer, date)
-    if form.chat == "needs":
-        raise DataError(
-            f"{source} can't be used",
-            ["its rows are messages and the model has no chat template"],
-            remedy="export with --chat-template plain, take a chat model, or prompts and completions",
-        )
-    return None
-
-
-def compile_chat_template(source: str, tokenizer: Tokenizer, date: str | None) -> ChatTemplate:
-    """The compiled chat template of a tokenizer; only rows of messages need jinja2."""
-    try:
-        from prge.rows.chat import ChatTemplate
-    except ImportError:
-        raise DataError("rows of messages need the package jinja2", [], remedy="pip install jinja2") from None
-    return ChatTemplate(source, tokenizer.special_tokens, date)
-
-
-def _check_task(
-    task: Task,
-    model: ModelSpec,
-    overflow: Overflow,
-    needed: Sequence[str],
-    present: Sequence[str],
-    source: str,
-) -> None:
-    """What a task asks of a bundle and of a file as a whole, whatever single rows are."""
-    if lacking := [column for column in needed if column not in present]:
-        names = column_names(present)
-        raise DataError(
-            f"{source} can't be used",
-            [f"no row has the column {column!r}; its columns are {names}" for column in lacking],
-            remedy=f"give the data set of the task {task.name}, a task file, or --columns "
-            f"{lacking[0]}=NAME with the name that the column has",
-        )
-    problems = []
-    if model.is_encoder and not task.classes:
-        problems.append(f"an encoder knows classes only; the task {task.name} has no label_words")
-    if overflow == "split" and not task.is_completion:
-        problems.append(
-            "overflow split is for texts, completions and messages: a prompt with candidates is one"
-        )
-    if problems:
-        raise DataError(f"the task {task.name} doesn't fit the bundle", problems)
 
 
 def _check_dropped(report: DataReport, source: str, limit: float | None) -> None:

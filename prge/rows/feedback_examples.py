@@ -9,11 +9,12 @@ from prge.errors import BundleError, DataError, printable
 from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
 from prge.model_spec import ModelSpec
-from prge.rows.example_building import BuildOptions, build_examples, compile_chat_template
+from prge.rows.build_options import BuildOptions
+from prge.rows.example_building import build_examples
 from prge.rows.feedback import Fields, problem_of
 from prge.rows.feedback_rows import can_be_learnt, rows_of_feedback
 from prge.rows.readers import Row
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenizer import Tokenizer, compile_chat_template
 
 if TYPE_CHECKING:
     from prge.rows.chat import ChatTemplate
@@ -79,6 +80,4 @@ class FeedbackExamples:
         return examples
 
     def _compiled(self) -> ChatTemplate | None:
-        if (source := self._tokenizer.chat_template) is None:
-            return None
-        return compile_chat_template(source, self._tokenizer, self._options.date)
+        return compile_chat_template(self._tokenizer, self._options.date)

@@ -1,4 +1,4 @@
-"""Rows that say what is preferred, as TRL has them: pairs, with or without a prompt, and rated answers.
+"""Rows that say what is preferred, as TRL has them, to two answers that are compared.
 
 chosen, rejected           two texts or two lists of messages with a common beginning, which is the prompt
 prompt, chosen, rejected   what follows the prompt, or the whole with it
@@ -11,17 +11,102 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from prge.errors import shown
+from prge.rows.columns import Fields, RowError
+from prge.rows.messages import (
+    SYSTEM,
+    as_messages,
+    conversation_of,
+    template_variables,
+    unlearnt,
+    with_system,
+)
 from prge.rows.readers import Row
-from prge.rows.task import RowError
+from prge.rows.segments import Candidates, Formatting, SegmentedText
 
-Fields = Mapping[str, Any]
 # A text, or messages.
 Said = TypeVar("Said", str, list[Any])
 OTHER = "other"
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
-def pair_fields(fields: Fields, chat: bool = False) -> Fields:
+def pair_candidates(formatting: Formatting, variables: Sequence[str], row: Row) -> Candidates:
+    """The chosen answer of a pair, then the rejected one.
+
+    Args:
+        formatting: of the rows.
+        variables: columns that are variables of the chat template.
+        row: of a pair.
+
+    Raises:
+        RowError: it is no pair, or can't be learnt.
+        DataError, BundleError: as of `messages_texts`.
+    """
+    pair = pair_fields(row.fields)
+    answers = [pair["chosen"], pair["rejected"]]
+    return Candidates(_texts(formatting, variables, row, pair["prompt"], answers), "answers", 0)
+
+
+def rating_candidates(formatting: Formatting, variables: Sequence[str], row: Row) -> Candidates:
+    """The answer of a row of `rated_rows`, then that of the other row after the same prompt; see above."""
+    # A pair that can't be used tells why.
+    rating = rating_fields(row.fields) if OTHER in row.fields else pair_fields(row.fields)
+    if type(rating[OTHER]) is not type(rating["prompt"]):
+        raise RowError("it and the row before are not both texts or both messages")
+    answers = [rating["completion"], rating[OTHER]]
+    texts = _texts(formatting, variables, row, rating["prompt"], answers)
+    is_liked = rating["label"]
+    return Candidates(texts, "answers", None, is_liked, class_name=str(is_liked).lower())
+
+
+def _texts(
+    formatting: Formatting, variables: Sequence[str], row: Row, prompt: Any, answers: Sequence[Any]
+) -> tuple[SegmentedText, ...]:
+    """Answers after one prompt, all texts or all messages."""
+    if not isinstance(prompt, list):
+        return tuple(formatting.learnt(*formatting.completed(prompt, answer)) for answer in answers)
+    from prge.rows.chat import check_messages, learnt_turns
+
+    try:
+        asked = check_messages(with_system(row.fields.get(SYSTEM), prompt), answered=False)
+        whole = [check_messages([*asked, *answer]) for answer in answers]
+    except ValueError as error:
+        raise RowError(str(error)) from None
+    texts = []
+    for messages in whole:
+        turns = [index for index in learnt_turns(messages) if index >= len(asked)]
+        if not turns:
+            raise RowError("one of its answers has no message of the assistant's that is learnt")
+        given = template_variables(row.fields, variables)
+        conversation = conversation_of(formatting, row.number, messages, turns, given)
+        renderings = conversation.renderings()
+        if len(renderings) != 1 or len(renderings[0].turns) < len(turns):
+            raise RowError(
+                "one of its answers has several turns, which the chat template renders otherwise once others "
+                "follow: end it after the first one"
+            )
+        texts.append(conversation.segmented(renderings[0]))
+    return tuple(texts)
+
+
+def liked_fields(fields: Fields, chat: bool) -> Fields:
+    """What is liked of a pair, as `prompt` and `completion` or as `messages`; raises RowError."""
+    pair = pair_fields(fields)
+    return _answered(pair["prompt"], pair["chosen"])
+
+
+def rated_fields(fields: Fields, chat: bool) -> Fields:
+    """A rated answer, as `prompt` and `completion` or as `messages`; raises RowError."""
+    rating = rating_fields(fields)
+    return _answered(rating["prompt"], rating["completion"])
+
+
+def _answered(prompt: Any, answer: Any) -> Fields:
+    if isinstance(prompt, list):
+        return {"messages": [*unlearnt(prompt), *answer]}
+    return {"prompt": prompt, "completion": answer}
+
+
+def pair_fields(fields: Fields) -> Fields:
     """A pair as `prompt`, `chosen` and `rejected`, all texts or all messages; raises RowError."""
     prompt, chosen, rejected = fields.get("prompt"), fields["chosen"], fields["rejected"]
     if isinstance(prompt, list) and isinstance(chosen, str) and isinstance(rejected, str):
@@ -44,7 +129,7 @@ def pair_fields(fields: Fields, chat: bool = False) -> Fields:
     return dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
 
 
-def rating_fields(fields: Fields, chat: bool = False) -> Fields:
+def rating_fields(fields: Fields) -> Fields:
     """A rated answer as `prompt`, `completion` and `label`, true or false; raises RowError."""
     prompt, completion, label = fields["prompt"], fields["completion"], fields["label"]
     if isinstance(prompt, list) != isinstance(completion, list):
@@ -90,11 +175,6 @@ def rated_rows(rows: Sequence[Row], are_pairs: bool) -> list[Row]:
         found.append(Row(row.number, {**row.fields, OTHER: other}))
         other = own or other
     return found + broken
-
-
-def as_messages(said: Any, role: str) -> Any:
-    """Messages, where a text stands for one of a role; what is neither stays as it is."""
-    return [{"role": role, "content": said}] if isinstance(said, str) and said.strip() else said
 
 
 def _check_alike(said: Mapping[str, object]) -> None:

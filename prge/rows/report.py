@@ -12,12 +12,19 @@ from prge.errors import visible
 from prge.host.terminal import best_effort
 from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
-from prge.rows.forms import column_names
+from prge.rows.columns import column_names
 from prge.rows.tokenizer import Tokenizer
 
 SHOWN_ROWS = 5
 SHOWN_TOKENS = 8
 
+INEXACT = "completions encoded apart, a token would straddle the end of the prompt"
+TURN_INEXACT = "assistant turns that have a part of the generation prompt alone, learnt after that part"
+TURN_REFUSED = "assistant turns that the chat template refuses to end with, not learnt"
+SEVERAL = "chats that the template renders otherwise once they go on, an example for each way"
+TOOLS_UNREAD = "tools that the chat template does not read"
+KWARGS_UNREAD = "chat_template_kwargs that the chat template does not read"
+LEFT_OUT = "that the chat template leaves out"
 PROMPT_CUT = "prompts cut at the beginning"
 END_CUT = "ends cut off, not learnt"
 ENCODER_CUT = "texts cut at the end"

@@ -21,9 +21,10 @@ from prge.files.bundle import file_sha256
 from prge.files.documents import DocumentError, parse_json
 from prge.host.packages import install_extra
 from prge.learning.preferences import ObjectiveName
+from prge.rows.columns import column_names, present_columns
 from prge.rows.feedback import is_feedback, problem_of
 from prge.rows.feedback_rows import rows_of_feedback
-from prge.rows.forms import FORMS, column_names, present_columns
+from prge.rows.forms import FORMS
 from prge.rows.json_rows import lists_of_parts
 from prge.rows.readers import (
     ALL_PART_NAMES,

@@ -20,6 +20,7 @@ from typing import Any
 
 from prge.errors import ConfigError, shown
 from prge.files.documents import DocumentError, read_yaml
+from prge.rows.columns import RowError
 from prge.verbs.bounds import BOUNDS
 
 TASKS = Path(__file__).parent / "tasks"
@@ -44,10 +45,6 @@ FILTERS: dict[str, Callable[[str], str]] = {
     "before_placeholder": lambda text: text.partition(PLACEHOLDER)[0].rstrip(),
     "after_placeholder": lambda text: text.partition(PLACEHOLDER)[2].rstrip(),
 }
-
-
-class RowError(ValueError):
-    """Something about one row; the caller adds the row's number."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,9 @@ from prge.files.bundle import Bundle
 from prge.files.documents import read_document
 from prge.rows.inputs import check_text
 from prge.rows.tokenizer_check import read_tokenizer
+
+if TYPE_CHECKING:
+    from prge.rows.chat import ChatTemplate
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -527,6 +530,26 @@ def read_chat_template(path: Path) -> str:
         return read_document(path, MOST_TEMPLATE_BYTES).decode()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} can't be read as a chat template:", [str(error)]) from None
+
+
+def compile_chat_template(tokenizer: Tokenizer, date: str | None = None) -> ChatTemplate | None:
+    """The chat template of a tokenizer; None if it has none.
+
+    Args:
+        tokenizer: of the model.
+        date: day that the template takes for today, in ISO 8601; None: that on which it renders.
+
+    Raises:
+        BundleError: the template is damaged.
+        DataError: jinja2 isn't installed.
+    """
+    if tokenizer.chat_template is None:
+        return None
+    try:
+        from prge.rows.chat import ChatTemplate
+    except ImportError:
+        raise DataError("a chat template needs the package jinja2", [], remedy="pip install jinja2") from None
+    return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens, date)
 
 
 def _is_token(backend: Backend, identifier: object) -> bool:

@@ -12,7 +12,7 @@ from prge.errors import DataError
 from prge.rows.control_tokens import ControlTokens, MessageTexts, RenderedText, in_messages, in_prompts
 from prge.rows.inputs import checked_json
 from prge.rows.report import CONTROL_AS_TEXT, CONTROL_IN_MESSAGES, CONTROL_OF_MESSAGES, CONTROL_READ
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenizer import Tokenizer, compile_chat_template
 
 if TYPE_CHECKING:
     from prge.rows.chat import ChatTemplate, Message
@@ -67,16 +67,7 @@ class Prompts:
             BundleError: the template is damaged.
             DataError: jinja2 isn't installed.
         """
-        source = self._tokenizer.chat_template
-        if source is None:
-            return None
-        try:
-            from prge.rows.chat import ChatTemplate
-        except ImportError:
-            raise DataError(
-                "a chat template needs the package jinja2", [], remedy="pip install jinja2"
-            ) from None
-        return ChatTemplate(source, self._tokenizer.special_tokens, self._date)
+        return compile_chat_template(self._tokenizer, self._date)
 
     def of_text(self, text: str, *, most: int | None = None) -> Prompt:
         """A text as it is, after the model's `begin`.

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from prge.learning.examples import Example, token_count
 from prge.model_spec import ModelSpec
-from prge.rows.example_building import BuildOptions, build_examples
+from prge.rows.build_options import BuildOptions, Overflow
+from prge.rows.example_building import build_examples
 from prge.rows.readers import Selection, select_rows
 from prge.rows.sources import read_source
 from prge.rows.task import load_task
 from prge.rows.tokenizer import Tokenizer
-from prge.rows.windows import Overflow
 from prge.verbs.kinds import Paths
 
 _ROWS = 64

@@ -10,7 +10,8 @@ from prge.errors import DataError
 from prge.learning.examples import Example
 from prge.learning.preferences import make_objective
 from prge.model_spec import ModelSpec
-from prge.rows.example_building import BuildOptions, build_examples
+from prge.rows.build_options import BuildOptions, Overflow
+from prge.rows.example_building import build_examples
 from prge.rows.forms import find_form
 from prge.rows.readers import Row, Selection, select_rows
 from prge.rows.report import DataReport
@@ -18,7 +19,6 @@ from prge.rows.sources import Part, Source, holding_part, read_source
 from prge.rows.splitting import split_rows
 from prge.rows.task import load_task
 from prge.rows.tokenizer import Tokenizer
-from prge.rows.windows import Overflow
 from prge.verbs.kinds import Paths
 from server_export.tune.settings import TuneSettings
 

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from prge.host.atomic import new_folder, write_file
 from prge.learning.preferences import ObjectiveName
 from prge.model_spec import ModelSpec
+from prge.rows.build_options import BuildOptions, Overflow
+from prge.rows.columns import present_columns
 from prge.rows.control_tokens import ControlTokens
-from prge.rows.example_building import BuildOptions, build_examples
-from prge.rows.forms import find_form, present_columns
+from prge.rows.example_building import build_examples
+from prge.rows.forms import find_form
 from prge.rows.readers import Row, json_fields, read_rows
 from prge.rows.sources import Part
 from prge.rows.task import Task, load_task
 from prge.rows.tokenizer import Tokenizer
-from prge.rows.windows import Overflow
 from prge.text.prompts import Prompts
 from server_export.tune.decisions import RowFacts
 

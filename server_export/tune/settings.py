@@ -9,8 +9,8 @@ from prge.errors import ConfigError
 from prge.files.run_folder import CONFIG
 from prge.learning.estimators.table import EstimatorName
 from prge.learning.preferences import ObjectiveFlags
+from prge.rows.build_options import Overflow
 from prge.rows.sources import hub_names
-from prge.rows.windows import Overflow
 from prge.running.training_flags import ExampleFlags, OptimizerFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.inputs import BundleInput, DevRows, InputFolder, TestRows, TrainRows

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from prge.files.bundle import Bundle
 from prge.learning.examples import Example
-from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.build_options import BuildOptions
+from prge.rows.example_building import load_examples
 from prge.rows.own_heads import task_of
 from prge.rows.readers import Selection
 from prge.rows.report import show_sample

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from prge.errors import DataError, RunError
 from prge.host.atomic import write_file
-from prge.rows.forms import column_names, find_form, present_columns
+from prge.rows.columns import column_names, present_columns
+from prge.rows.forms import find_form
 from prge.rows.readers import Row, Selection, json_fields, select_rows
 from prge.rows.sources import Part, Source, read_source
 from prge.rows.task import Task, load_task

@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 from prge.engine import EngineName
 from prge.errors import ConfigError
 from prge.learning.optimizers import OptimizerName, ScheduleName
+from prge.rows.build_options import Overflow
 from prge.rows.sources import Part, file_of_part
-from prge.rows.windows import Overflow
 from prge.running.training_flags import ExampleFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.inputs import AdapterInput

@@ -11,7 +11,8 @@ from prge.files.bundle import Bundle, open_bundle
 from prge.files.peft import read_lora
 from prge.learning.examples import Example
 from prge.model_spec import AdaptedModule, ModelSpec
-from prge.rows.example_building import BuildOptions, load_examples
+from prge.rows.build_options import BuildOptions
+from prge.rows.example_building import load_examples
 from prge.rows.report import warn_unread
 from prge.rows.sources import read_source
 from prge.rows.task import load_task

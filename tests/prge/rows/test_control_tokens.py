@@ -20,9 +20,10 @@ from tokenizers import pre_tokenizers
 
 from prge.errors import DataError
 from prge.learning.examples import Example
+from prge.rows.build_options import BuildOptions
 from prge.rows.chat import ChatTemplate
 from prge.rows.control_tokens import MessageTexts
-from prge.rows.example_building import BuildOptions, build_examples
+from prge.rows.example_building import build_examples
 from prge.rows.feedback_rows import rows_of_feedback
 from prge.rows.readers import Row
 from prge.rows.report import DataReport

@@ -20,7 +20,8 @@ from tokenizers import models, pre_tokenizers
 from prge.errors import DataError
 from prge.learning.examples import Example
 from prge.model_spec import ModelSpec
-from prge.rows.example_building import BuildOptions, build_examples
+from prge.rows.build_options import BuildOptions
+from prge.rows.example_building import build_examples
 from prge.rows.readers import Row
 from prge.rows.report import show_sample
 from prge.rows.task import Task, load_task, parse_task

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from prge.errors import DataError
-from prge.rows.forms import columns_text, find_form
+from prge.rows.columns import RowError, columns_text
+from prge.rows.forms import find_form
 from prge.rows.readers import Row
-from prge.rows.task import RowError
 
 
 def rows(*fields: Mapping[str, Any]) -> list[Row]:

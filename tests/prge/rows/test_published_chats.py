@@ -12,7 +12,8 @@ import pytest
 
 from prge.errors import DataError
 from prge.learning.examples import Example
-from prge.rows.example_building import BuildOptions, build_examples
+from prge.rows.build_options import BuildOptions
+from prge.rows.example_building import build_examples
 from prge.rows.readers import Row
 from prge.rows.report import DataReport
 from prge.rows.tokenizer import Tokenizer

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from prge.errors import ConfigError, DataError
 from prge.rows import parquet
-from prge.rows.forms import text_of
+from prge.rows.columns import RowError, text_of
 from prge.rows.readers import Row, Selection, json_fields, read_rows, select_rows
-from prge.rows.task import RowError, Template
+from prge.rows.task import Template
 
 Write = Callable[[str, "str | bytes"], Path]
 

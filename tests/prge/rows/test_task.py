@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from prge.errors import ConfigError
-from prge.rows.task import Generate, RowError, Task, Template, load_task, parse_task, task_names
+from prge.rows.columns import RowError
+from prge.rows.task import Generate, Task, Template, load_task, parse_task, task_names
 
 TEXTS = {"passage": "Ann lives in Rome. ", "question": "Where does Ann live?", "title": "Ann_of_Rome"}
 

@@ -10,8 +10,9 @@ import pytest
 
 from prge.errors import DataError
 from prge.learning.examples import tokens_sha256
+from prge.rows.build_options import BuildOptions
 from prge.rows.chat import ChatTemplate
-from prge.rows.example_building import BuildOptions, build_examples
+from prge.rows.example_building import build_examples
 from prge.rows.readers import Row
 from prge.rows.report import DataReport, warn_unread
 from prge.rows.tokenizer import Tokenizer
