@@ -115,10 +115,6 @@ def test_an_index_out_of_range_never_reaches_the_program(
     assert engine.calls == 1
 
 
-def test_an_encoder_has_no_targets_to_check() -> None:
-    assert compute(Zeros(ENCODER, 1), "forward", call_with(sequence(position=99, target=-1))) is not None
-
-
 ADAPTERS = call_with(FIRST).adapters
 
 
