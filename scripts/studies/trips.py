@@ -1,0 +1,112 @@
+"""How far a reader of one exact step travels: project files that run, and frames down to the engine.
+
+    python scripts/studies/trips.py --bundle BUNDLE --train rows.jsonl --task task.yaml
+
+Trains three steps with the native engine into a temporary folder and prints JSON: `step_files` that run in
+an exact step, the `frames` from the loop's step down to the engine's own code, and how many `run_files` run
+in all, from the settings on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import device_runner.run as run_verb
+from prge.learning.training import AdapterLearner
+from prge.verbs.settings import parse_settings
+
+ROOT = Path(run_verb.__file__).parents[1]
+_PACKAGES = tuple(str(ROOT / name) for name in ("prge", "device_runner"))
+_ENGINE = str(ROOT / "device_runner/engines/native/runtime.py")
+
+
+class Trip:
+    """Notes what runs, as a function for `sys.setprofile`."""
+
+    def __init__(self) -> None:
+        self.run_files: set[str] = set()
+        self.step_files: set[str] = set()
+        self.frames: list[str] = []
+        self._step: FrameType | None = None
+
+    def note(self, frame: FrameType, event: str, _: Any) -> None:
+        """Called with every call and return."""
+        if event == "return" and frame is self._step:
+            self._step = None
+        file = frame.f_code.co_filename
+        if event != "call" or not file.startswith(_PACKAGES):
+            return
+        if frame.f_code is AdapterLearner.step.__code__:
+            self._step = frame
+        name = str(Path(file).relative_to(ROOT))
+        self.run_files.add(name)
+        if self._step is None:
+            return
+        self.step_files.add(name)
+        is_call = file == _ENGINE and frame.f_code.co_name == "run"
+        if is_call and len(frames := [*self._frames(frame)]) > len(self.frames):
+            self.frames = frames[::-1]
+
+    def _frames(self, frame: FrameType | None) -> Iterator[str]:
+        """The project's functions from a frame up to the step."""
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(_PACKAGES):
+                yield f"{Path(frame.f_code.co_filename).relative_to(ROOT)}:{frame.f_code.co_name}"
+            if frame is self._step:
+                return
+            frame = frame.f_back
+
+
+def study(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train, and count."""
+    trip = Trip()
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--bundle", arguments.bundle, "--train", arguments.train, "--out", f"{folder}/run"]
+        words += ["--task", arguments.task] if arguments.task else []
+        words += [
+            "--estimator",
+            "exact",
+            "--engine",
+            "native",
+            "--steps",
+            "3",
+            "--batch-size",
+            "4",
+            "--quiet",
+        ]
+        sys.setprofile(trip.note)
+        try:
+            run_verb.run(parse_settings(run_verb.RunSettings, words, "prge run"))
+        finally:
+            sys.setprofile(None)
+    return {
+        "step_files": sorted(trip.step_files),
+        "frames": trip.frames,
+        "counts": {
+            "step_files": len(trip.step_files),
+            "frames": len(trip.frames),
+            "run_files": len(trip.run_files),
+        },
+    }
+
+
+def main() -> None:
+    """Print what a reader of one step meets."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bundle", required=True)
+    parser.add_argument("--train", required=True)
+    parser.add_argument("--task")
+    print(json.dumps(study(parser.parse_args()), indent=2))
+
+
+if __name__ == "__main__":
+    main()

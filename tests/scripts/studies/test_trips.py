@@ -1,0 +1,24 @@
+"""The trip of one exact step is counted by running one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.compilers import needs_compiler
+
+SCRIPT = Path(__file__).parents[3] / "scripts/studies/trips.py"
+
+
+@needs_compiler
+def test_a_step_runs_from_the_loop_to_the_engine(workshop: Path) -> None:
+    words = ["--bundle", workshop / "bundle", "--train", workshop / "train.jsonl"]
+    command = [sys.executable, SCRIPT, *words, "--task", workshop / "task.yaml"]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert found["frames"][0] == "prge/learning/training.py:step"
+    assert found["frames"][-1] == "device_runner/engines/native/runtime.py:run"
+    assert {"device_runner/engines/forward.py", "prge/learning/optimizers.py"} <= {*found["step_files"]}
+    counts = found["counts"]
+    assert counts["frames"] == len(found["frames"]) < counts["step_files"] < counts["run_files"]
