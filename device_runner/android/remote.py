@@ -153,11 +153,8 @@ class RemoteCall:
         """Write settings to a folder of the phone; words for its Python that run the verb with them."""
         return ["-m", "prge.cli", *self.verb.words.split(), *send_settings(self.phone, settings, folder)]
 
-    def attach(self, **there: Any) -> int:
+    def attach(self) -> int:
         """Run the verb at this terminal, and bring the files here that it wrote, however it ended.
-
-        Args:
-            there: as of `bring`.
 
         Returns:
             Its exit code.
@@ -165,7 +162,7 @@ class RemoteCall:
         Raises:
             PrgeError: an input can't be brought, a file can't be written here, or the phone was lost.
         """
-        phone, settings, outputs = self.phone, self.bring(**there), outputs_of(type(self.settings))
+        phone, settings, outputs = self.phone, self.bring(), outputs_of(type(self.settings))
         folder = phone.path("tmp", f"{self.verb.words}-{secrets.token_hex(4)}")
         files: dict[str, Path] = {name: settings[name] for name in outputs if settings[name] is not None}
         settings |= {name: f"{folder}/{name}{path.suffix}" for name, path in files.items()}

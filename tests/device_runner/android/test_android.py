@@ -151,6 +151,14 @@ def test_a_run_with_a_difficult_name(
     assert "step 20" in daemon.prge("logs", name, "--folder", phone).stdout
     check_private(phone)
     assert out.stat().st_mode & 0o077 == 0
+    # Other verbs run there with its bundle and adapter, and their files come here.
+    score, rows = tmp_path / "score.json", ["--task", DEMO / "task.yaml", "--data", DEMO / "dev.jsonl"]
+    daemon.prge("eval", name, *rows, "--limit", 20, "--threads", 1, "--json", score, "--folder", phone)
+    assert json.loads(score.read_text())["examples"] == 20
+    words = ["--prompt", "it's $HOME", "--max-tokens", 2, "--threads", 1, "--folder", phone]
+    told = daemon.prge("generate", name, "base", *words)
+    assert f"--- 1, {name}\n" in told.stdout and "--- 1, base\n" in told.stdout
+    assert not [*(phone / "tmp").glob("*-*")]
     (tmp_path / "taken").mkdir()
     taken = daemon.prge("pull", name, "--out", tmp_path / "taken", "--folder", phone, check=2)
     assert "is not this run" in taken.stderr

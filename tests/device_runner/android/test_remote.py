@@ -84,6 +84,26 @@ def test_the_name_of_a_run_there_stands_for_its_bundle_and_adapter(phone: FakePh
     assert not (phone.folder / "bundles").exists()
 
 
+def test_a_bare_name_is_a_run_there_whatever_lies_here(
+    phone: FakePhone, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phone.write_settings("first", "/data/bundle")
+    shutil.copytree(workshop / "bundle" / "adapter", tmp_path / "here" / "first")
+    monkeypatch.chdir(tmp_path / "here")
+    (phone.folder / "runtime" / "run.sh").write_text('#!/bin/sh\ncat "$5"\n')
+
+    def adapter_of(*words: object) -> str:
+        told = phone.prge("eval", *words, "--data", workshop / "dev.jsonl").stdout
+        return str(yaml.safe_load(told)["adapter"])
+
+    there = f"{phone.folder}/runs/first"
+    assert adapter_of("first") == adapter_of(workshop / "bundle", "--adapter", "first") == there
+    sent = adapter_of(workshop / "bundle", "--adapter", tmp_path / "here" / "first")
+    assert sent.startswith(f"{phone.folder}/adapters/") and Path(sent, "adapter_config.json").is_file()
+    told = phone.prge("eval", workshop / "bundle", "x/y", "--data", workshop / "dev.jsonl", code=2).stderr
+    assert "--adapter x/y: there is no such folder, and no run of that name on fake" in told
+
+
 def test_rows_of_the_device_stay_there_and_its_errors_come_through(
     phone: FakePhone, workshop: Path, tmp_path: Path
 ) -> None:
