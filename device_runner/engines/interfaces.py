@@ -64,7 +64,6 @@ def with_specs(chain: Chain, programs: Sequence[Any]) -> Chain:
         chain: of a manifest.
         programs: of its kinds, without `program_problems`.
     """
-
     methods = (method for kind in chain.kinds for method in kind.methods.values())
     if all(method.has_specs for method in methods):
         return chain

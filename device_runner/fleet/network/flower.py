@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from fastapi import FastAPI
-from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL as HEARTBEAT_SECONDS
 from flwr.common.constant import (
@@ -360,7 +360,11 @@ class FleetState:
             before: called with the name when the device can't have the task yet: its answer may come at once.
         """
         message = Message(
-            encode_content(content), dst_node_id=node, message_type="train", group_id=group, ttl=seconds
+            encode_content(content),
+            dst_node_id=node,
+            message_type=MessageType.TRAIN,
+            group_id=group,
+            ttl=seconds,
         )
         with no_object_id_recompute():
             name = message.object_id
