@@ -28,26 +28,21 @@ class ChangedError(Exception):
     """Rows are not where they were: some were forgotten, or the file is another one."""
 
 
-class Place(NamedTuple):
-    """Where a row lies: its key, and the offset and length of its line in bytes."""
-
-    key: str
-    start: int
-    length: int
-
-
 class Entry(NamedTuple):
-    """Index entry of a feedback row: its key, a hash of its question, and whether it can be trained on."""
+    """Index entry of a feedback row: its key, a hash of its question, whether it can be trained on, and the
+    offset and length of its line in bytes."""
 
     key: str
     question: int
     is_learnable: bool
+    start: int = 0
+    length: int = 0
 
     @classmethod
-    def of(cls, row: Fields) -> Entry:
+    def of(cls, row: Fields, start: int = 0, length: int = 0) -> Entry:
         """The entry of a row."""
         question = hashlib.sha256(asked_text(row).encode()).digest()[:8]
-        return cls(key_of(row), int.from_bytes(question, "big"), can_be_learnt(row))
+        return cls(key_of(row), int.from_bytes(question, "big"), can_be_learnt(row), start, length)
 
 
 class FeedbackIndex:
@@ -74,7 +69,8 @@ class FeedbackIndex:
 
     def __getitem__(self, number: int) -> Entry:
         """The entry of a row by its zero-based number."""
-        return Entry(self._keys[number], self._questions[number], bool(self._learnable[number]))
+        facts = self._keys[number], self._questions[number], bool(self._learnable[number])
+        return Entry(*facts, self._starts[number], self._lengths[number])
 
     def read_on(self) -> bool:
         """Read what was appended, for `SECONDS` or a little longer; whether there is more to read."""
@@ -101,19 +97,14 @@ class FeedbackIndex:
         self._follow()
         if self._stream is None or generation != self.generation:
             raise ChangedError
-        places = self.places(keys)
+        entries = self.entries(keys)
+        if len(entries) < len(keys):
+            raise ChangedError
         try:
-            return _rows_at(self._stream.fileno(), places)
+            return _rows_at(self._stream.fileno(), entries)
         except ChangedError:
             self._begin()
             raise
-
-    def places(self, keys: Sequence[str]) -> list[Place]:
-        """Where rows with these keys lie; raises ChangedError where the file didn't have one of them."""
-        if not self._numbers.keys() >= set(keys):
-            raise ChangedError
-        numbers = [self._numbers[key] for key in keys]
-        return [Place(self._keys[each], self._starts[each], self._lengths[each]) for each in numbers]
 
     def has_all(self, keys: Sequence[str]) -> bool:
         """Whether the file, as it is now, has these rows."""
@@ -179,19 +170,19 @@ class FeedbackIndex:
         start, self._end = self._end, self._end + len(line)
         if (row := row_of_line(line)) is None:
             return
-        entry = Entry.of(row)
+        entry = Entry.of(row, start, len(line))
         if entry.key in self._numbers:
             return
         self._numbers[entry.key] = len(self._keys)
         self._keys.append(entry.key)
         self._questions.append(entry.question)
         self._learnable.append(entry.is_learnable)
-        self._starts.append(start)
-        self._lengths.append(len(line))
+        self._starts.append(entry.start)
+        self._lengths.append(entry.length)
 
 
-def read_rows(path: Path, places: Sequence[Place]) -> list[Fields]:
-    """The rows of a file at places that an index gave.
+def read_rows(path: Path, entries: Sequence[Entry]) -> list[Fields]:
+    """The rows of a file that an index has entries of.
 
     Raises:
         ChangedError: they aren't there any more.
@@ -199,16 +190,16 @@ def read_rows(path: Path, places: Sequence[Place]) -> list[Fields]:
     """
     try:
         with open_regular(path, "rb", buffering=0) as stream:
-            return _rows_at(stream.fileno(), places)
+            return _rows_at(stream.fileno(), entries)
     except FileNotFoundError:
         raise ChangedError from None
 
 
-def _rows_at(file: int, places: Sequence[Place]) -> list[Fields]:
+def _rows_at(file: int, entries: Sequence[Entry]) -> list[Fields]:
     rows = []
-    for place in places:
-        row = row_of_line(os.pread(file, place.length, place.start))
-        if row is None or key_of(row) != place.key:
+    for entry in entries:
+        row = row_of_line(os.pread(file, entry.length, entry.start))
+        if row is None or key_of(row) != entry.key:
             raise ChangedError
         rows.append(row)
     return rows

@@ -125,11 +125,6 @@ class Learning:
         self._tidy()
 
     @property
-    def date(self) -> str | None:
-        """The day that chat templates take for today in what is learnt."""
-        return self._plan.settings.date
-
-    @property
     def adapter(self) -> Adapter:
         """The one that is served."""
         return self._adapter(self._history.current)
@@ -242,7 +237,7 @@ class Learning:
     def _begin_round(self, version: Version) -> None:
         round = self._new_round(version)
         self._begun_at, self._generation = time.monotonic(), self._index.generation
-        self._keys = [place.key for place in (*round.learnt, *round.held)]
+        self._keys = [row.key for row in (*round.learnt, *round.held)]
         process = self._begin(round)
         with self._lock:
             self._process = process
@@ -348,8 +343,6 @@ class Learning:
                 learning, held = held_back(there(each.rows))
                 learnt, unlearnt = [*learnt, *unlearnt, *learning], held
         learning, held = held_back(there(version.rows))
-        parts = [*unlearnt[-_MOST_OPEN:], *learning], held, learnt
-        new, judged, before = (self._index.places([row.key for row in part]) for part in parts)
         settings = self._plan.settings
         seed, folder = settings.seed + version.number, self._folder_of(version.number)
         return Round(
@@ -359,9 +352,9 @@ class Learning:
             adapter=self._adapter(parent),
             start=self._start,
             feedback=self._folder / FEEDBACK,
-            learnt=new,
-            held=judged,
-            learnt_before=before,
+            learnt=[*unlearnt[-_MOST_OPEN:], *learning],
+            held=held,
+            learnt_before=learnt,
             replay=self._flags.replay,
             may_lose=self._flags.may_lose,
             has_kept=self._has_kept,

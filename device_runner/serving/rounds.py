@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.engines.opening import open_engine
-from device_runner.serving.feedback_index import ChangedError, Entry, Place, read_rows
+from device_runner.serving.feedback_index import ChangedError, Entry, read_rows
 from device_runner.session.inputs import origin_of
 from device_runner.session.planning import plan_run
 from device_runner.session.settings import RunSettings
@@ -139,9 +139,9 @@ class Round:
     adapter: Adapter
     start: Adapter
     feedback: Path
-    learnt: Sequence[Place]
-    held: Sequence[Place]
-    learnt_before: Sequence[Place]
+    learnt: Sequence[Entry]
+    held: Sequence[Entry]
+    learnt_before: Sequence[Entry]
     replay: float
     may_lose: float
     has_kept: bool
@@ -150,7 +150,7 @@ class Round:
 
     def digest(self) -> str:
         """What its rows are."""
-        lists = [[place.key for place in part] for part in (self.learnt, self.held, self.learnt_before)]
+        lists = [[row.key for row in part] for part in (self.learnt, self.held, self.learnt_before)]
         return hashlib.sha256(json.dumps([self.replay, lists], sort_keys=True).encode()).hexdigest()
 
 
@@ -282,9 +282,9 @@ class _Feedback:
     builder: FeedbackExamples
     tell: Callable[[str], object]
 
-    def examples(self, places: Sequence[Place]) -> list[Example]:
+    def examples(self, entries: Sequence[Entry]) -> list[Example]:
         """Examples of rows, texts before messages."""
-        rows = enumerate(read_rows(self.round.feedback, places), 1)
+        rows = enumerate(read_rows(self.round.feedback, entries), 1)
         examples: list[Example] = []
         for number, row in sorted(rows, key=lambda numbered: "messages" in numbered[1]):
             try:

@@ -235,7 +235,7 @@ def _hostile_rows(stage: _Stage) -> Found:
 
 
 def _kills(stage: _Stage) -> Found:
-    """A server that is killed while it learns, and started again until it is done."""
+    """A server that is killed while it learns, or its child processes, and started again until it is done."""
     stage.honest()
     learn, counts = stage.folder / "learn", Counter[str]()
     write(learn, honest_rows())
@@ -246,6 +246,10 @@ def _kills(stage: _Stage) -> Found:
         by_change = stage.random.random() < 0.5
         while time.monotonic() < until and not (by_change and len(list(learn.rglob("*"))) != seen):
             time.sleep(0.001)
+        if stage.random.random() < 0.3:
+            with suppress(OSError):  # it ends just now
+                counts["kills of its child process"] += learner.service.kill_children("round_process")
+            time.sleep(stage.random.uniform(0, 0.3))
         learner.service.process.send_signal(
             stage.random.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -38,6 +39,15 @@ class Service:
             status = Path(f"/proc/{self.process.pid}/status").read_text()
             return int(status.split(f"{name}:")[1].split()[0]) * 1024
         return 0
+
+    def kill_children(self, module: str) -> int:
+        """Kill the processes that it started to run a module; how many there were."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        numbers = [int(number) for path in tasks for number in path.read_text().split()]
+        found = [each for each in numbers if module.encode() in Path(f"/proc/{each}/cmdline").read_bytes()]
+        for number in found:
+            os.kill(number, signal.SIGKILL)
+        return len(found)
 
     def end(self) -> None:
         """Kill it."""

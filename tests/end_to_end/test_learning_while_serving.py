@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +31,8 @@ def serving(bundle: Path, learn: Path, *words: object) -> Iterator[tuple[subproc
     command = [sys.executable, "-m", "prge.cli", "serve", bundle, "--learn", learn, *SETTINGS, *words]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     given = [*map(str, command), "--port", "0", "--threads", "1"]
-    with subprocess.Popen(given, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "env": environment}
+    with (learn.parent / "log").open("w") as log, subprocess.Popen(given, stderr=log, **options) as process:
         try:
             assert process.stdout is not None
             url = next(line for line in process.stdout if "listening" in line).split()[2].rstrip(";")
@@ -53,6 +56,13 @@ def until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def learners(process: subprocess.Popen[str]) -> list[int]:
+    """Numbers of a server's processes that learn."""
+    tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+    numbers = [int(number) for path in tasks for number in path.read_text().split()]
+    return [each for each in numbers if b"round_process" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
 def results(learn: Path) -> dict[str, bytes]:
@@ -124,3 +134,40 @@ def test_answers_beside_steps_are_those_without_them(workshop: Path, tmp_path: P
                 asked += 1
             time.sleep(0.05)
         assert asked
+
+
+@pytest.mark.whole
+def test_both_processes_keep_a_bound_of_memory(workshop: Path, tmp_path: Path) -> None:
+    bundle, learn = workshop / "bundle", tmp_path / "learn"
+    with pytest.raises(RuntimeError, match="StopIteration"), serving(bundle, learn, "--memory", "20MB"):
+        pass
+    told = (tmp_path / "log").read_text()
+    least = re.search(r"a server that learns needs at least (\d+) MB", told)
+    assert least, told
+    with serving(bundle, learn, "--memory", f"{least[1]}MB") as (process, client):
+        for prompt in ASKED:
+            id, _ = ask(client, prompt)
+            client.post("/feedback", body={"id": id, "correction": "bb cc"}, cast_to=object)
+        until(lambda: history(client)[-1]["status"] not in ("start", "learning"))
+        assert not learners(process)  # and gives the memory back
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert f"MB at most, of the {least[1]} MB of --memory" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.whole
+def test_a_child_that_is_killed_alone_is_started_again(workshop: Path, tmp_path: Path) -> None:
+    bundle, learn = workshop / "bundle", tmp_path / "learn"
+    with serving(bundle, learn) as (process, client):
+        for prompt in ASKED:
+            id, _ = ask(client, prompt)
+            client.post("/feedback", body={"id": id, "correction": "bb cc"}, cast_to=object)
+        journal = learn / "rounds/0001/journal.jsonl"
+        until(lambda: journal.is_file() and journal.read_bytes().count(b'"kind":"step"') >= 5)
+        [child] = learners(process)
+        os.kill(child, signal.SIGKILL)
+        url = str(client.base_url).replace("/v1/", "/health")
+        until(lambda: json.load(urllib.request.urlopen(url))["status"] == "degraded")
+        assert "the process that learns was ended by SIGKILL" in (tmp_path / "log").read_text()
+        until(lambda: history(client)[-1]["status"] == "served")
+        until(lambda: json.load(urllib.request.urlopen(url))["status"] == "ok")

@@ -311,9 +311,10 @@ def test_a_folder_keeps_the_day_that_it_began_on(place: Place, monkeypatch: pyte
             return cls.fromisoformat("2027-01-02")
 
     monkeypatch.setattr("prge.running.training_flags.date", Later)
-    learning = place.open()
-    assert learning.date == date_of(place.learn) == date.today().isoformat() != "2027-01-02"
-    learning.close()
+    feedback(place.learn / FEEDBACK, EVERY)
+    place.learnt()
+    learnt = place.processes[0].round.settings.date
+    assert learnt == date_of(place.learn) == date.today().isoformat() != "2027-01-02"
 
 
 def test_killed_at_any_time_it_goes_on_to_the_same_bits(place: Place, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from device_runner.serving.feedback_index import FeedbackIndex, Place
+from device_runner.serving.feedback_index import FeedbackIndex
 from device_runner.serving.round_process import RoundProcess
 from device_runner.serving.rounds import Round, outcome_of
 from device_runner.session.planning import settled
@@ -71,12 +71,12 @@ def made(tmp_path: Path) -> Round:
     index = FeedbackIndex(feedback)
     while index.read_on():
         pass
-    places = index.places([index[number].key for number in range(4)])
+    entries = index.entries(index.keys)
     index.close()
     folder = feedback.parent / "rounds/0001"
     settings = RunSettings(bundle.folder, feedback, folder, steps=60, batch_size=2, checkpoint_every=10)
     start = Adapter.zeros(bundle.chain.modules)
-    rows = places[:3], places[3:], list[Place]()
+    rows = entries[:3], entries[3:], entries[:0]
     plan = settled(settings, bundle).dated()
     return Round(1, plan, BACK, start, start, feedback, *rows, 0.5, 0.02, False, None, None)
 
