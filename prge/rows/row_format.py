@@ -15,7 +15,7 @@ from prge.rows.columns import column_names, present_columns
 from prge.rows.forms import TEXT, Form, find_form
 from prge.rows.preferences import rated_rows
 from prge.rows.readers import Row
-from prge.rows.segments import Candidates, Formatting, Texts
+from prge.rows.segments import Candidates, Segmenter, Texts
 from prge.rows.task import OBJECTIVES, Task
 from prge.rows.task_rows import task_candidates, task_class
 from prge.rows.tokenizer import Tokenizer, compile_chat_template
@@ -38,7 +38,7 @@ class RowFormat:
     objective: ObjectiveName
     usual_overflow: Overflow
     rows: Sequence[Row]
-    segments: Callable[[Formatting, Row], Texts | Candidates]
+    segments: Callable[[Segmenter, Row], Texts | Candidates]
     chat: ChatTemplate | None = None
 
 

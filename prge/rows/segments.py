@@ -99,7 +99,7 @@ class Candidates:
 
 
 @dataclass(frozen=True)
-class Formatting:
+class Segmenter:
     """What turns rows into segments: the model's chat template, and where written control tokens are such.
 
     `chat` is None where rows don't become messages. `append_eos`: an end-of-sequence token follows a text or
