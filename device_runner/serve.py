@@ -37,9 +37,9 @@ from prge.files.run_folder import run_lock
 from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
 from prge.learning.costs import StepShape
-from prge.rows.feedback import Fields, check_feedback
 from prge.rows.feedback_examples import FeedbackExamples
-from prge.rows.tokenizer import Tokenizer, bundle_tokenizer, read_chat_template
+from prge.rows.readers.feedback import Fields, check_feedback
+from prge.rows.tokenization.tokenizer import Tokenizer, bundle_tokenizer, read_chat_template
 from prge.text.speaker import Speaker
 from prge.verbs.kinds import Bytes
 from prge.verbs.outputs import OutputFile

@@ -28,7 +28,7 @@ from prge.errors import INTERRUPTED, DeviceError
 from prge.files.bundle import file_sha256
 from prge.files.documents import parse_json
 from prge.files.run_folder import ENDED, JOURNAL, LOCK, LOG
-from prge.rows.readers import PARQUET, json_fields
+from prge.rows.readers.files import PARQUET, json_fields
 from prge.rows.sources import Part, paths_of, read_source, rows_files
 from prge.verbs.kinds import Paths
 from prge.verbs.settings import yaml_of

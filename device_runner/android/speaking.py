@@ -20,7 +20,7 @@ from device_runner.android.device import (
 from device_runner.session.speaking import BASE, STDIN, ChatFlags, GenerateFlags
 from prge.errors import ConfigError, DeviceError
 from prge.files.documents import parse_yaml
-from prge.rows.inputs import read_text_of
+from prge.rows.tokenization.inputs import read_text_of
 from prge.verbs.settings import part_of
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from prge.rows.columns import RowError
 from prge.rows.report import INEXACT
 from prge.rows.segments import Segment, SegmentedText
-from prge.rows.tokenizer import Control, Ids, Tokenizer
+from prge.rows.tokenization.tokenizer import Control, Ids, Tokenizer
 
 Mask = NDArray[np.bool_]
 # Behind every text.

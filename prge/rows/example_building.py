@@ -2,15 +2,16 @@
 
 reader -> Row -> Texts or Candidates -> token ids and a mask -> sequences that fit -> Example
 
-readers.py, sources.py   files, and what else a user names, to rows: a number and fields
-row_format.py            what all rows of a file are: of a task, or of a form by their columns (forms.py)
-segments.py              what a row becomes: `Texts` are learnt, `Candidates` are compared; both are segments,
-                         trained or not, and treated alike from here on. A file for each form makes them:
-                         completions.py (text; prompt and completion), messages.py (messages, ShareGPT),
-                         instructions.py (Alpaca), preferences.py (pairs, ratings), task_rows.py
-encoding.py              segments to token ids with a mask of those that are learnt
-fitting.py               sequences that the bundle takes: whole, cut or split
-example_building.py      their targets, and what was done to which row for the report
+readers/, sources.py   files, and what else a user names, to rows: a number and fields
+row_format.py          what all rows of a file are: of a task, or of a form by their columns
+segments.py            what a row becomes: `Texts` are learnt, `Candidates` are compared; both are segments,
+                       trained or not, and treated alike from here on
+forms/                 a file for each form of rows makes them: completions.py (text; prompt and completion),
+                       messages.py (messages, ShareGPT), instructions.py (Alpaca), preferences.py (pairs,
+                       ratings), task_rows.py
+encoding.py            segments to token ids with a mask of those that are learnt, by tokenization/
+fitting.py             sequences that the bundle takes: whole, cut or split
+example_building.py    their targets, and what was done to which row for the report
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from prge.learning.examples import Example
 from prge.model_spec import ModelSpec
 from prge.rows.build_options import BuildOptions
 from prge.rows.columns import RowError, columns_text, present_columns
-from prge.rows.control_tokens import ControlTokens
 from prge.rows.encoding import EncodedText
 from prge.rows.fitting import Fitter, shares_sequence
-from prge.rows.forms import CONTROL_TOKENS
-from prge.rows.readers import Row, Selection, select_rows
+from prge.rows.forms.form import CONTROL_TOKENS
+from prge.rows.forms.task import Task
+from prge.rows.readers.files import Row, Selection, select_rows
 from prge.rows.report import CONTROL, CONTROL_AS_TEXT, CONTROL_IN_PROMPTS, CONTROL_READ, CUTS, DataReport
 from prge.rows.row_format import RowFormat, form_format, task_format
 from prge.rows.segments import Candidates, Segmenter, Texts
 from prge.rows.sources import Source, read_source
-from prge.rows.task import Task
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.control_tokens import ControlTokens
+from prge.rows.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from prge.rows.chat import ChatTemplate
+    from prge.rows.tokenization.chat import ChatTemplate
 
 # Tokens of a candidate that an error spells.
 SPELLED = 8

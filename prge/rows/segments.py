@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from prge.rows.control_tokens import ControlTokens, in_prompts, in_texts
-from prge.rows.tokenizer import Control, Tokenizer
+from prge.rows.tokenization.control_tokens import ControlTokens, in_prompts, in_texts
+from prge.rows.tokenization.tokenizer import Control, Tokenizer
 
 if TYPE_CHECKING:
-    from prge.rows.chat import ChatTemplate
+    from prge.rows.tokenization.chat import ChatTemplate
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
 from prge.files.peft import read_lora, read_peft, write_lora
-from prge.rows import chat
-from prge.rows.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
-from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.readers.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
+from prge.rows.tokenization import chat
+from prge.rows.tokenization.tokenizer import bundle_tokenizer
 from prge.text.loop import GenerationSettings, Generator, Request
 from prge.text.prompts import Prompt
 from tests.device_runner.numpy_device import Device, Killed

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prge.rows.columns import RowError
 from prge.rows.encoding import encode
 from prge.rows.segments import Segment, SegmentedText, Segmenter
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, pad_id=0, prepend_bos=True)

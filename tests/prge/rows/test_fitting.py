@@ -12,7 +12,7 @@ from prge.rows.encoding import EncodedText, encode
 from prge.rows.fitting import Fitted, Fitter
 from prge.rows.report import END_CUT, PROMPT_CUT, SPLIT
 from prge.rows.segments import Candidates, Segment, SegmentedText, Segmenter, Texts
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, pad_id=0, prepend_bos=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prge.errors import shown
 from prge.rows.columns import Fields, RowError, text_of
-from prge.rows.messages import as_messages, unlearnt
-from prge.rows.readers import Row
+from prge.rows.forms.messages import as_messages, unlearnt
+from prge.rows.readers.files import Row
 from prge.rows.segments import Segmenter, Texts
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from prge.errors import shown
 from prge.rows.columns import Fields, RowError
-from prge.rows.messages import (
+from prge.rows.forms.messages import (
     SYSTEM,
     as_messages,
     conversation_of,
@@ -20,7 +20,7 @@ from prge.rows.messages import (
     unlearnt,
     with_system,
 )
-from prge.rows.readers import Row
+from prge.rows.readers.files import Row
 from prge.rows.segments import Candidates, SegmentedText, Segmenter
 
 # A text, or messages.
@@ -64,7 +64,7 @@ def _texts(
     """Answers after one prompt, all texts or all messages."""
     if not isinstance(prompt, list):
         return tuple(segmenter.learnt(*segmenter.completed(prompt, answer)) for answer in answers)
-    from prge.rows.chat import check_messages, learnt_turns
+    from prge.rows.tokenization.chat import check_messages, learnt_turns
 
     try:
         asked = check_messages(with_system(row.fields.get(SYSTEM), prompt), answered=False)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from prge.rows.columns import RowError
-from prge.rows.readers import Row
+from prge.rows.forms.task import Task
+from prge.rows.readers.files import Row
 from prge.rows.segments import Candidates, SegmentedText, Segmenter, Texts
-from prge.rows.task import Task
 
 
 def task_candidates(task: Task, is_alone: bool, segmenter: Segmenter, row: Row) -> Texts | Candidates:

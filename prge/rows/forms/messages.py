@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from prge.errors import BundleError, DataError, shown
 from prge.rows.columns import Fields, RowError, decoded
-from prge.rows.control_tokens import MessageTexts, RenderedText, in_messages
-from prge.rows.feedback import TEMPLATE_KWARGS
-from prge.rows.readers import Row
+from prge.rows.readers.feedback import TEMPLATE_KWARGS
+from prge.rows.readers.files import Row
 from prge.rows.report import (
     CONTROL_IN_MESSAGES,
     CONTROL_OF_MESSAGES,
@@ -27,9 +26,10 @@ from prge.rows.report import (
     TURN_REFUSED,
 )
 from prge.rows.segments import Segment, SegmentedText, Segmenter, Texts
+from prge.rows.tokenization.control_tokens import MessageTexts, RenderedText, in_messages
 
 if TYPE_CHECKING:
-    from prge.rows.chat import ChatTemplate, Message, Rendering
+    from prge.rows.tokenization.chat import ChatTemplate, Message, Rendering
 
 SYSTEM, TOOLS = "system", "tools"
 # Roles in ShareGPT's turns, and those that chat templates know them by.
@@ -51,7 +51,7 @@ def messages_texts(segmenter: Segmenter, row: Row) -> Texts:
         DataError: the template refuses them.
         BundleError: the template takes too much for them.
     """
-    from prge.rows.chat import check_messages, learnt_turns
+    from prge.rows.tokenization.chat import check_messages, learnt_turns
 
     try:
         messages = check_messages(row.fields["messages"])

@@ -24,10 +24,9 @@ from typing import Literal
 from prge.errors import DataError, shown
 from prge.learning.preferences import PREFERENCES, ObjectiveName, Preferring
 from prge.rows.columns import Fields, RowError, column_names, decoded, present_columns
-from prge.rows.completions import completion_fields, completion_text, whole_text
-from prge.rows.feedback import TEMPLATE_KWARGS
-from prge.rows.instructions import HISTORY, instruction_fields
-from prge.rows.messages import (
+from prge.rows.forms.completions import completion_fields, completion_text, whole_text
+from prge.rows.forms.instructions import HISTORY, instruction_fields
+from prge.rows.forms.messages import (
     SYSTEM,
     TOOLS,
     messages_texts,
@@ -35,8 +34,9 @@ from prge.rows.messages import (
     template_variables,
     with_system,
 )
-from prge.rows.preferences import liked_fields, pair_candidates, rated_fields, rating_candidates
-from prge.rows.readers import Row
+from prge.rows.forms.preferences import liked_fields, pair_candidates, rated_fields, rating_candidates
+from prge.rows.readers.feedback import TEMPLATE_KWARGS
+from prge.rows.readers.files import Row
 from prge.rows.segments import Candidates, Segmenter, Texts
 
 WEIGHT = "weight"
