@@ -25,7 +25,9 @@ from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.host.interrupts import handled_by
 from prge.host.terminal import write_text
-from prge.rows.feedback import (
+from prge.rows.feedback_examples import FeedbackExamples
+from prge.rows.forms.form import CONTROL_TOKENS
+from prge.rows.readers.feedback import (
     Answered,
     Fields,
     adapter_digest,
@@ -34,10 +36,8 @@ from prge.rows.feedback import (
     check_feedback,
     spaced,
 )
-from prge.rows.feedback_examples import FeedbackExamples
-from prge.rows.forms import CONTROL_TOKENS
-from prge.rows.inputs import decoded_text
-from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.tokenization.inputs import decoded_text
+from prge.rows.tokenization.tokenizer import bundle_tokenizer
 from prge.text.loop import Generator, Request, Ticket
 from prge.text.prompts import Prompt, Prompts
 from prge.verbs.settings import parse_settings

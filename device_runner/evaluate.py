@@ -26,12 +26,12 @@ from prge.learning.head import Head
 from prge.learning.preferences import Preference, make_objective
 from prge.rows.build_options import BuildOptions
 from prge.rows.example_building import load_examples
+from prge.rows.forms.task import Generate, Task, load_task
 from prge.rows.own_heads import head_of, ordered, refused_labels
-from prge.rows.readers import place_of_row
+from prge.rows.readers.files import place_of_row
 from prge.rows.scoring import evaluate, text_metrics
 from prge.rows.sources import read_source
-from prge.rows.task import Generate, Task, load_task
-from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.tokenization.tokenizer import bundle_tokenizer
 from prge.text.loop import Answer, GenerationSettings, Generator, Request
 from prge.text.loop import Overflow as PromptOverflow
 from prge.text.prompts import Prompt

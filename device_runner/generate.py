@@ -24,14 +24,14 @@ from prge.errors import DataError, shown
 from prge.files.documents import DocumentError, read_json
 from prge.host.terminal import write_text
 from prge.rows.columns import RowError, columns_text
-from prge.rows.feedback import TEMPLATE_KWARGS
-from prge.rows.forms import find_form
-from prge.rows.inputs import read_text_of
-from prge.rows.messages import template_variables
-from prge.rows.readers import Row, place_of_row, select_rows
+from prge.rows.forms.form import find_form
+from prge.rows.forms.messages import template_variables
+from prge.rows.forms.task import load_task
+from prge.rows.readers.feedback import TEMPLATE_KWARGS
+from prge.rows.readers.files import Row, place_of_row, select_rows
 from prge.rows.sources import describe_paths, read_source
-from prge.rows.task import load_task
-from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.tokenization.inputs import read_text_of
+from prge.rows.tokenization.tokenizer import bundle_tokenizer
 from prge.text.loop import Answer, Generator, Request, Ticket
 from prge.text.prompts import Prompt, Prompts
 from prge.verbs.settings import parse_settings
@@ -123,7 +123,7 @@ def _read_messages(path: Path) -> tuple[list[Mapping[str, Any]], Mapping[str, An
 
 def _answerable(messages: object) -> list[Mapping[str, Any]]:
     """Messages that end with one to answer; raises RowError saying what they lack."""
-    from prge.rows.chat import check_messages
+    from prge.rows.tokenization.chat import check_messages
 
     try:
         return check_messages(messages, answered=False)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from prge.errors import DataError, printable, shortened
 from prge.host.terminal import best_effort
-from prge.rows.feedback import Fields, forget_rows, is_feedback, read_lines, texts_of
+from prge.rows.readers.feedback import Fields, forget_rows, is_feedback, read_lines, texts_of
 from prge.verbs.inputs import InputFile
 from prge.verbs.outputs import OutputFile
 from prge.verbs.settings import parse_settings

@@ -36,9 +36,9 @@ from prge.files.bundle import Bundle
 from prge.files.run_folder import run_lock
 from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
-from prge.rows.feedback import check_feedback
 from prge.rows.feedback_examples import FeedbackExamples
-from prge.rows.tokenizer import Tokenizer, bundle_tokenizer, read_chat_template
+from prge.rows.readers.feedback import check_feedback
+from prge.rows.tokenization.tokenizer import Tokenizer, bundle_tokenizer, read_chat_template
 from prge.text.speaker import Speaker
 from prge.verbs.settings import parse_settings
 

@@ -67,7 +67,7 @@ class Model:
     def __init__(self, bundle: Bundle, adapter: str | None, engine: dict[str, Any]) -> None:
         self._speaking = importlib.import_module("device_runner.session.speaking")
         flags = settings_of(self._speaking.SpeakingFlags, engine, "load()", "prge generate")
-        tokenizer = importlib.import_module("prge.rows.tokenizer").bundle_tokenizer(bundle)
+        tokenizer = importlib.import_module("prge.rows.tokenization.tokenizer").bundle_tokenizer(bundle)
         self._prompts: Prompts = importlib.import_module("prge.text.prompts").Prompts(tokenizer)
         _ = self._prompts.chat  # its template is read in a child that is forked before there is an engine
         self._adapter = self._speaking.read_adapter(bundle, adapter or self._speaking.BUNDLE)[1]
@@ -90,8 +90,8 @@ class Model:
         return self._generator.generate([request])[0]
 
     def _asked(self, prompt: Any) -> Prompt:
-        from prge.rows.chat import check_messages
-        from prge.rows.inputs import checked_json
+        from prge.rows.tokenization.chat import check_messages
+        from prge.rows.tokenization.inputs import checked_json
         from prge.text.prompts import Prompt
 
         if isinstance(prompt, str):

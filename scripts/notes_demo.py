@@ -12,7 +12,7 @@ from typing import Any
 
 import smollm2
 
-from prge.rows.readers import read_rows
+from prge.rows.readers.files import read_rows
 from prge.verbs.starting import answer_of, json_of, run_verb
 
 NOTES = Path(__file__).with_name("notes_data")

@@ -124,9 +124,9 @@ def _steps(
     from prge.learning.sampling import Sampler
     from prge.rows.build_options import BuildOptions
     from prge.rows.example_building import load_examples
+    from prge.rows.forms.task import load_task
     from prge.rows.report import warn_unread
     from prge.rows.sources import read_source
-    from prge.rows.task import load_task
     from server_export.model.chat_templates import give_template
     from server_export.model.tokenization import load_tokenizer, on_device
 

@@ -22,7 +22,7 @@ from server_export.settings import ExportConfig
 from server_export.stage import stage
 
 if TYPE_CHECKING:
-    from prge.rows.tokenizer import Tokenizer
+    from prge.rows.tokenization.tokenizer import Tokenizer
     from server_export.calibrate.calibration import Calibration
     from server_export.model.chain import ModelChain
     from server_export.model.source import Source

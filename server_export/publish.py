@@ -31,7 +31,7 @@ from prge.files.peft import (
     write_config,
 )
 from prge.host.atomic import new_folder
-from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, bundle_tokenizer, read_chat_template
+from prge.rows.tokenization.tokenizer import CHAT_TEMPLATE_FILE, bundle_tokenizer, read_chat_template
 from server_export.model.base import base_of
 from server_export.publishing.hub import find_repository, push
 from server_export.publishing.model_card import CardFacts, model_card, read_run, read_step

@@ -18,7 +18,7 @@ from prge.files.own_settings import KEY, new_key, parse_key, sign
 from prge.files.peft import find_adapter
 from prge.files.run_folder import CONFIG, DECISIONS, FINAL, JOURNAL
 from prge.files.tuned import Tuning
-from prge.rows.readers import PARQUET, json_fields
+from prge.rows.readers.files import PARQUET, json_fields
 from prge.rows.sources import Part, paths_of, read_source, rows_files
 from prge.verbs.kinds import Paths
 from prge.verbs.settings import yaml_of

@@ -25,7 +25,7 @@ from prge.files.documents import DocumentError, mapping, parse_yaml
 from prge.files.run_folder import CONFIG, reported
 from prge.files.tuned import tuning_at
 from prge.host.atomic import write_output
-from prge.rows.inputs import read_text_of
+from prge.rows.tokenization.inputs import read_text_of
 from prge.running.training_flags import RowsFlags
 from prge.verbs.bounds import flag
 from prge.verbs.combining import combined, values_of

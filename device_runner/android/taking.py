@@ -38,7 +38,7 @@ from pathlib import Path
 import device_runner.run
 from prge.files.bundle import open_bundle
 from prge.host.memory import resident_bytes
-from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.tokenization.tokenizer import bundle_tokenizer
 tokenizer = bundle_tokenizer(open_bundle(Path({bundle!r})))
 print(resident_bytes() or "")
 """

@@ -22,7 +22,7 @@ from prge.files.documents import parse_json
 from prge.learning.estimators.table import ESTIMATORS, EstimatorName, having
 from prge.learning.examples import LossNormalisation
 from prge.learning.optimizers import OptimizerName, ScheduleName
-from prge.rows.task import Task
+from prge.rows.forms.task import Task
 from prge.running.recipe import Recipe
 from prge.running.training_flags import OptimizerFlags, RateFlags
 from prge.verbs.bounds import bound_problems

@@ -47,9 +47,9 @@ from prge.files.run_folder import JOURNAL, run_lock
 from prge.host.atomic import write_file
 from prge.host.terminal import best_effort
 from prge.learning.checkpoint import TrainingState
+from prge.rows.forms.task import load_task
 from prge.rows.own_heads import task_of
 from prge.rows.sources import hub_names
-from prge.rows.task import load_task
 from prge.running.training_flags import ExampleFlags
 from prge.verbs.inputs import BundleInput, InputFile, TrainRows
 from prge.verbs.settings import read_settings, read_stored, settings_to_yaml, with_whole_paths

@@ -24,13 +24,13 @@ from prge.learning.examples import Example
 from prge.learning.head import Head
 from prge.rows.build_options import BuildOptions
 from prge.rows.example_building import load_examples
+from prge.rows.forms.task import Task
 from prge.rows.own_heads import head_of, task_of
-from prge.rows.readers import Selection
+from prge.rows.readers.files import Selection
 from prge.rows.report import warn_unread
 from prge.rows.scoring import evaluate
 from prge.rows.sources import Part, read_source
-from prge.rows.task import Task
-from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.tokenization.tokenizer import bundle_tokenizer
 from prge.running.training_flags import ExampleFlags
 from prge.verbs.inputs import AdapterInput, BundleInput, DevRows, TrainRows
 from prge.verbs.kinds import Paths

@@ -38,9 +38,9 @@ from prge.files.own_settings import check_links
 from prge.files.peft import find_adapter, read_compatible_adapter, read_peft, run_of
 from prge.files.run_folder import CHECKPOINTS, CONFIG, FINAL
 from prge.files.tuned import tuning_at
-from prge.rows.feedback import adapter_digest
 from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.readers.feedback import adapter_digest
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.verbs.settings import read_stored
 
 # Rows of refused rounds that the next one learns, too.

@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 from device_runner.serving.protocol import Asked, RequestError
 from prge.errors import BundleError, DataError
 from prge.files.adapter import Adapter
-from prge.rows.control_tokens import RenderedText
-from prge.rows.feedback import Answered, Fields, adapter_digest, asked_messages
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.readers.feedback import Answered, Fields, adapter_digest, asked_messages
+from prge.rows.tokenization.control_tokens import RenderedText
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.text.loop import GenerationSettings, Request
 from prge.text.prompts import Prompt, Prompts
 

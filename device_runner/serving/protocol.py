@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from prge.errors import ConfigError, shown
 from prge.files.documents import DocumentError, parse_json
-from prge.rows.chat import Message
 from prge.rows.columns import RowError
-from prge.rows.feedback import TEMPLATE_KWARGS
-from prge.rows.messages import template_kwargs
+from prge.rows.forms.messages import template_kwargs
+from prge.rows.readers.feedback import TEMPLATE_KWARGS
+from prge.rows.tokenization.chat import Message
 from prge.text.choice import ChoiceSettings
 
 Json = dict[str, Any]

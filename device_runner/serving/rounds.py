@@ -38,16 +38,16 @@ from prge.learning.sampling import row_order
 from prge.rows.build_options import BuildOptions
 from prge.rows.columns import RowError
 from prge.rows.example_building import build_examples
-from prge.rows.feedback import Fields
 from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
-from prge.rows.forms import find_form
-from prge.rows.preferences import rating_fields
-from prge.rows.readers import Row, Selection, select_rows
+from prge.rows.forms.form import find_form
+from prge.rows.forms.preferences import rating_fields
+from prge.rows.forms.task import Task, load_task
+from prge.rows.readers.feedback import Fields
+from prge.rows.readers.files import Row, Selection, select_rows
+from prge.rows.readers.splitting import split_rows
 from prge.rows.scoring import evaluate
 from prge.rows.sources import Source, read_source
-from prge.rows.splitting import split_rows
-from prge.rows.task import Task, load_task
-from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer, bundle_tokenizer
 from prge.running.session import SessionData, Unwatched, open_session
 from prge.running.store import RunStore
 

@@ -18,12 +18,12 @@ from prge.learning.objectives import CROSS_ENTROPY, Objective
 from prge.learning.preferences import describe_objective, make_objective
 from prge.rows.build_options import BuildOptions
 from prge.rows.example_building import load_examples
+from prge.rows.forms.task import Task
 from prge.rows.own_heads import head_of, task_of
-from prge.rows.readers import Selection
+from prge.rows.readers.files import Selection
 from prge.rows.report import DataReport, show_sample
 from prge.rows.sources import read_source
-from prge.rows.task import Task
-from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer, bundle_tokenizer
 from prge.text.prompts import Prompts
 
 

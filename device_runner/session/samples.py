@@ -27,9 +27,9 @@ from prge.learning.checkpoint import TrainingState
 from prge.learning.estimators.protocol import Measurement
 from prge.learning.evaluation import score
 from prge.learning.examples import Example
-from prge.rows.messages import template_variables
-from prge.rows.readers import FORMATS, Row, read_rows, read_text
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.forms.messages import template_variables
+from prge.rows.readers.files import FORMATS, Row, read_rows, read_text
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.running.watching import Watcher, describe_prompt
 from prge.text.loop import GenerationSettings, Generator, Request
 from prge.text.prompts import Prompt, Prompts
@@ -71,7 +71,7 @@ def read_prompts(path: Path, prompts: Prompts) -> list[SamplePrompt]:
 
 
 def _prompt(row: Row, prompts: Prompts) -> SamplePrompt:
-    from prge.rows.chat import check_messages
+    from prge.rows.tokenization.chat import check_messages
 
     if "messages" in row.fields:
         messages = check_messages(row.fields["messages"], answered=False)

@@ -21,8 +21,8 @@ from prge.files.tuned import tuning_at
 from prge.host.terminal import best_effort
 from prge.learning.costs import megabytes
 from prge.rows.columns import RowError
-from prge.rows.messages import template_kwargs
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.forms.messages import template_kwargs
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.running.training_flags import RowsFlags, SelectionFlags
 from prge.text.choice import MIN_P, ChoiceSettings
 from prge.text.loop import Draft, GenerationSettings, Generator, Overflow

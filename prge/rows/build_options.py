@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prge.learning.preferences import ObjectiveName
-from prge.rows.control_tokens import ControlTokens
+from prge.rows.tokenization.control_tokens import ControlTokens
 
 Overflow = Literal["auto", "error", "truncate", "split"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from prge.errors import printable, shortened, shown
 from prge.files.documents import DocumentError, parse_json
-from prge.rows.readers import Row
+from prge.rows.readers.files import Row
 
 LONGEST_COLUMNS = 300
 Fields = Mapping[str, Any]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from prge.rows.columns import RowError
 from prge.rows.report import INEXACT
 from prge.rows.segments import Segment, SegmentedText
-from prge.rows.tokenizer import Control, Ids, Tokenizer
+from prge.rows.tokenization.tokenizer import Control, Ids, Tokenizer
 
 Mask = NDArray[np.bool_]
 # Behind every text.
@@ -86,7 +86,7 @@ def _encode_whole(text: SegmentedText, tokenizer: Tokenizer) -> EncodedText:
     """Tokens of all segments together, trained as their characters are."""
     segments, events = text.segments, text.events
     edges = [*accumulate((len(each.text) for each in segments), initial=0)]
-    spans = [edges[index : index + 2] for index, each in enumerate(segments) if each.is_trained]
+    spans = [edges[index : index + 2] for index, each in enumerate(segments) if each.is_trained and each.text]
     first, last = np.array([*spans, (_FAR, _FAR)], np.int64).T
     tokens, mask = array("i"), bytearray()
     joined, control = "".join(each.text for each in segments), _joined_control(segments, edges, tokenizer)

@@ -2,15 +2,16 @@
 
 reader -> Row -> Texts or Candidates -> token ids and a mask -> sequences that fit -> Example
 
-readers.py, sources.py   files, and what else a user names, to rows: a number and fields
-row_format.py            what all rows of a file are: of a task, or of a form by their columns (forms.py)
-segments.py              what a row becomes: `Texts` are learnt, `Candidates` are compared; both are segments,
-                         trained or not, and treated alike from here on. A file for each form makes them:
-                         completions.py (text; prompt and completion), messages.py (messages, ShareGPT),
-                         instructions.py (Alpaca), preferences.py (pairs, ratings), task_rows.py
-encoding.py              segments to token ids with a mask of those that are learnt
-fitting.py               sequences that the bundle takes: whole, cut or split
-example_building.py      their targets, and what was done to which row for the report
+readers/, sources.py   files, and what else a user names, to rows: a number and fields
+row_format.py          what all rows of a file are: of a task, or of a form by their columns
+segments.py            what a row becomes: `Texts` are learnt, `Candidates` are compared; both are segments,
+                       trained or not, and treated alike from here on
+forms/                 a file for each form of rows makes them: completions.py (text; prompt and completion),
+                       messages.py (messages, ShareGPT), instructions.py (Alpaca), preferences.py (pairs,
+                       ratings), task_rows.py
+encoding.py            segments to token ids with a mask of those that are learnt, by tokenization/
+fitting.py             sequences that the bundle takes: whole, cut or split
+example_building.py    their targets, and what was done to which row for the report
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from prge.learning.examples import Example
 from prge.model_spec import ModelSpec
 from prge.rows.build_options import BuildOptions
 from prge.rows.columns import RowError, columns_text, present_columns
-from prge.rows.control_tokens import ControlTokens
 from prge.rows.encoding import EncodedText
 from prge.rows.fitting import Fitter, shares_sequence
-from prge.rows.forms import CONTROL_TOKENS
-from prge.rows.readers import Row, Selection, select_rows
+from prge.rows.forms.form import CONTROL_TOKENS
+from prge.rows.forms.task import Task
+from prge.rows.readers.files import Row, Selection, select_rows
 from prge.rows.report import CONTROL, CONTROL_AS_TEXT, CONTROL_IN_PROMPTS, CONTROL_READ, CUTS, DataReport
 from prge.rows.row_format import RowFormat, form_format, task_format
-from prge.rows.segments import Candidates, Formatting, Texts
+from prge.rows.segments import Candidates, Segmenter, Texts
 from prge.rows.sources import Source, read_source
-from prge.rows.task import Task
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.control_tokens import ControlTokens
+from prge.rows.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from prge.rows.chat import ChatTemplate
+    from prge.rows.tokenization.chat import ChatTemplate
 
 # Tokens of a candidate that an error spells.
 SPELLED = 8
@@ -108,21 +109,21 @@ def build_examples(
         raise DataError(f"{source} can't be used", ["it has no rows"])
     options, present, renamed = options or BuildOptions(), present_columns(rows), renamed or {}
     if task is not None:
-        rows_are = task_format(rows, task, model, options, training, source)
+        row_format = task_format(rows, task, model, options, training, source)
     else:
-        rows_are = form_format(rows, tokenizer, model, options, source, renamed, chat)
+        row_format = form_format(rows, tokenizer, model, options, source, renamed, chat)
     report = DataReport(
-        f"{source} ({rows_are.name})",
+        f"{source} ({row_format.name})",
         model.sequence_length,
-        columns_text(rows_are.columns, present, renamed),
-        rows_are.objective,
-        read=rows_are.columns,
-        unread=tuple(column for column in present if column not in rows_are.columns),
+        columns_text(row_format.columns, present, renamed),
+        row_format.objective,
+        read=row_format.columns,
+        unread=tuple(column for column in present if column not in row_format.columns),
     )
-    overflow = rows_are.usual_overflow if options.overflow == "auto" else options.overflow
-    formatting = Formatting(tokenizer, options.append_eos, options.control_tokens, rows_are.chat)
+    overflow = row_format.usual_overflow if options.overflow == "auto" else options.overflow
+    segmenter = Segmenter(tokenizer, options.append_eos, options.control_tokens, row_format.chat)
     fitter = Fitter(tokenizer, model.sequence_length, overflow)
-    examples = _Builder(rows_are, formatting, fitter, model, report).build()
+    examples = _Builder(row_format, segmenter, fitter, model, report).build()
     if report.unusable and not (options.skip_unusable and examples):
         raise DataError(
             f"{source} has rows that can't be used",
@@ -137,8 +138,8 @@ def build_examples(
 class _Builder:
     """Makes the examples of rows; what became of them, and what is wrong with some, goes into the report."""
 
-    rows_are: RowFormat
-    formatting: Formatting
+    row_format: RowFormat
+    segmenter: Segmenter
     fitter: Fitter
     model: ModelSpec
     report: DataReport
@@ -146,7 +147,7 @@ class _Builder:
     def build(self) -> list[Example]:
         """The examples of all rows that can be used."""
         examples: list[Example] = []
-        rows, report = self.rows_are.rows, self.report
+        rows, report = self.row_format.rows, self.report
         for row in rows:
             try:
                 examples += self._of_row(row)
@@ -165,16 +166,16 @@ class _Builder:
 
     def _of_row(self, row: Row) -> list[Example]:
         """The examples of a row; raises RowError or DataError, and then nothing of it is in the report."""
-        formatting, report = self._formatting_of(row), self.report
-        segments = self.rows_are.segments(formatting, row)
+        segmenter, report = self._segmenter_of(row), self.report
+        segments = self.row_format.segments(segmenter, row)
         fitted = self.fitter.fit(segments)
         self._check_vocabulary(fitted.sequences)
         examples = self._make(row.number, segments, fitted.sequences)
         events = (*segments.events, *fitted.events)
-        tokenizer = formatting.tokenizer
-        written = tokenizer.count_control([row.fields.get(column) for column in self.rows_are.columns])
+        tokenizer = segmenter.tokenizer
+        written = tokenizer.count_control([row.fields.get(column) for column in self.row_format.columns])
         if written and not any(event in CONTROL for event in events):
-            events += (_READ_AS[formatting.control_tokens],)
+            events += (_READ_AS[segmenter.control_tokens],)
         for event in events:
             report.note(event, row.number)
             if event in CONTROL:
@@ -188,22 +189,22 @@ class _Builder:
         is_cut = any(event in CUTS for event in events)
         return [replace(each, cut=is_cut, weight=segments.weight) for each in examples]
 
-    def _formatting_of(self, row: Row) -> Formatting:
+    def _segmenter_of(self, row: Row) -> Segmenter:
         """What makes segments of a row, which may say itself where control tokens are such."""
-        own = row.fields.get(CONTROL_TOKENS) if CONTROL_TOKENS in self.rows_are.columns else None
+        own = row.fields.get(CONTROL_TOKENS) if CONTROL_TOKENS in self.row_format.columns else None
         if own is None:
-            return self.formatting
+            return self.segmenter
         if own not in get_args(ControlTokens):
             known = ", ".join(get_args(ControlTokens))
             raise RowError(f"its {CONTROL_TOKENS} is {shown(own)}, must be one of {known}")
-        return replace(self.formatting, control_tokens=cast(ControlTokens, own))
+        return replace(self.segmenter, control_tokens=cast(ControlTokens, own))
 
     def _check_vocabulary(self, sequences: Sequence[EncodedText]) -> None:
         """Raise RowError if a token isn't the bundle's."""
         largest = max(int(np.max(each.ids, initial=0)) for each in sequences)
         if largest >= self.model.vocabulary_size:
             raise RowError(
-                f"has the token {self.formatting.tokenizer.token(largest)!r} ({largest}), "
+                f"has the token {self.segmenter.tokenizer.token(largest)!r} ({largest}), "
                 f"the bundle knows {self.model.vocabulary_size}: the tokenizer is not this bundle's"
             )
 
@@ -232,7 +233,7 @@ class _Builder:
     def _spelled(self, row: Candidates, candidates: Sequence[Sequence[int]]) -> str:
         """Candidates with their tokens, for an error."""
         texts = [text.segments[-1].text for text in row.texts]
-        token = self.formatting.tokenizer.token
+        token = self.segmenter.tokenizer.token
         return ", ".join(
             f"{text!r} = " + " + ".join(repr(token(each)) for each in tokens[:SPELLED])
             for text, tokens in zip(texts, candidates, strict=True)

@@ -11,13 +11,13 @@ from prge.learning.preferences import ObjectiveName
 from prge.model_spec import ModelSpec
 from prge.rows.build_options import BuildOptions
 from prge.rows.example_building import build_examples
-from prge.rows.feedback import Fields, problem_of
-from prge.rows.feedback_rows import can_be_learnt, rows_of_feedback
-from prge.rows.readers import Row
-from prge.rows.tokenizer import Tokenizer, compile_chat_template
+from prge.rows.forms.feedback_rows import can_be_learnt, rows_of_feedback
+from prge.rows.readers.feedback import Fields, problem_of
+from prge.rows.readers.files import Row
+from prge.rows.tokenization.tokenizer import Tokenizer, compile_chat_template
 
 if TYPE_CHECKING:
-    from prge.rows.chat import ChatTemplate
+    from prge.rows.tokenization.chat import ChatTemplate
 
 
 class UnlearnableError(DataError):

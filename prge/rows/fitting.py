@@ -30,7 +30,7 @@ from prge.rows.report import (
     TURNS_SPLIT,
 )
 from prge.rows.segments import Candidates, SegmentedText, Texts
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

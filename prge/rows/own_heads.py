@@ -8,7 +8,7 @@ from pathlib import Path
 from prge.files.bundle import Bundle
 from prge.learning.checkpoint import head_at
 from prge.learning.head import Head
-from prge.rows.task import Task, load_task
+from prge.rows.forms.task import Task, load_task
 
 
 def task_of(bundle: Bundle, name: str | Path | None) -> Task | None:

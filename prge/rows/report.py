@@ -13,7 +13,7 @@ from prge.host.terminal import best_effort
 from prge.learning.examples import Example
 from prge.learning.preferences import ObjectiveName
 from prge.rows.columns import column_names
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 
 SHOWN_ROWS = 5
 SHOWN_TOKENS = 8

@@ -12,16 +12,16 @@ from prge.learning.preferences import PREFERENCES, ObjectiveName, settled_object
 from prge.model_spec import ModelSpec
 from prge.rows.build_options import BuildOptions, Overflow
 from prge.rows.columns import column_names, present_columns
-from prge.rows.forms import TEXT, Form, find_form
-from prge.rows.preferences import rated_rows
-from prge.rows.readers import Row
-from prge.rows.segments import Candidates, Formatting, Texts
-from prge.rows.task import OBJECTIVES, Task
-from prge.rows.task_rows import task_candidates, task_class
-from prge.rows.tokenizer import Tokenizer, compile_chat_template
+from prge.rows.forms.form import TEXT, Form, find_form
+from prge.rows.forms.preferences import rated_rows
+from prge.rows.forms.task import OBJECTIVES, Task
+from prge.rows.forms.task_rows import task_candidates, task_class
+from prge.rows.readers.files import Row
+from prge.rows.segments import Candidates, Segmenter, Texts
+from prge.rows.tokenization.tokenizer import Tokenizer, compile_chat_template
 
 if TYPE_CHECKING:
-    from prge.rows.chat import ChatTemplate
+    from prge.rows.tokenization.chat import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RowFormat:
     objective: ObjectiveName
     usual_overflow: Overflow
     rows: Sequence[Row]
-    segments: Callable[[Formatting, Row], Texts | Candidates]
+    segments: Callable[[Segmenter, Row], Texts | Candidates]
     chat: ChatTemplate | None = None
 
 

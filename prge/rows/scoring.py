@@ -16,7 +16,7 @@ from prge.learning.examples import Example, LossNormalisation
 from prge.learning.head import Head
 from prge.learning.objectives import CROSS_ENTROPY, Objective
 from prge.learning.preferences import Preference, lengths_of, liked_of, references_of
-from prge.rows.task import TEXT_METRICS, Task
+from prge.rows.forms.task import TEXT_METRICS, Task
 from prge.rows.text_metrics import accuracy, exact_match, macro_f1, perplexity, rouge_l, token_f1
 
 CUT_EXAMPLES = "cut_examples"

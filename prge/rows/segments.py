@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from prge.rows.control_tokens import ControlTokens, in_prompts, in_texts
-from prge.rows.tokenizer import Control, Tokenizer
+from prge.rows.tokenization.control_tokens import ControlTokens, in_prompts, in_texts
+from prge.rows.tokenization.tokenizer import Control, Tokenizer
 
 if TYPE_CHECKING:
-    from prge.rows.chat import ChatTemplate
+    from prge.rows.tokenization.chat import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Candidates:
 
 
 @dataclass(frozen=True)
-class Formatting:
+class Segmenter:
     """What turns rows into segments: the model's chat template, and where written control tokens are such.
 
     `chat` is None where rows don't become messages. `append_eos`: an end-of-sequence token follows a text or

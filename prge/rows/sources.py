@@ -22,11 +22,11 @@ from prge.files.documents import DocumentError, parse_json
 from prge.host.packages import install_extra
 from prge.learning.preferences import ObjectiveName
 from prge.rows.columns import column_names, present_columns
-from prge.rows.feedback import is_feedback, problem_of
-from prge.rows.feedback_rows import rows_of_feedback
-from prge.rows.forms import FORMS
-from prge.rows.json_rows import lists_of_parts
-from prge.rows.readers import (
+from prge.rows.forms.feedback_rows import rows_of_feedback
+from prge.rows.forms.form import FORMS
+from prge.rows.forms.task import Task
+from prge.rows.readers.feedback import is_feedback, problem_of
+from prge.rows.readers.files import (
     ALL_PART_NAMES,
     FORMATS,
     JSON,
@@ -40,8 +40,8 @@ from prge.rows.readers import (
     table_value,
     without_nulls,
 )
-from prge.rows.readers import Part as Part
-from prge.rows.task import Task
+from prge.rows.readers.files import Part as Part
+from prge.rows.readers.json_rows import lists_of_parts
 from prge.verbs.habits import nearest
 from prge.verbs.kinds import Paths
 

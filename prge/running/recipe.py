@@ -24,7 +24,7 @@ from prge.learning.optimizers import Optimizer, OwnRates, make_optimizer, schedu
 from prge.learning.preferences import ObjectiveFlags
 from prge.learning.sampling import Sampler
 from prge.model_spec import AdaptedModule, matrices
-from prge.rows.control_tokens import ControlTokens
+from prge.rows.tokenization.control_tokens import ControlTokens
 from prge.running.training_flags import CourseFlags, OptimizerFlags
 
 Precision = Literal["float32", "float16"]

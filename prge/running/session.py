@@ -18,8 +18,8 @@ from prge.learning.examples import Example
 from prge.learning.objectives import CROSS_ENTROPY, Objective
 from prge.learning.sampling import Sampler
 from prge.learning.training import AdapterLearner, Observer, train
+from prge.rows.forms.task import Task
 from prge.rows.scoring import evaluate
-from prge.rows.task import Task
 from prge.running.recipe import Recipe
 from prge.running.store import Store
 

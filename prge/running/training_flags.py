@@ -9,9 +9,9 @@ from typing import Literal, TypeVar
 from prge.learning.optimizers import OptimizerName, ScheduleName, usual_warmup
 from prge.learning.training import TrainingSettings
 from prge.rows.build_options import Overflow
-from prge.rows.control_tokens import ControlTokens
-from prge.rows.readers import Selection
+from prge.rows.readers.files import Selection
 from prge.rows.sources import hub_names
+from prge.rows.tokenization.control_tokens import ControlTokens
 from prge.verbs.bounds import bound_problems
 from prge.verbs.inputs import BundleInput, DevRows, NamedOrFile, TrainRows
 from prge.verbs.kinds import Day

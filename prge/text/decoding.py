@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 
 # What the decoders write for bytes that are no character, or not yet.
 REPLACEMENT = "\ufffd"

@@ -19,8 +19,8 @@ from typing import Any, Literal
 from prge.engine import FloatArray
 from prge.errors import ConfigError, DataError, PrgeError, shown
 from prge.files.adapter import Adapter
-from prge.rows.inputs import checked_ids, is_text
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.inputs import checked_ids, is_text
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.text.choice import Choice, ChoiceSettings
 from prge.text.decoding import TextStream
 from prge.text.drafts import Lookup

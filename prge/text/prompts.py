@@ -9,13 +9,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from prge.errors import DataError
-from prge.rows.control_tokens import ControlTokens, MessageTexts, RenderedText, in_messages, in_prompts
-from prge.rows.inputs import checked_json
 from prge.rows.report import CONTROL_AS_TEXT, CONTROL_IN_MESSAGES, CONTROL_OF_MESSAGES, CONTROL_READ
-from prge.rows.tokenizer import Tokenizer, compile_chat_template
+from prge.rows.tokenization.control_tokens import (
+    ControlTokens,
+    MessageTexts,
+    RenderedText,
+    in_messages,
+    in_prompts,
+)
+from prge.rows.tokenization.inputs import checked_json
+from prge.rows.tokenization.tokenizer import Tokenizer, compile_chat_template
 
 if TYPE_CHECKING:
-    from prge.rows.chat import ChatTemplate, Message
+    from prge.rows.tokenization.chat import ChatTemplate, Message
 
 _WORD = "answer"
 

@@ -36,7 +36,7 @@ from device_runner.fleet.privacy.ledger import BEGUN
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
-from prge.rows.task import load_task
+from prge.rows.forms.task import load_task
 
 TASKS, EVICTIONS = 40, "evictions"
 MOST_SECONDS = 20.0

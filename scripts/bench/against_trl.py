@@ -30,8 +30,8 @@ from timing import export
 from prge.files.journal import Journal
 from prge.files.run_folder import JOURNAL, environment, read_metrics
 from prge.host.processes import watched
-from prge.rows.readers import read_rows
-from prge.rows.task import load_task
+from prge.rows.forms.task import load_task
+from prge.rows.readers.files import read_rows
 from prge.verbs.starting import command_of
 
 DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"

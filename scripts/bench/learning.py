@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prge.rows.feedback import Answered, append_feedback
-from prge.rows.readers import read_rows
+from prge.rows.readers.feedback import Answered, append_feedback
+from prge.rows.readers.files import read_rows
 from prge.verbs.starting import json_of, run_verb, started
 
 # Requests of a turn, seconds between them, and seconds of steps without requests.

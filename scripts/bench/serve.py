@@ -109,7 +109,7 @@ def speaker_texts(method: str, folder: Path, count: int, prompt: int, new: int, 
     from device_runner.engines.speaking import open_speaker
     from prge.files.bundle import open_bundle
     from prge.files.peft import read_peft
-    from prge.rows.tokenizer import Tokenizer
+    from prge.rows.tokenization.tokenizer import Tokenizer
     from prge.text.choice import Choice, ChoiceSettings
     from prge.text.decoding import TextStream
 
@@ -145,7 +145,7 @@ def drafted_texts(method: str, folder: Path, prompt: int, new: int, threads: int
     from device_runner.engines.speaking import open_speaker
     from prge.files.bundle import open_bundle
     from prge.files.peft import read_peft
-    from prge.rows.tokenizer import Tokenizer
+    from prge.rows.tokenization.tokenizer import Tokenizer
     from prge.text.loop import GenerationSettings, Generator, Request
     from prge.text.prompts import Prompt
 

@@ -30,7 +30,7 @@ from prge.learning.sampling import Sampler
 from prge.rows.example_building import load_examples
 from prge.rows.own_heads import task_of
 from prge.rows.sources import read_source
-from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.tokenization.tokenizer import bundle_tokenizer
 
 
 def study(arguments: argparse.Namespace) -> dict[str, Any]:

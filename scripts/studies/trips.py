@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import device_runner.run as run_verb
+from device_runner.session.settings import RunSettings
 from prge.learning.training import AdapterLearner
 from prge.verbs.settings import parse_settings
 
@@ -83,7 +84,7 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
         ]
         sys.setprofile(trip.note)
         try:
-            run_verb.run(parse_settings(run_verb.RunSettings, words, "prge run"))
+            run_verb.run(parse_settings(RunSettings, words, "prge run"))
         finally:
             sys.setprofile(None)
     return {

@@ -31,7 +31,7 @@ import yaml
 from questions import make_questions
 from verbs import DEMO, made, parser_of, prge, report, scored, summarize, trained, write_rows
 
-from prge.rows.readers import Selection, read_rows, select_rows
+from prge.rows.readers.files import Selection, read_rows, select_rows
 from prge.verbs.starting import json_of
 
 TASKS = ("candidates", "completions", "chat", "texts", "questions", "sentences")

@@ -22,7 +22,7 @@ from prge.errors import BundleError, first_line, shown
 from prge.files.bundle import file_sha256
 from prge.files.documents import MOST_JSON_BYTES, DocumentError, read_json
 from prge.files.peft import CONFIG as ADAPTER_CONFIG
-from prge.rows.tokenizer import MOST_TOKENIZER_BYTES
+from prge.rows.tokenization.tokenizer import MOST_TOKENIZER_BYTES
 from server_export.model.config_bounds import config_problems
 from server_export.model.gguf_files import gguf_paths, open_gguf
 from server_export.model.gguf_header import SUFFIX

@@ -8,10 +8,10 @@ from prge.learning.examples import Example, token_count
 from prge.model_spec import ModelSpec
 from prge.rows.build_options import BuildOptions, Overflow
 from prge.rows.example_building import build_examples
-from prge.rows.readers import Selection, select_rows
+from prge.rows.forms.task import load_task
+from prge.rows.readers.files import Selection, select_rows
 from prge.rows.sources import read_source
-from prge.rows.task import load_task
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.verbs.kinds import Paths
 
 _ROWS = 64

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import BundleError, ConfigError, PrgeError, first_line
-from prge.rows.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer, read_backend
-from prge.rows.tokenizer import load_tokenizer as read_tokenizer
+from prge.rows.tokenization.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer, read_backend
+from prge.rows.tokenization.tokenizer import load_tokenizer as read_tokenizer
 from prge.text.prompts import Prompts
 from server_export.model.files import end_tokens, find_files, hub_answers, local_folder
 from server_export.settings import PrependBos

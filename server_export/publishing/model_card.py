@@ -15,7 +15,7 @@ from prge.files.run_folder import FINAL, SUMMARY
 from prge.learning.checkpoint import STATE, Progress
 from prge.learning.estimators.table import ESTIMATORS, EstimatorName
 from prge.learning.preferences import PREFERENCES
-from prge.rows.tokenizer import CHAT_TEMPLATE_FILE
+from prge.rows.tokenization.tokenizer import CHAT_TEMPLATE_FILE
 from server_export.model.base import BaseModel
 from server_export.publishing.settings import Weights
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import BundleError
-from prge.rows.tokenizer import TOKENIZER_FILE
+from prge.rows.tokenization.tokenizer import TOKENIZER_FILE
 from server_export.model.tokenization import SAMPLES, adds_bos, write_tokenizer
 
 _REMEDY = "publish it as merged or as program instead"

@@ -33,7 +33,7 @@ from prge.files.peft import (
 from prge.files.run_folder import CONFIG as RUN_CONFIG
 from prge.files.tuned import bundle_at, bundle_in, tuning_at
 from prge.model_spec import AdaptedModule
-from prge.rows.tokenizer import CHAT_TEMPLATE_FILE
+from prge.rows.tokenization.tokenizer import CHAT_TEMPLATE_FILE
 from server_export.model.base import (
     BaseModel,
     base_in_manifest,

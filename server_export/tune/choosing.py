@@ -14,9 +14,9 @@ from prge.host.memory import available_memory
 from prge.learning.costs import BYTES_OF_A_TOKEN, StepShape, budget_within, costs_of, run_memory
 from prge.learning.estimators.table import ESTIMATORS, fitting
 from prge.learning.examples import Example
-from prge.rows.readers import Row
+from prge.rows.readers.files import Row
 from prge.rows.sources import Part
-from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer, bundle_tokenizer
 from server_export.check.estimation import Estimate, check_room, estimate
 from server_export.settings import EstimateConfig
 from server_export.tune import decisions

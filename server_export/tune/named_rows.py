@@ -12,13 +12,13 @@ from prge.learning.preferences import make_objective
 from prge.model_spec import ModelSpec
 from prge.rows.build_options import BuildOptions, Overflow
 from prge.rows.example_building import build_examples
-from prge.rows.forms import find_form
-from prge.rows.readers import Row, Selection, select_rows
+from prge.rows.forms.form import find_form
+from prge.rows.forms.task import load_task
+from prge.rows.readers.files import Row, Selection, select_rows
+from prge.rows.readers.splitting import split_rows
 from prge.rows.report import DataReport
 from prge.rows.sources import Part, Source, holding_part, read_source
-from prge.rows.splitting import split_rows
-from prge.rows.task import load_task
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.verbs.kinds import Paths
 from server_export.tune.settings import TuneSettings
 

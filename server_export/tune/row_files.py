@@ -14,18 +14,18 @@ from prge.learning.preferences import ObjectiveName
 from prge.model_spec import ModelSpec
 from prge.rows.build_options import BuildOptions, Overflow
 from prge.rows.columns import present_columns
-from prge.rows.control_tokens import ControlTokens
 from prge.rows.example_building import build_examples
-from prge.rows.forms import find_form
-from prge.rows.readers import Row, json_fields, read_rows
+from prge.rows.forms.form import find_form
+from prge.rows.forms.task import Task, load_task
+from prge.rows.readers.files import Row, json_fields, read_rows
 from prge.rows.sources import Part
-from prge.rows.task import Task, load_task
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.control_tokens import ControlTokens
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.text.prompts import Prompts
 from server_export.tune.decisions import RowFacts
 
 if TYPE_CHECKING:
-    from prge.rows.chat import ChatTemplate
+    from prge.rows.tokenization.chat import ChatTemplate
 
 SAMPLES, _WORDS = 3, 8
 

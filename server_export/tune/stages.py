@@ -43,10 +43,10 @@ from prge.files.signatures import DECODE
 from prge.host.atomic import check_place
 from prge.host.progress import TimeLeft, duration
 from prge.learning.preferences import ObjectiveFlags
-from prge.rows.readers import Row, read_rows
+from prge.rows.readers.files import Row, read_rows
 from prge.rows.report import unknown_note
 from prge.rows.sources import Part
-from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.tokenization.tokenizer import bundle_tokenizer
 from prge.verbs.settings import is_config_of
 from prge.verbs.starting import configured, json_of, run_verb, run_verb_here
 from server_export.tune import decisions

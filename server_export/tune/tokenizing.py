@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from prge.host.memory import memory_info
 from prge.host.progress import Progress
 from prge.learning.examples import Example
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from server_export.settings import PrependBos
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision

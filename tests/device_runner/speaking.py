@@ -9,7 +9,7 @@ import pytest
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.peft import write_peft
-from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer, bundle_tokenizer
 from prge.text.loop import Answer, GenerationSettings, Generator, Request
 from prge.text.prompts import Prompts
 from tests.device_runner.numpy_device import Device

@@ -13,9 +13,9 @@ from device_runner.session.settings import EvaluateSettings
 from prge.errors import ConfigError, DataError
 from prge.learning.examples import Example
 from prge.rows.example_building import build_examples
-from prge.rows.readers import Row
-from prge.rows.task import Generate, parse_task
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.forms.task import Generate, parse_task
+from prge.rows.readers.files import Row
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.text.loop import GenerationSettings, Generator, Request
 from prge.text.prompts import Prompts
 from tests.bundles import make_spec

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prge.cli import main
-from prge.rows.feedback import Answered, append_feedback, read_feedback
+from prge.rows.readers.feedback import Answered, append_feedback, read_feedback
 
 MESSAGES = [{"role": "user", "content": "Where does Ann live?"}]
 

@@ -531,7 +531,7 @@ def _today(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
             return cls.fromisoformat(day)
 
     monkeypatch.setattr(training_flags, "date", Today)
-    monkeypatch.setattr("prge.rows.chat.date", Today)
+    monkeypatch.setattr("prge.rows.tokenization.chat.date", Today)
 
 
 @pytest.mark.parametrize("device", [False], indirect=True, ids=["decoder"])

@@ -14,7 +14,7 @@ from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
 from prge.files.peft import read_lora
 from prge.rows.example_building import load_examples
-from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.tokenization.tokenizer import bundle_tokenizer
 from tests.budgets import allow_loaded
 from tests.verbs import prge
 from tests.workshop import write_rows

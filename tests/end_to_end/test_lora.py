@@ -12,7 +12,7 @@ import pytest
 from prge.files.bundle import open_bundle
 from prge.files.peft import PeftAdapter, read_lora
 from prge.rows.example_building import load_examples
-from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.tokenization.tokenizer import bundle_tokenizer
 from tests.end_to_end.test_exact import losses, words_of
 from tests.tiers import rest
 from tests.verbs import prge

@@ -8,12 +8,12 @@ from prge.files.bundle import Bundle
 from prge.learning.examples import Example
 from prge.rows.build_options import BuildOptions
 from prge.rows.example_building import load_examples
+from prge.rows.forms.task import Task
 from prge.rows.own_heads import task_of
-from prge.rows.readers import Selection
+from prge.rows.readers.files import Selection
 from prge.rows.report import show_sample
 from prge.rows.sources import Part, read_source
-from prge.rows.task import Task
-from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.tokenization.tokenizer import bundle_tokenizer
 from prge.verbs.kinds import Paths
 from server_export.evidence.baselines.settings import BaselineSettings
 

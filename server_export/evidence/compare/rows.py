@@ -9,10 +9,10 @@ from pathlib import Path
 from prge.errors import DataError, RunError
 from prge.host.atomic import write_file
 from prge.rows.columns import column_names, present_columns
-from prge.rows.forms import find_form
-from prge.rows.readers import Row, Selection, json_fields, select_rows
+from prge.rows.forms.form import find_form
+from prge.rows.forms.task import Task, load_task
+from prge.rows.readers.files import Row, Selection, json_fields, select_rows
 from prge.rows.sources import Part, Source, read_source
-from prge.rows.task import Task, load_task
 from server_export.evidence.compare.settings import CompareSettings
 
 

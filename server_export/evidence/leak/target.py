@@ -13,10 +13,10 @@ from prge.learning.examples import Example
 from prge.model_spec import AdaptedModule, ModelSpec
 from prge.rows.build_options import BuildOptions
 from prge.rows.example_building import load_examples
+from prge.rows.forms.task import load_task
 from prge.rows.report import warn_unread
 from prge.rows.sources import read_source
-from prge.rows.task import load_task
-from prge.rows.tokenizer import Tokenizer, bundle_tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer, bundle_tokenizer
 from server_export.evidence.base import open_base
 from server_export.evidence.leak.rows import Form, Rows, known_form, unknown_part
 from server_export.evidence.leak.settings import LeakSettings

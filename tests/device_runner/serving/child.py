@@ -21,9 +21,9 @@ from device_runner.session.gates import Gates
 from device_runner.session.sensors import Sensors
 from prge.engine import FloatArray
 from prge.files.adapter import Adapter
-from prge.rows import chat
 from prge.rows.feedback_examples import FeedbackExamples
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization import chat
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.text.loop import Generator
 from tests.bundles import make_spec
 from tests.prge.rows.tiny_tokenizers import byte_level_backend

@@ -23,7 +23,7 @@ from device_runner.serving.worker import Worker
 from device_runner.session.settings import EngineFlags
 from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
-from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.tokenization.tokenizer import bundle_tokenizer
 from prge.text.loop import Generator
 from tests.device_runner.serving.child import SlowSpeaker
 from tests.speakers import make_adapter

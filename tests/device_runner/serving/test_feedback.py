@@ -16,7 +16,7 @@ import pytest
 from device_runner.serving import feedback as module
 from device_runner.serving.feedback import Feedback, FeedbackFile
 from device_runner.serving.protocol import Asked, Judgement, RequestError
-from prge.rows.feedback import Answered, read_feedback
+from prge.rows.readers.feedback import Answered, read_feedback
 from prge.text.choice import ChoiceSettings
 from tests.prge.rows.test_feedback_examples import make_examples
 

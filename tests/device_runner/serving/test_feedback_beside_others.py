@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from prge.rows.feedback import Answered, read_feedback
+from prge.rows.readers.feedback import Answered, read_feedback
 from tests.device_runner.numpy_device import Device
 from tests.device_runner.serving.processes import server_process
 from tests.verbs import REPOSITORY

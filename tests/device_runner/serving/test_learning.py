@@ -31,9 +31,9 @@ from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
 from prge.files.journal import Journal
 from prge.files.peft import read_lora, read_peft, write_lora
-from prge.rows import chat
-from prge.rows.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
-from prge.rows.tokenizer import bundle_tokenizer
+from prge.rows.readers.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
+from prge.rows.tokenization import chat
+from prge.rows.tokenization.tokenizer import bundle_tokenizer
 from tests.device_runner.numpy_device import Device, Killed
 from tests.hostile_feedback import HOSTILE, HOSTILE_TEMPLATE, ODD, said
 from tests.templates import random_adapter

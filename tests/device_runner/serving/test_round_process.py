@@ -26,7 +26,7 @@ from prge.files.adapter import Adapter
 from prge.files.bundle import open_bundle
 from prge.files.run_folder import is_held, run_lock
 from prge.files.signatures import BACK
-from prge.rows.feedback import Answered, append_feedback, forget_rows
+from prge.rows.readers.feedback import Answered, append_feedback, forget_rows
 from tests.device_runner.numpy_device import Device
 from tests.verbs import REPOSITORY
 

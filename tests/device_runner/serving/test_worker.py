@@ -10,7 +10,7 @@ import pytest
 from device_runner.serving.worker import BusyError, Told, Worker
 from prge.engine import FloatArray
 from prge.errors import DataError, EngineError
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.text.loop import GenerationSettings, Generator, Request, Ticket
 from prge.text.prompts import Prompt
 from tests.prge.rows.tiny_tokenizers import byte_level_backend

@@ -15,7 +15,7 @@ from prge.errors import DataError
 from prge.files.run_folder import SAMPLES
 from prge.learning.checkpoint import TrainingState
 from prge.learning.optimizers import make_optimizer
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.running.watching import Watcher
 from prge.text.loop import GenerationSettings, Generator, Request
 from prge.text.prompts import Prompts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend, prefixed_backend
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from prge.rows.columns import RowError
 from prge.rows.encoding import encode
-from prge.rows.segments import Formatting, Segment, SegmentedText
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.segments import Segment, SegmentedText, Segmenter
+from prge.rows.tokenization.tokenizer import Tokenizer
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, pad_id=0, prepend_bos=True)
@@ -63,8 +63,8 @@ def test_the_mask_covers_the_tokens_of_trained_segments(
 def test_what_follows_a_prompt_is_trained_and_the_prompt_is_as_without_it(
     prompt: str, completion: str, append_eos: bool
 ) -> None:
-    formatting = Formatting(TOKENIZER, append_eos)
-    encoded = encode(formatting.learnt(*formatting.completed(prompt, completion)), TOKENIZER)
+    segmenter = Segmenter(TOKENIZER, append_eos)
+    encoded = encode(segmenter.learnt(*segmenter.completed(prompt, completion)), TOKENIZER)
     alone = [*TOKENIZER.begin, *TOKENIZER.encode(prompt)]
     assert encoded.ids[: len(alone)].tolist() == alone
     assert encoded.is_trained.tolist() == [index >= len(alone) for index in range(len(encoded.ids))]
@@ -75,8 +75,8 @@ def test_what_follows_a_prompt_is_trained_and_the_prompt_is_as_without_it(
 
 @given(text=TEXTS)
 def test_a_text_is_trained_but_for_what_begins_every_text(text: str) -> None:
-    formatting = Formatting(TOKENIZER)
-    encoded = encode(formatting.learnt(formatting.text(text)), TOKENIZER)
+    segmenter = Segmenter(TOKENIZER)
+    encoded = encode(segmenter.learnt(segmenter.text(text)), TOKENIZER)
     assert encoded.ids.tolist() == [*TOKENIZER.begin, *TOKENIZER.encode(text), 2]
     assert encoded.targets.tolist() == [*range(1, len(encoded.ids))]
 
@@ -97,11 +97,16 @@ def test_control_tokens_are_read_in_the_segments_that_say_so(parts: list[tuple[s
 
 
 def test_the_end_of_sequence_token_is_appended_once() -> None:
-    text = Formatting(TOKENIZER).learnt(Segment("the film</s>", True, True))
+    text = Segmenter(TOKENIZER).learnt(Segment("the film</s>", True, True))
     assert encode(text, TOKENIZER).ids.tolist().count(2) == 1
 
 
+def test_an_empty_trained_segment_inside_of_a_token_trains_nothing() -> None:
+    segments = (Segment("t", False), Segment("", True), Segment("he film", False))
+    assert not encode(SegmentedText(segments, "trained", "none"), BARE).is_trained.any()
+
+
 def test_a_trained_segment_without_tokens_is_refused_by_its_name() -> None:
-    formatting = Formatting(TOKENIZER)
+    segmenter = Segmenter(TOKENIZER)
     with pytest.raises(RowError, match="its answer is empty: there is nothing to learn from"):
-        encode(formatting.learnt(*formatting.completed("the film", "", "answer")), TOKENIZER)
+        encode(segmenter.learnt(*segmenter.completed("the film", "", "answer")), TOKENIZER)

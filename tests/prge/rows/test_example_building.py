@@ -22,10 +22,10 @@ from prge.learning.examples import Example
 from prge.model_spec import ModelSpec
 from prge.rows.build_options import BuildOptions
 from prge.rows.example_building import build_examples
-from prge.rows.readers import Row
+from prge.rows.forms.task import Task, load_task, parse_task
+from prge.rows.readers.files import Row
 from prge.rows.report import show_sample
-from prge.rows.task import Task, load_task, parse_task
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from tests.bundles import make_spec
 from tests.prge.rows.chat_templates import CHATML, TURNS
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
@@ -619,7 +619,7 @@ def test_only_cut_rows_are_marked() -> None:
 
 
 def test_only_messages_need_jinja2_and_nothing_needs_torch() -> None:
-    modules = "example_building forms readers report sources splitting task text_metrics tokenizer".split()
+    modules = "example_building feedback_examples forms.form readers.splitting report sources scoring".split()
     code = f"import sys, {', '.join(f'prge.rows.{name}' for name in modules)}\n"
     others = ["jinja2", "pyarrow", "datasets", "huggingface_hub", "torch", "transformers", "executorch"]
     code += f"print(sorted({{*{others}}} & set(sys.modules)))"

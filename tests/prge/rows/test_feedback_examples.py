@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prge.rows import chat
-from prge.rows.feedback import Answered, row_of_line
 from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.readers.feedback import Answered, row_of_line
+from prge.rows.tokenization import chat
+from prge.rows.tokenization.tokenizer import Tokenizer
 from tests.bundles import make_spec
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 

@@ -11,13 +11,13 @@ from prge.rows.columns import RowError
 from prge.rows.encoding import EncodedText, encode
 from prge.rows.fitting import Fitted, Fitter
 from prge.rows.report import END_CUT, PROMPT_CUT, SPLIT
-from prge.rows.segments import Candidates, Formatting, Segment, SegmentedText, Texts
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.segments import Candidates, Segment, SegmentedText, Segmenter, Texts
+from prge.rows.tokenization.tokenizer import Tokenizer
 from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, pad_id=0, prepend_bos=True)
 ENCODER = Tokenizer(encoder_backend(), pad_id=0)
-FORMATTING = Formatting(TOKENIZER)
+SEGMENTER = Segmenter(TOKENIZER)
 SEGMENTS = st.lists(
     st.tuples(st.integers(1, 12).map(lambda size: " film" * size), st.booleans()), min_size=1, max_size=6
 ).map(lambda parts: tuple(Segment(*part) for part in parts))
@@ -39,7 +39,7 @@ def numbered(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
 def completed(prompt: int, *answers: int) -> list[SegmentedText]:
     """Answers of so many words each to one prompt."""
     return [
-        SegmentedText(FORMATTING.completed(" film" * prompt, " was" * answer, "candidate"))
+        SegmentedText(SEGMENTER.completed(" film" * prompt, " was" * answer, "candidate"))
         for answer in answers
     ]
 

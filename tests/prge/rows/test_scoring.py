@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from prge.files.adapter import Adapter
+from prge.rows.forms.task import parse_task
 from prge.rows.scoring import evaluate, text_metrics
-from prge.rows.task import parse_task
 from tests.numpy_engine import NumpyEngine
 from tests.rows import bigram_completions
 

@@ -16,9 +16,9 @@ import pytest
 
 from prge.errors import ConfigError, DataError
 from prge.files.bundle import file_sha256
-from prge.rows.readers import Row, place_of_row
+from prge.rows.forms.task import load_task
+from prge.rows.readers.files import Row, place_of_row
 from prge.rows.sources import holding_part, is_hub_name, parse_columns, read_source, rows_file
-from prge.rows.task import load_task
 
 Write = Callable[[str, "str | bytes"], Path]
 ROOT = Path(__file__).resolve().parents[3]

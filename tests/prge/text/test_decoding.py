@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.text.decoding import MOST_HELD, REPLACEMENT, TextStream
 from tests.prge.rows.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
 

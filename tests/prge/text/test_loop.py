@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prge.errors import ConfigError, DataError, EngineError
 from prge.files.adapter import Adapter
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.text.choice import Choice, ChoiceSettings
 from prge.text.decoding import TextStream
 from prge.text.loop import FED_AT_ONCE, Answer, GenerationSettings, Generator, Request, Sharing, _repeats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prge.errors import DataError
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.text.prompts import Prompts
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 

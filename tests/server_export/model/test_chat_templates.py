@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from prge.errors import ConfigError
 from prge.rows.example_building import build_examples
-from prge.rows.readers import Row
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.readers.files import Row
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.text.prompts import Prompts
 from server_export.model.chat_templates import PLAIN, give_template, plain_template
 from server_export.model.tokenization import on_device

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from prge.errors import BundleError
-from prge.rows.tokenizer import MOST_TOKENIZER_BYTES
+from prge.rows.tokenization.tokenizer import MOST_TOKENIZER_BYTES
 from server_export.model.files import (
     end_tokens,
     fetch_weights,

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from prge.errors import BundleError
 from prge.rows.example_building import build_examples
-from prge.rows.readers import Row
-from prge.rows.tokenizer import load_tokenizer as read_tokenizer
+from prge.rows.readers.files import Row
+from prge.rows.tokenization.tokenizer import load_tokenizer as read_tokenizer
 from server_export.model.files import end_tokens, find_files
 from server_export.model.tokenization import (
     check_tokenizer,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from prge.errors import ConfigError, DataError
-from prge.rows.feedback import Answered, append_feedback
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.readers.feedback import Answered, append_feedback
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.verbs.kinds import Paths
 from server_export.tune.named_rows import NamedRows
 from server_export.tune.settings import TuneSettings

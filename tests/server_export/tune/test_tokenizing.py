@@ -9,7 +9,7 @@ import torch
 
 from prge.engine import Target, TokenSequence
 from prge.learning.examples import Example
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from server_export.check.estimation import estimate
 from server_export.settings import EstimateConfig
 from server_export.tune import tokenizing as module

@@ -26,7 +26,7 @@ from device_runner.serving.models import Models
 from device_runner.serving.page.runs import Runs
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.worker import Tell
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.text.loop import Answer, Request, Ticket
 from tests.device_runner.serving.child import LIMIT, TEMPLATE, adapters, make_examples
 from tests.prge.rows.tiny_tokenizers import byte_level_backend

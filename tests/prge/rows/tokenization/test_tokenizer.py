@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
 from prge.errors import BundleError, DataError
-from prge.rows.tokenizer import LONGEST_WINDOW, WINDOW, Tokenizer, load_tokenizer
+from prge.rows.tokenization.tokenizer import LONGEST_WINDOW, WINDOW, Tokenizer, load_tokenizer
 from tests.measured import measured
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 
@@ -181,9 +181,9 @@ def test_truncated_file_and_missing_file(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "nowhere", {})
 
 
-MODELS = Path(__file__).parents[4] / "shared/models"
+MODELS = Path(__file__).parents[5] / "shared/models"
 TOKENIZERS = {
-    "demo": Path(__file__).parents[3] / "server_export/demo_data/model/tokenizer.json",
+    "demo": Path(__file__).parents[4] / "server_export/demo_data/model/tokenizer.json",
     "babyllama": MODELS / "babyllama/tokenizer.json",
     "stories260K": MODELS / "stories260K/tokenizer.json",
 }
@@ -248,7 +248,7 @@ def test_a_text_in_windows_has_the_tokens_of_the_whole(
 def small_windows() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for attribute, value in (("WINDOW", 300), ("OVERLAP", 200), ("LONGEST_WINDOW", 100_000)):
-            patch.setattr(f"prge.rows.tokenizer.{attribute}", value)
+            patch.setattr(f"prge.rows.tokenization.tokenizer.{attribute}", value)
         yield
 
 
@@ -294,7 +294,7 @@ def test_a_word_without_an_end_is_told() -> None:
 def test_ten_megabytes_take_little_memory(name: str) -> None:
     real(name)
     preparation = (
-        "from prge.rows.tokenizer import load_tokenizer\n"
+        "from prge.rows.tokenization.tokenizer import load_tokenizer\n"
         f"tokenizer = load_tokenizer({str(TOKENIZERS[name].parent)!r}, {{}})\n"
         "text = 'The quick brown fox jumps over 12 lazy dogs; it slept.\\n' * 178_571\n"
         "tokenizer.ids(text[:100])\n"

@@ -9,8 +9,8 @@ import pytest
 
 from prge.errors import DataError
 from prge.rows.columns import RowError, columns_text
-from prge.rows.forms import find_form
-from prge.rows.readers import Row
+from prge.rows.forms.form import find_form
+from prge.rows.readers.files import Row
 
 
 def rows(*fields: Mapping[str, Any]) -> list[Row]:

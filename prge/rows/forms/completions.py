@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from prge.errors import shown
 from prge.rows.columns import Fields, RowError, text_of
-from prge.rows.messages import as_messages, unlearnt
-from prge.rows.readers import Row
-from prge.rows.segments import Formatting, Texts
+from prge.rows.forms.messages import as_messages, unlearnt
+from prge.rows.readers.files import Row
+from prge.rows.segments import Segmenter, Texts
 
 
-def whole_text(formatting: Formatting, row: Row) -> Texts:
+def whole_text(segmenter: Segmenter, row: Row) -> Texts:
     """A row of `text`, all of which is learnt; raises RowError."""
-    return Texts((formatting.learnt(formatting.text(text_of(row.fields, "text"))),))
+    return Texts((segmenter.learnt(segmenter.text(text_of(row.fields, "text"))),))
 
 
-def completion_text(formatting: Formatting, row: Row) -> Texts:
+def completion_text(segmenter: Segmenter, row: Row) -> Texts:
     """A row of `prompt` and `completion`, both texts, of which the completion is learnt; raises RowError."""
     prompt, completion = (text_of(row.fields, column) for column in ("prompt", "completion"))
-    return Texts((formatting.learnt(*formatting.completed(prompt, completion)),))
+    return Texts((segmenter.learnt(*segmenter.completed(prompt, completion)),))
 
 
 def completion_fields(fields: Fields, chat: bool) -> Fields:

@@ -14,12 +14,12 @@ from prge.learning.preferences import ObjectiveName
 from prge.rows.build_options import BuildOptions
 from prge.rows.columns import RowError
 from prge.rows.example_building import build_examples
-from prge.rows.forms import find_form
-from prge.rows.preferences import pair_fields, rated_rows, rating_fields
-from prge.rows.readers import Row
+from prge.rows.forms.form import find_form
+from prge.rows.forms.preferences import pair_fields, rated_rows, rating_fields
+from prge.rows.forms.task import parse_task
+from prge.rows.readers.files import Row
 from prge.rows.report import DataReport
-from prge.rows.task import parse_task
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from tests.bundles import make_spec
 from tests.prge.rows.chat_templates import CHATML
 from tests.prge.rows.tiny_tokenizers import byte_level_backend

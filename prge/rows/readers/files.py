@@ -22,9 +22,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from prge.errors import LONGEST_VALUE, ConfigError, DataError, shortened
-from prge.rows.feedback import whole_lines
-from prge.rows.json_rows import numbered_items
-from prge.rows.parquet import ROW_BYTES, check_expansion, parquet_rows
+from prge.rows.readers.feedback import whole_lines
+from prge.rows.readers.json_rows import numbered_items
+from prge.rows.readers.parquet import ROW_BYTES, check_expansion, parquet_rows
 
 JSON, PARQUET = ".json", ".parquet"
 LINES = (".jsonl", ".ndjson")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from prge.errors import shown
 from prge.rows.columns import Fields, RowError
-from prge.rows.messages import (
+from prge.rows.forms.messages import (
     SYSTEM,
     as_messages,
     conversation_of,
@@ -20,8 +20,8 @@ from prge.rows.messages import (
     unlearnt,
     with_system,
 )
-from prge.rows.readers import Row
-from prge.rows.segments import Candidates, Formatting, SegmentedText
+from prge.rows.readers.files import Row
+from prge.rows.segments import Candidates, SegmentedText, Segmenter
 
 # A text, or messages.
 Said = TypeVar("Said", str, list[Any])
@@ -29,11 +29,11 @@ OTHER = "other"
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
-def pair_candidates(formatting: Formatting, variables: Sequence[str], row: Row) -> Candidates:
+def pair_candidates(segmenter: Segmenter, variables: Sequence[str], row: Row) -> Candidates:
     """The chosen answer of a pair, then the rejected one.
 
     Args:
-        formatting: of the rows.
+        segmenter: of the rows.
         variables: columns that are variables of the chat template.
         row: of a pair.
 
@@ -43,28 +43,28 @@ def pair_candidates(formatting: Formatting, variables: Sequence[str], row: Row) 
     """
     pair = pair_fields(row.fields)
     answers = [pair["chosen"], pair["rejected"]]
-    return Candidates(_texts(formatting, variables, row, pair["prompt"], answers), "answers", 0)
+    return Candidates(_texts(segmenter, variables, row, pair["prompt"], answers), "answers", 0)
 
 
-def rating_candidates(formatting: Formatting, variables: Sequence[str], row: Row) -> Candidates:
+def rating_candidates(segmenter: Segmenter, variables: Sequence[str], row: Row) -> Candidates:
     """The answer of a row of `rated_rows`, then that of the other row after the same prompt; see above."""
     # A pair that can't be used tells why.
     rating = rating_fields(row.fields) if OTHER in row.fields else pair_fields(row.fields)
     if type(rating[OTHER]) is not type(rating["prompt"]):
         raise RowError("it and the row before are not both texts or both messages")
     answers = [rating["completion"], rating[OTHER]]
-    texts = _texts(formatting, variables, row, rating["prompt"], answers)
+    texts = _texts(segmenter, variables, row, rating["prompt"], answers)
     is_liked = rating["label"]
     return Candidates(texts, "answers", None, is_liked, class_name=str(is_liked).lower())
 
 
 def _texts(
-    formatting: Formatting, variables: Sequence[str], row: Row, prompt: Any, answers: Sequence[Any]
+    segmenter: Segmenter, variables: Sequence[str], row: Row, prompt: Any, answers: Sequence[Any]
 ) -> tuple[SegmentedText, ...]:
     """Answers after one prompt, all texts or all messages."""
     if not isinstance(prompt, list):
-        return tuple(formatting.learnt(*formatting.completed(prompt, answer)) for answer in answers)
-    from prge.rows.chat import check_messages, learnt_turns
+        return tuple(segmenter.learnt(*segmenter.completed(prompt, answer)) for answer in answers)
+    from prge.rows.tokenization.chat import check_messages, learnt_turns
 
     try:
         asked = check_messages(with_system(row.fields.get(SYSTEM), prompt), answered=False)
@@ -77,7 +77,7 @@ def _texts(
         if not turns:
             raise RowError("one of its answers has no message of the assistant's that is learnt")
         given = template_variables(row.fields, variables)
-        conversation = conversation_of(formatting, row.number, messages, turns, given)
+        conversation = conversation_of(segmenter, row.number, messages, turns, given)
         renderings = conversation.renderings()
         if len(renderings) != 1 or len(renderings[0].turns) < len(turns):
             raise RowError(

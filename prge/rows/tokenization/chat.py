@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prge.errors import BundleError, DataError, shown
 from prge.host.children import BoundedChild, LimitError
-from prge.rows.inputs import checked_json
+from prge.rows.tokenization.inputs import checked_json
 
 ASSISTANT = "assistant"
 # Of a row of up to a few kilobytes; longer ones have proportionally more.

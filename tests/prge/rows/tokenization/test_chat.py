@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from prge.errors import BundleError, DataError
-from prge.rows.chat import SECONDS, ChatTemplate, Rendering, check_messages
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.chat import SECONDS, ChatTemplate, Rendering, check_messages
+from prge.rows.tokenization.tokenizer import Tokenizer
 from tests.prge.rows.chat_templates import CHATML, EVERYTHING, HEADERS, TURNS
 from tests.prge.rows.tiny_tokenizers import byte_level_backend
 

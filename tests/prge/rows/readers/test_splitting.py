@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prge.rows.readers import Row
-from prge.rows.splitting import FEWEST, MOST, Parts, content_hash, split_rows, wanted
+from prge.rows.readers.files import Row
+from prge.rows.readers.splitting import FEWEST, MOST, Parts, content_hash, split_rows, wanted
 
 TEXTS = st.lists(st.sampled_from("abcdefghijklmnopqrst"), max_size=60)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from prge.rows.columns import RowError
-from prge.rows.readers import Row
-from prge.rows.segments import Candidates, Formatting, SegmentedText, Texts
-from prge.rows.task import Task
+from prge.rows.forms.task import Task
+from prge.rows.readers.files import Row
+from prge.rows.segments import Candidates, SegmentedText, Segmenter, Texts
 
 
-def task_candidates(task: Task, is_alone: bool, formatting: Formatting, row: Row) -> Texts | Candidates:
+def task_candidates(task: Task, is_alone: bool, segmenter: Segmenter, row: Row) -> Texts | Candidates:
     """The candidates of a task's row, or its first answer where it has no candidates.
 
     Where `is_alone` the right candidate is learnt without others. Raises RowError.
@@ -16,13 +16,13 @@ def task_candidates(task: Task, is_alone: bool, formatting: Formatting, row: Row
     prompt = task.prompt(row.fields)
     if task.is_completion:
         answers = task.answers(row.fields)
-        segments = formatting.completed(prompt, task.join(prompt, answers[0]))
-        return Texts((formatting.learnt(*segments),), answers)
+        segments = segmenter.completed(prompt, task.join(prompt, answers[0]))
+        return Texts((segmenter.learnt(*segments),), answers)
     choices, label = task.candidates(row.fields), task.label(row.fields)
     compared = (choices[label],) if is_alone else choices
     texts = [task.candidate_text(prompt, choice, row.fields) for choice in compared]
     return Candidates(
-        tuple(SegmentedText(formatting.completed(prompt, text, "candidate")) for text in texts),
+        tuple(SegmentedText(segmenter.completed(prompt, text, "candidate")) for text in texts),
         "choices",
         None if is_alone else label,
         answers=task.answers(row.fields) or (choices[label],),
@@ -31,14 +31,14 @@ def task_candidates(task: Task, is_alone: bool, formatting: Formatting, row: Row
     )
 
 
-def task_class(task: Task, formatting: Formatting, row: Row) -> Candidates:
+def task_class(task: Task, segmenter: Segmenter, row: Row) -> Candidates:
     """What an encoder reads of a task's row, with its class; raises RowError."""
     text = task.encoder_text(row.fields)
     if not text.strip():
         raise RowError("has an empty text: there is nothing to learn from")
     choices, label = task.candidates(row.fields), task.label(row.fields)
     return Candidates(
-        (SegmentedText((formatting.text(text, is_trained=False),), special_tokens="begin and end"),),
+        (SegmentedText((segmenter.text(text, is_trained=False),), special_tokens="begin and end"),),
         "classes",
         label,
         answers=(choices[label],),

@@ -17,16 +17,16 @@ import pytest
 from pyarrow import parquet
 
 from prge.errors import DataError
-from prge.rows.readers import read_rows
+from prge.rows.readers.files import read_rows
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[4]
 MOST_MEGABYTES = 300
 # Prints what is refused, and the megabytes that reading took: this process and the children it waited for.
 READ = """
 import resource, sys
 import pyarrow.compute, pyarrow.parquet
 from prge.errors import DataError
-from prge.rows.readers import read_rows
+from prge.rows.readers.files import read_rows
 peak = lambda who: resource.getrusage(who).ru_maxrss >> 10
 start = peak(resource.RUSAGE_SELF)
 try:

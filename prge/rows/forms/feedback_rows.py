@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prge.learning.preferences import PREFERENCES, ObjectiveName
-from prge.rows.feedback import BAD, GOOD, TEMPLATE_KWARGS, Fields, spaced
-from prge.rows.forms import CONTROL_TOKENS
-from prge.rows.readers import Row
+from prge.rows.forms.form import CONTROL_TOKENS
+from prge.rows.readers.feedback import BAD, GOOD, TEMPLATE_KWARGS, Fields, spaced
+from prge.rows.readers.files import Row
 
 
 def rows_of_feedback(rows: Sequence[Row], objective: ObjectiveName = "auto") -> tuple[list[Row], str]:

@@ -14,9 +14,9 @@ from prge.errors import DataError
 from prge.learning.examples import Example
 from prge.rows.build_options import BuildOptions
 from prge.rows.example_building import build_examples
-from prge.rows.readers import Row
+from prge.rows.readers.files import Row
 from prge.rows.report import DataReport
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.tokenizer import Tokenizer
 from tests.bundles import make_spec
 from tests.prge.rows import chat_templates
 from tests.prge.rows.published_templates import backend_for, published, theirs

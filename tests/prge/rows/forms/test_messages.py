@@ -11,11 +11,11 @@ import pytest
 from prge.errors import DataError
 from prge.learning.examples import tokens_sha256
 from prge.rows.build_options import BuildOptions
-from prge.rows.chat import ChatTemplate
 from prge.rows.example_building import build_examples
-from prge.rows.readers import Row
+from prge.rows.readers.files import Row
 from prge.rows.report import DataReport, warn_unread
-from prge.rows.tokenizer import Tokenizer
+from prge.rows.tokenization.chat import ChatTemplate
+from prge.rows.tokenization.tokenizer import Tokenizer
 from tests.bundles import make_spec
 from tests.prge.rows.chat_templates import CHATML, DATED, ENDS_WITH_EOS, OF_PARTS, TAGGED, THINKS
 from tests.prge.rows.published_templates import theirs

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prge.errors import ConfigError, DataError
-from prge.rows import parquet
 from prge.rows.columns import RowError, text_of
-from prge.rows.readers import Row, Selection, json_fields, read_rows, select_rows
-from prge.rows.task import Template
+from prge.rows.forms.task import Template
+from prge.rows.readers import parquet
+from prge.rows.readers.files import Row, Selection, json_fields, read_rows, select_rows
 
 Write = Callable[[str, "str | bytes"], Path]
 

@@ -39,11 +39,11 @@ from tokenizers.models import Unigram
 from prge.errors import BundleError, ConfigError, DataError, PrgeError, shown
 from prge.files.bundle import Bundle
 from prge.files.documents import read_document
-from prge.rows.inputs import check_text
-from prge.rows.tokenizer_check import read_tokenizer
+from prge.rows.tokenization.inputs import check_text
+from prge.rows.tokenization.tokenizer_check import read_tokenizer
 
 if TYPE_CHECKING:
-    from prge.rows.chat import ChatTemplate
+    from prge.rows.tokenization.chat import ChatTemplate
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -546,7 +546,7 @@ def compile_chat_template(tokenizer: Tokenizer, date: str | None = None) -> Chat
     if tokenizer.chat_template is None:
         return None
     try:
-        from prge.rows.chat import ChatTemplate
+        from prge.rows.tokenization.chat import ChatTemplate
     except ImportError:
         raise DataError("a chat template needs the package jinja2", [], remedy="pip install jinja2") from None
     return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens, date)

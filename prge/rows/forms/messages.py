@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from prge.errors import BundleError, DataError, shown
 from prge.rows.columns import Fields, RowError, decoded
-from prge.rows.control_tokens import MessageTexts, RenderedText, in_messages
-from prge.rows.feedback import TEMPLATE_KWARGS
-from prge.rows.readers import Row
+from prge.rows.readers.feedback import TEMPLATE_KWARGS
+from prge.rows.readers.files import Row
 from prge.rows.report import (
     CONTROL_IN_MESSAGES,
     CONTROL_OF_MESSAGES,
@@ -26,10 +25,11 @@ from prge.rows.report import (
     TURN_INEXACT,
     TURN_REFUSED,
 )
-from prge.rows.segments import Formatting, Segment, SegmentedText, Texts
+from prge.rows.segments import Segment, SegmentedText, Segmenter, Texts
+from prge.rows.tokenization.control_tokens import MessageTexts, RenderedText, in_messages
 
 if TYPE_CHECKING:
-    from prge.rows.chat import ChatTemplate, Message, Rendering
+    from prge.rows.tokenization.chat import ChatTemplate, Message, Rendering
 
 SYSTEM, TOOLS = "system", "tools"
 # Roles in ShareGPT's turns, and those that chat templates know them by.
@@ -43,7 +43,7 @@ SHAREGPT_ROLES = {
 _GIVEN = frozenset({"messages", "add_generation_prompt"})
 
 
-def messages_texts(formatting: Formatting, row: Row) -> Texts:
+def messages_texts(segmenter: Segmenter, row: Row) -> Texts:
     """The texts of a row of `messages`, with `chat_template_kwargs` where the row has some.
 
     Raises:
@@ -51,14 +51,14 @@ def messages_texts(formatting: Formatting, row: Row) -> Texts:
         DataError: the template refuses them.
         BundleError: the template takes too much for them.
     """
-    from prge.rows.chat import check_messages, learnt_turns
+    from prge.rows.tokenization.chat import check_messages, learnt_turns
 
     try:
         messages = check_messages(row.fields["messages"])
     except ValueError as error:
         raise RowError(str(error)) from None
     variables = row.fields.get(TEMPLATE_KWARGS, {})
-    whole = conversation_of(formatting, row.number, messages, learnt_turns(messages), variables)
+    whole = conversation_of(segmenter, row.number, messages, learnt_turns(messages), variables)
     renderings = whole.renderings()
     left_out = whole.chat.left_out(messages[: max(whole.learnt) + 1], variables)
     events = [*_unread(whole.chat, variables), *(f"{name} {LEFT_OUT}" for name in left_out)]
@@ -249,7 +249,7 @@ class Conversation:
 
 
 def conversation_of(
-    formatting: Formatting,
+    segmenter: Segmenter,
     row: int,
     messages: Sequence[Message],
     learnt: Sequence[int],
@@ -260,12 +260,12 @@ def conversation_of(
     Raises:
         RowError: the model has no chat template.
     """
-    if formatting.chat is None:
+    if segmenter.chat is None:
         raise RowError("it holds messages and the model has no chat template")
-    texts = MessageTexts(formatting.tokenizer, formatting.control_tokens, [*messages, variables])
-    is_read = in_messages(formatting.control_tokens)
+    texts = MessageTexts(segmenter.tokenizer, segmenter.control_tokens, [*messages, variables])
+    is_read = in_messages(segmenter.control_tokens)
     events = ((CONTROL_OF_MESSAGES if is_read else CONTROL_IN_MESSAGES),) if texts.written else ()
-    return Conversation(row, messages, learnt, variables, formatting.chat, texts, events)
+    return Conversation(row, messages, learnt, variables, segmenter.chat, texts, events)
 
 
 def _segments(text: RenderedText, edges: Sequence[int]) -> tuple[Segment, ...]:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from prge.rows.readers import Row
+from prge.rows.readers.files import Row
 
 _SHARE = 0.1
 # Of the part that is split off: with fewer rows a figure says little, with more it takes time alone.

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from prge.errors import BundleError, DataError, PrgeError
-from prge.rows import tokenizer_check
-from prge.rows.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from prge.rows.tokenization import tokenizer_check
+from prge.rows.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from tests.prge.rows.tiny_tokenizers import (
     byte_fallback_backend,
     byte_level_backend,

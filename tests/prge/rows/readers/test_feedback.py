@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prge.errors import DataError, RunError
-from prge.rows.feedback import (
+from prge.rows.readers.feedback import (
     Answered,
     append_feedback,
     check_feedback,
@@ -21,7 +21,7 @@ from prge.rows.feedback import (
     texts_of,
     whole_lines,
 )
-from prge.rows.readers import read_rows
+from prge.rows.readers.files import read_rows
 
 ANSWERED = Answered("cmpl-1", "m", "0" * 16, {"prompt": "a"}, " b", {"seed": None})
 ROW = ANSWERED.judged("good")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prge.errors import shown
 from prge.rows.columns import Fields, RowError, decoded, text_of
-from prge.rows.messages import SYSTEM
+from prge.rows.forms.messages import SYSTEM
 
 HISTORY = "history"
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from prge.errors import DataError
-from prge.rows.feedback import Answered, append_feedback
-from prge.rows.forms import find_form
+from prge.rows.forms.form import find_form
+from prge.rows.readers.feedback import Answered, append_feedback
 from prge.rows.sources import read_source
 
 TEXT = Answered("1", "m", "", {"prompt": "It was"}, " great", {})

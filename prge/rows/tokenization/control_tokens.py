@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
-from prge.rows.tokenizer import Control, Tokenizer
+from prge.rows.tokenization.tokenizer import Control, Tokenizer
 
 ControlTokens = Literal["special", "prompt", "all", "text"]
 _DIGITS = 6

@@ -24,10 +24,9 @@ from typing import Literal
 from prge.errors import DataError, shown
 from prge.learning.preferences import PREFERENCES, ObjectiveName, Preferring
 from prge.rows.columns import Fields, RowError, column_names, decoded, present_columns
-from prge.rows.completions import completion_fields, completion_text, whole_text
-from prge.rows.feedback import TEMPLATE_KWARGS
-from prge.rows.instructions import HISTORY, instruction_fields
-from prge.rows.messages import (
+from prge.rows.forms.completions import completion_fields, completion_text, whole_text
+from prge.rows.forms.instructions import HISTORY, instruction_fields
+from prge.rows.forms.messages import (
     SYSTEM,
     TOOLS,
     messages_texts,
@@ -35,9 +34,10 @@ from prge.rows.messages import (
     template_variables,
     with_system,
 )
-from prge.rows.preferences import liked_fields, pair_candidates, rated_fields, rating_candidates
-from prge.rows.readers import Row
-from prge.rows.segments import Candidates, Formatting, Texts
+from prge.rows.forms.preferences import liked_fields, pair_candidates, rated_fields, rating_candidates
+from prge.rows.readers.feedback import TEMPLATE_KWARGS
+from prge.rows.readers.files import Row
+from prge.rows.segments import Candidates, Segmenter, Texts
 
 WEIGHT = "weight"
 # Of a row: more would be an oversight.
@@ -103,7 +103,7 @@ class Form:
                 made[TEMPLATE_KWARGS] = variables
         return Row(row.number, made)
 
-    def segments(self, objective: ObjectiveName, formatting: Formatting, row: Row) -> Texts | Candidates:
+    def segments(self, objective: ObjectiveName, segmenter: Segmenter, row: Row) -> Texts | Candidates:
         """What is learnt of a row by an objective, in segments.
 
         Raises:
@@ -111,20 +111,20 @@ class Form:
             DataError: the chat template refuses its messages.
             BundleError: the chat template takes too much for them.
         """
-        segments = self._segments(objective, formatting, row)
+        segments = self._segments(objective, segmenter, row)
         if WEIGHT not in self.optional or row.fields.get(WEIGHT) is None:
             return segments
         return replace(segments, weight=_weight_of(row.fields[WEIGHT]))
 
-    def _segments(self, objective: ObjectiveName, formatting: Formatting, row: Row) -> Texts | Candidates:
+    def _segments(self, objective: ObjectiveName, segmenter: Segmenter, row: Row) -> Texts | Candidates:
         if objective in PREFERENCES:
             self.check(row)
             compared = rating_candidates if objective == "kto" else pair_candidates
-            return compared(formatting, self.variables, row)
-        row = self.row(row, chat=formatting.chat is not None)
-        if "messages" in row.fields and formatting.chat is not None:
-            return messages_texts(formatting, row)
-        return (whole_text if self is TEXT else completion_text)(formatting, row)
+            return compared(segmenter, self.variables, row)
+        row = self.row(row, chat=segmenter.chat is not None)
+        if "messages" in row.fields and segmenter.chat is not None:
+            return messages_texts(segmenter, row)
+        return (whole_text if self is TEXT else completion_text)(segmenter, row)
 
     def check(self, row: Row, asked: bool = False) -> None:
         """Raise RowError if a row lacks a column; see `needed`."""

@@ -10,7 +10,7 @@ import pytest
 
 from prge.errors import ConfigError
 from prge.rows.columns import RowError
-from prge.rows.task import Generate, Task, Template, load_task, parse_task, task_names
+from prge.rows.forms.task import Generate, Task, Template, load_task, parse_task, task_names
 
 TEXTS = {"passage": "Ann lives in Rome. ", "question": "Where does Ann live?", "title": "Ann_of_Rome"}
 
@@ -141,9 +141,9 @@ def test_encoders_read_the_text_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(GOLDEN))
 def test_task_files_say_what_they_expect(name: str) -> None:
-    import prge.rows.task
+    import prge.rows.forms.task
 
-    head = (prge.rows.task.TASKS / f"{name}.yaml").read_text().split("name:")[0]
+    head = (prge.rows.forms.task.TASKS / f"{name}.yaml").read_text().split("name:")[0]
     assert "# Columns: " in head and "# Source: " in head
     assert all(column in head for column in load_task(name).needed_columns())
 

@@ -1,0 +1,1 @@
+"""Rows to segments: a file for what each form of rows reads."""

@@ -1,0 +1,1 @@
+"""Files to rows: a number and fields."""

@@ -1,0 +1,1 @@
+"""Texts and messages to token ids."""
