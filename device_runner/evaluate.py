@@ -92,7 +92,7 @@ def run(settings: EvaluateSettings) -> dict[str, Any]:
     head = _head(bundle, trained, task, examples[0].candidates) if model.is_encoder else None
     shape, context = shape_of_scores(bundle, examples), None
     if writes:
-        context, budget = budget_of_texts(bundle, settings.memory, settings.engine, SLOTS, steps=shape)
+        context, budget = budget_of_texts(bundle, settings.memory, settings.engine, slots=SLOTS, steps=shape)
     else:
         process = "scoring these rows"
         budget = budget_of_steps(bundle, [shape], settings.memory, settings.engine, process)

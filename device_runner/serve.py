@@ -92,8 +92,14 @@ def serve(settings: ServeSettings) -> None:
         else:
             if file is not None:
                 examples = FeedbackExamples(_tokenizer(settings, bundle), bundle.chain.model)
-            slots, context, precision = settings.slots, settings.context, settings.cache_dtype
-            speaker = open_speaker_within(bundle, settings, slots, context, precision, note)
+            speaker = open_speaker_within(
+                bundle,
+                settings,
+                slots=settings.slots,
+                context=settings.context,
+                precision=settings.cache_dtype,
+                tell=note,
+            )
         generator = Generator(speaker, bundle_tokenizer(bundle))
         held.callback(storage.shutdown, cancel_futures=True)
         worker = held.enter_context(
@@ -136,10 +142,17 @@ def _open_learning(
     source = settings.bundle if tuning_at(settings.bundle) else None
     if settings.adapter:
         source = adapter_source(settings.adapter[0])
-    tokenizer, engine, slots = _tokenizer(settings, bundle), settings.engine, settings.slots
+    tokenizer = _tokenizer(settings, bundle)
     plan, has_kept = plan_rounds(settings, settings, source, bundle, tokenizer)
-    sizes = slots, settings.context, settings.cache_dtype
-    context, budget = budget_of_texts(bundle, settings.memory, engine, *sizes, plan.shape)
+    context, budget = budget_of_texts(
+        bundle,
+        settings.memory,
+        settings.engine,
+        slots=settings.slots,
+        context=settings.context,
+        precision=settings.cache_dtype,
+        steps=plan.shape,
+    )
     loaded = None if budget is None else budget.loaded
     learning = Learning(
         settings,
@@ -155,8 +168,17 @@ def _open_learning(
         loaded=loaded,
     )
     models.replace(name, learning.adapter)
-    given = settings.threads, engine, loaded, slots, context, settings.cache_dtype
-    return learning, open_speaker(bundle, *given, note)
+    speaker = open_speaker(
+        bundle,
+        threads=settings.threads,
+        engine=settings.engine,
+        loaded=loaded,
+        slots=settings.slots,
+        context=context,
+        precision=settings.cache_dtype,
+        tell=note,
+    )
+    return learning, speaker
 
 
 def _about(settings: ServeSettings, bundle: Bundle, names: Sequence[str]) -> dict[str, Any]:

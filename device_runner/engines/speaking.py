@@ -492,6 +492,7 @@ def _see(seen: FloatArray, lengths: Sequence[int], window: int | None) -> None:
 
 def open_speaker(
     bundle: Bundle,
+    *,
     threads: int | None = None,
     engine: EngineName = "auto",
     loaded: int | None = None,

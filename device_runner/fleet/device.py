@@ -149,10 +149,7 @@ class _Round:
         folder.mkdir(parents=True, exist_ok=True)
         settings = self._run_settings(folder)
         stopped = self._stopper()
-        local, _ = open_local(
-            *(self.plan, self.bundle, settings),
-            *(self.settings.engine, self.settings.threads, self.settings.memory),
-        )
+        local, _ = open_local(self.plan, self.bundle, settings)
         line, privacy_epsilon = self._counted(ledger, line, local)
         if not self._catches_up(state, stopped):
             raise self._out_of_time()
@@ -298,6 +295,9 @@ class _Round:
             control_tokens=self.settings.control_tokens,
             append_eos=self.settings.append_eos,
             train_limit=self.policy.most_rows,
+            engine=self.settings.engine,
+            threads=self.settings.threads,
+            memory=self.settings.memory,
         )
 
     def _stopper(self) -> Callable[[], bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -14,9 +14,9 @@ from device_runner.fleet.messages import Answer
 from device_runner.fleet.privacy.reported import Draw, Reported, system_noise
 from device_runner.session.inputs import read_inputs
 from device_runner.session.memory import budget_of_steps
-from device_runner.session.planning import RunPlan, plan_run
+from device_runner.session.planning import plan_run
 from device_runner.session.settings import RunSettings
-from prge.engine import Engine, EngineName, FloatArray
+from prge.engine import Engine, FloatArray
 from prge.errors import ConfigError
 from prge.files.bundle import Bundle
 from prge.files.journal import Journal
@@ -30,7 +30,6 @@ from prge.rows.report import warn_unread
 from prge.rows.sources import describe_paths
 from prge.running.recipe import Recipe
 from prge.running.session import SessionData, Unwatched, open_session
-from prge.verbs.kinds import Bytes
 
 # Losses f32 [K], and scalars f32 [K * scalars of a step] or a change f32 [size].
 Learnt = tuple[FloatArray, FloatArray]
@@ -38,15 +37,9 @@ Learnt = tuple[FloatArray, FloatArray]
 
 @dataclass(frozen=True)
 class Local:
-    """What takes a plan's steps on a device's rows.
-
-    `settings`: of `prge run` for these steps. `examples`: the device's rows, of a
-    file with the SHA-256 `data`.
-    """
+    """What takes a plan's steps on a device's rows: `examples`, of a file with the SHA-256 `data`."""
 
     plan: Plan
-    settings: RunSettings
-    bundle: Bundle
     engine: Engine
     examples: list[Example]
     draw: Draw = system_noise
@@ -124,21 +117,13 @@ class _RoundStore:
         """See Store; the journal is enough."""
 
 
-def open_local(
-    plan: Plan,
-    bundle: Bundle,
-    settings: RunSettings,
-    engine: EngineName = "auto",
-    threads: int | None = None,
-    memory: Bytes | None = None,
-) -> tuple[Local, OpenEngine]:
+def open_local(plan: Plan, bundle: Bundle, settings: RunSettings) -> tuple[Local, OpenEngine]:
     """Read a device's rows and open the engine for the steps of a plan.
 
     Args:
         plan: what the steps are.
         bundle: the device's.
-        settings: which rows; the rest comes from the plan.
-        engine, threads, memory: see RunSettings.
+        settings: of `prge run` for the plan's steps, with rows and engine.
 
     Raises:
         PrgeError: the rows or the bundle can't be used.
@@ -151,14 +136,20 @@ def open_local(
             ["its rows are preferences, which are compared with scores that no round carries"],
             remedy="give rows of completions, or train on this device alone with `prge run`",
         )
-    sized = plan_steps(plan, settings, bundle, inputs.train, memory)
-    budget = budget_of_steps(bundle, [sized.shape], memory, engine, "this device")
-    loaded = None if budget is None else budget.loaded
+    if not plan.by_scalars and plan.clip:
+        check_single_sequences(inputs.train)
+    sized = plan_run(bundle, inputs.train, settings)
+    budget = budget_of_steps(bundle, [sized.shape], settings.memory, settings.engine, "this device")
     opened = open_engine(
-        bundle, sized.role, threads=threads, engine=engine, loaded=loaded, folder=settings.out
+        bundle,
+        sized.role,
+        threads=settings.threads,
+        engine=settings.engine,
+        loaded=None if budget is None else budget.loaded,
+        folder=settings.out,
     )
     data = inputs.origin["train"]
-    return Local(plan, sized.settings, bundle, opened.engine, inputs.train, data=data), opened
+    return Local(plan, opened.engine, inputs.train, data=data), opened
 
 
 def told(agreement: Agreement, number: int, step: int, privacy_epsilon: float, learnt: Learnt) -> bytes:
@@ -171,20 +162,6 @@ def told(agreement: Agreement, number: int, step: int, privacy_epsilon: float, l
     """
     examples = agreement.plan.examples * agreement.plan.local_steps
     return Answer(agreement.sha256, number, step, examples, privacy_epsilon, *learnt).to_bytes()
-
-
-def plan_steps(
-    plan: Plan, settings: RunSettings, bundle: Bundle, examples: list[Example], memory: Bytes | None = None
-) -> RunPlan:
-    """The run that takes the steps of a fleet's plan, with room for the widest example.
-
-    Raises:
-        ConfigError: an example can't be part of a step of the plan.
-    """
-    if not plan.by_scalars and plan.clip:
-        check_single_sequences(examples)
-    settings = plan.run_settings(settings.bundle, settings.train, settings.out)
-    return plan_run(bundle, examples, replace(settings, memory=memory))
 
 
 def by_row(examples: Sequence[Example]) -> list[list[Example]]:

@@ -123,9 +123,11 @@ class Simulation:
             append_eos=settings.append_eos,
             train_start=settings.train_start,
             train_limit=settings.train_limit,
+            engine=settings.engine,
+            threads=settings.threads,
+            memory=settings.memory,
         )
-        engine = (settings.engine, settings.threads, settings.memory)
-        self.local, self.opened = open_local(plan, bundle, steps, *engine)
+        self.local, self.opened = open_local(plan, bundle, steps)
         self.dealt = parts(self.local.examples, settings.devices, settings.partition, settings.seed)
         names = ("devices", "partition", "train_start", "train_limit", "control_tokens", "append_eos", "date")
         self.identity = {

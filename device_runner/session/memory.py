@@ -80,6 +80,7 @@ def budget_of_texts(
     bundle: Bundle,
     limit: int | None,
     engine: EngineName = "auto",
+    *,
     slots: int = 1,
     context: int | None = None,
     precision: Precision = "float32",

@@ -209,13 +209,16 @@ def by_name(found: Sequence[tuple[str, Adapter]]) -> dict[str, Adapter]:
 
 def open_generator(bundle: Bundle, tokenizer: Tokenizer, flags: SpeakingFlags, slots: int) -> Generator:
     """A generator on the engine that the flags ask for; raises BundleError, EngineError."""
-    speaker = open_speaker_within(bundle, flags, slots, flags.context, flags.cache_dtype, note)
+    speaker = open_speaker_within(
+        bundle, flags, slots=slots, context=flags.context, precision=flags.cache_dtype, tell=note
+    )
     return Generator(speaker, tokenizer)
 
 
 def open_speaker_within(
     bundle: Bundle,
     flags: EngineFlags,
+    *,
     slots: int,
     context: int | None,
     precision: Precision,
@@ -226,14 +229,25 @@ def open_speaker_within(
     Raises:
         PrgeError: see open_speaker and device_runner.session.memory.budget_of_texts.
     """
-    most, budget = budget_of_texts(bundle, flags.memory, flags.engine, slots, context, precision)
+    most, budget = budget_of_texts(
+        bundle, flags.memory, flags.engine, slots=slots, context=context, precision=precision
+    )
     if budget is not None and context is None and most is not None and most < bundle.chain.bounds.context:
         tell(
             f"--memory {megabytes(budget.limit)} leaves room for texts of up to {most:,} tokens; "
             "--context asks for others"
         )
     loaded = None if budget is None else budget.loaded
-    return open_speaker(bundle, flags.threads, flags.engine, loaded, slots, most, precision, tell)
+    return open_speaker(
+        bundle,
+        threads=flags.threads,
+        engine=flags.engine,
+        loaded=loaded,
+        slots=slots,
+        context=most,
+        precision=precision,
+        tell=tell,
+    )
 
 
 def note(text: str) -> None:

@@ -156,8 +156,15 @@ class AdapterLearner:
     def _measured(self) -> tuple[Record, Measurement]:
         state, seed = self.state, self.settings.seed
         examples = self.sampler.batch(state.step)
-        heads = state.training_classifier, state.trained_head
-        step = Step(state.adapter, examples, seed, state.step, *heads, self.objective)
+        step = Step(
+            adapter=state.adapter,
+            examples=examples,
+            seed=seed,
+            number=state.step,
+            classifier=state.training_classifier,
+            trained_head=state.trained_head,
+            objective=self.objective,
+        )
         measurement = self.estimator.measure(self.engine, step)
         record = {
             "kind": "step",

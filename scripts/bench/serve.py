@@ -116,7 +116,7 @@ def speaker_texts(method: str, folder: Path, count: int, prompt: int, new: int, 
     tokenizer = Tokenizer(Backend.from_file(str(folder / "llm" / "tokenizer.json")))
     yield ()
     opened = open_bundle(folder / "bundle")
-    speaker = open_speaker(opened, threads, "native", slots=count)
+    speaker = open_speaker(opened, threads=threads, engine="native", slots=count)
     adapter = read_peft(opened.adapter, opened.chain.modules)
     prompts = np.random.default_rng(0).integers(0, speaker.vocabulary_size, (count, prompt)).tolist()
     while True:
@@ -152,7 +152,7 @@ def drafted_texts(method: str, folder: Path, prompt: int, new: int, threads: int
     tokenizer = Tokenizer(Backend.from_file(str(folder / "llm" / "tokenizer.json")))
     yield ()
     opened = open_bundle(folder / "bundle")
-    speaker = DictatedSpeaker(open_speaker(opened, threads, "native"))
+    speaker = DictatedSpeaker(open_speaker(opened, threads=threads, engine="native"))
     adapter = read_peft(opened.adapter, opened.chain.modules)
     generator, random = Generator(speaker, tokenizer), np.random.default_rng(0)
     while True:
