@@ -222,7 +222,7 @@ def test_a_loss_that_compares_examples_has_all_of_a_step_at_once() -> None:
     training = [long_choice(row, [1], [[2] * 8, [3] * 9], 0) for row in range(1, 99)]
     settings = _settings(batch_size=64)
     separate, together = (plan_run(CHAIN, training, settings, loss).shape for loss in (DPO(0.1), KTO(0.1)))
-    assert (separate.sequences, separate.together) == (128, 51)
+    assert (separate.sequences, separate.together) == (128, 52)
     assert (together.sequences, together.together) == (128, 128)
 
 
