@@ -11,8 +11,8 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -271,6 +271,19 @@ class _Server:
         finally:
             self.held -= len(body)
 
+    @contextmanager
+    def _pausing(self) -> Iterator[None]:
+        """Let what learns compute nothing inside the block, and until the event loop goes on."""
+        if self._learning is None:
+            yield
+            return
+        self._learning.pause(True)
+        try:
+            yield
+        finally:
+            # The worker has the answers by then, and pauses it itself.
+            asyncio.get_running_loop().call_soon(self._learning.pause, False)
+
     def _sharing(self, request: Request, asked: Asked) -> Sharing:
         """With whom a request shares what is computed: with those of the same API key, without keys of the
         same address, that name the same cache key; without keys and names only with its own conversation."""
@@ -289,7 +302,8 @@ class _Server:
             raise RequestError(503, f"paused, {why}", kind="server_error", code=PAUSED)
         async with self._body(request) as body:
             preparing = self.models.requests(body, read, self.worker.context)
-            asked, requests = await _unless_gone(request, preparing)
+            with self._pausing():
+                asked, requests = await _unless_gone(request, preparing)
         sharing = self._sharing(request, asked)
         requests = [replace(each, sharing=sharing) for each in requests]
         loop = asyncio.get_running_loop()

@@ -118,7 +118,7 @@ class Learning:
         self._gates = Gates(flags.learning_conditions(), sensors, seconds=_SECONDS)
         # Over the process and why it is paused.
         self._lock = threading.Lock()
-        self._is_answering = self._must_wait = False
+        self._answering, self._must_wait = 0, False
         # Of the event loop: the look that is taken, and when the next one is.
         self._look: Future[bool] | None = None
         self._next, self._is_woken = 0.0, False
@@ -145,9 +145,9 @@ class Learning:
         self._is_woken = True
 
     def pause(self, is_answering: bool) -> None:
-        """Whether the process of a round is to compute nothing, because answers are made."""
+        """Let the process of a round compute nothing, until it is called with False as often as with True."""
         with self._lock:
-            self._is_answering = is_answering
+            self._answering += 1 if is_answering else -1
             self._set_pause()
 
     def work(self) -> bool:
@@ -252,7 +252,7 @@ class Learning:
 
     def _set_pause(self) -> None:
         if self._process is not None:
-            self._process.pause(self._is_answering or self._must_wait)
+            self._process.pause(self._answering > 0 or self._must_wait)
 
     def _take(self, version: Version, outcome: _Json) -> None:
         """Do what follows from the outcome of a round."""

@@ -429,6 +429,9 @@ def test_the_process_of_a_round_computes_nothing_while_answers_are_made(place: P
     learning.pause(True)
     assert learning.work() and [each.is_paused for each in place.processes] == [True]  # it begins so
     assert learning.work() and learning.history()[-1]["status"] == "learning"
+    learning.pause(True)
+    learning.pause(False)
+    assert [each.is_paused for each in place.processes] == [True]  # another answer is made still
     learning.pause(False)
     assert [each.is_paused for each in place.processes] == [False]
     take_round(learning)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from queue import Queue
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
+from device_runner.serving.access import Access
+from device_runner.serving.app import make_app
+from device_runner.serving.models import Models
 from device_runner.serving.worker import BusyError, Told, Worker
 from prge.engine import FloatArray
 from prge.errors import DataError, EngineError
@@ -100,3 +107,17 @@ def test_it_tells_when_the_first_answer_begins_and_the_last_one_has_ended() -> N
         worker.submit([(request(), told.put)])
         ended(told)
         assert seen == [True, False] * 2
+
+
+def test_what_learns_waits_from_a_request_to_the_end_of_its_answer() -> None:
+    seen: list[int] = []
+    learning: Any = SimpleNamespace(problem="", pause=lambda is_answering: seen.append(is_answering or -1))
+    models = Models({"base": make_adapter()}, TOKENIZER)
+    with Worker(Generator(NumpySpeaker(), TOKENIZER), 4, learning.pause) as worker:
+        client = TestClient(make_app(models, worker, Access(), learning=learning), "http://localhost")
+        for prompt, status in (("a", 200), ("word " * 1000, 400), ("b", 200)):
+            asked = {"model": "base", "prompt": prompt, "max_tokens": 3}
+            assert client.post("/v1/completions", json=asked).status_code == status
+    waits = list(accumulate(seen))
+    # Of an answer, twice, until the worker has it, and then once.
+    assert waits == [1, 2, 1, 0, 1, 0, 1, 2, 1, 0]

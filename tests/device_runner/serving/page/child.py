@@ -107,6 +107,9 @@ class ScriptedLearning:
     current = 2
     storage = ThreadPoolExecutor(1)
 
+    def pause(self, is_answering: bool) -> None:
+        """Nothing is computed."""
+
     def history(self) -> list[dict[str, Any]]:
         held = [{}, {"before": 3.214, "after": 2.087}, {"before": 2.087, "after": 1.912}]
         return [
