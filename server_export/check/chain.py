@@ -61,7 +61,6 @@ def verify_chain(chain: ModelChain, lowered: LoweredChain, folder: Path, scheme:
     differences: dict[str, float] = {}
     done = count_parts(len(lowered.kinds))
     for number, kind in enumerate(lowered.kinds):
-        check_specs(folder / kind.program, kind)
         # The last of a kind: the programs were lowered with none's weights.
         place = max(index for index, block in enumerate(lowered.blocks) if block.kind == number)
         tensors = lowered.lowered[number].with_constants(chain.tensors(place))
@@ -82,6 +81,7 @@ def verify_chain(chain: ModelChain, lowered: LoweredChain, folder: Path, scheme:
                         remedy=_REMEDY,
                     )
                 differences[role] = max(difference, differences.get(role, 0.0))
+        check_specs(folder / kind.program, kind)
         done()
     return ChainVerification(differences, tolerance)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from prge.errors import BundleError
-from prge.files.chain import Bounds
+from prge.files.chain import Bounds, TensorSpec
 from prge.files.signatures import BACK, OF_BACK, STACK, TANGENT
-from server_export.check.chain import FLOAT_TOLERANCE, verify_chain
+from server_export.check.chain import FLOAT_TOLERANCE, check_specs, verify_chain
 from server_export.lower.chain import LoweredChain, lower_chain
 from server_export.model.chain import ModelChain, build_chain
 from server_export.model.files import find_files
@@ -109,3 +109,14 @@ def test_a_program_that_the_engine_refuses_is_told(upper: Written, tmp_path: Pat
     shutil.copy(folder / upper.lowered.kinds[0].program, folder / upper.lowered.kinds[1].program)
     with pytest.raises(BundleError, match=r"the engine refuses block\.pte in the role stack"):
         verify_chain(upper.chain, upper.lowered, folder, "fp32")
+
+
+def test_a_program_of_other_tensors_than_the_specs_say_is_told(upper: Written) -> None:
+    kind = upper.lowered.kinds[1]
+    method = kind.methods[STACK]
+    program = upper.folder / kind.program
+    check_specs(program, kind)
+    for spec in (TensorSpec("float32", (8, 4, 16, 32)), TensorSpec("int64", (8, 4, 16, WIDTH))):
+        other = replace(method, input_specs=(spec, *method.input_specs[1:]))
+        with pytest.raises(BundleError, match=r"block\.pte has other tensors in the role stack than the pro"):
+            check_specs(program, replace(kind, methods={STACK: other}))
