@@ -21,7 +21,6 @@ from prge.learning.sampling import Sampler
 NEIGHBOUR = math.sqrt(2)
 POOR = 0.9
 STEPS_OF_A_NOTE = 4
-LEAST_NOISE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,6 @@ class Agreement:
 
     r: float
     slope: float
-
-    @property
-    def signal_to_noise(self) -> float:
-        """Power of what follows the reference over power of what is left; at most 1e6."""
-        signal = max(self.r, 0.0) ** 2
-        return signal / max(1 - signal, LEAST_NOISE)
 
 
 def compare(scalars: Float64Array, reference: Float64Array) -> Agreement:
