@@ -12,7 +12,7 @@ from device_runner.android.adb import quote
 from device_runner.android.bench import BenchSettings, bench
 from device_runner.android.bringing import send_bundle, send_run
 from device_runner.android.device import WITH_ROWS, Phone, PhoneFlags
-from device_runner.android.jobs import RunFlags, resume, wait_for
+from device_runner.android.jobs import JobFlags, resume, wait_for
 from device_runner.android.joining import JoinFlags
 from device_runner.android.preflight import examine
 from device_runner.android.remote import RemoteVerb
@@ -245,7 +245,7 @@ def _known(phone: Phone, name: str) -> None:
 
 
 REMOTE = {
-    "run": RemoteVerb("run", RunSettings, "start a run on a phone, or go on with one", RunFlags, resume),
+    "run": RemoteVerb("run", RunSettings, "start a run on a phone, or go on with one", JobFlags, resume),
     "eval": RemoteVerb("eval", EvaluateSettings, "score an adapter on rows, on a phone"),
     "generate": RemoteVerb("generate", GenerateSettings, "write what a model answers, on a phone"),
     "chat": RemoteVerb("chat", ChatSettings, "talk to a model, on a phone", reads=True),

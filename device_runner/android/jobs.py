@@ -33,7 +33,7 @@ class ResumeFlags(PhoneFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFlags(RemoteFlags, ResumeFlags):
+class JobFlags(RemoteFlags, ResumeFlags):
     """The run on the device: it goes on without cable and computer."""
 
     POSITIONAL: ClassVar = ()

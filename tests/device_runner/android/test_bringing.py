@@ -10,7 +10,7 @@ import pytest
 from device_runner.android import remote
 from device_runner.android.bringing import send_rows
 from device_runner.android.command import REMOTE
-from device_runner.android.jobs import RunFlags
+from device_runner.android.jobs import JobFlags
 from device_runner.android.remote import RemoteCall
 from device_runner.session.settings import RunSettings
 
@@ -40,12 +40,12 @@ def test_rows_task_and_prompts_are_sent(monkeypatch: pytest.MonkeyPatch, tmp_pat
     for path in files.values():
         path.touch()
     phone: Any = Phone()
-    monkeypatch.setattr(RunFlags, "phone", lambda self: phone)
+    monkeypatch.setattr(JobFlags, "phone", lambda self: phone)
     settings = RunSettings(
         bundle=tmp_path, train=files["train.jsonl"], dev=files["dev.jsonl"], task=str(files["task.yaml"]),
         sample_prompts=files["prompts.txt"], out=Path("mine"), steps=7,
     )  # fmt: skip
-    call = RemoteCall(REMOTE["run"], RunFlags(out=Path("mine")), settings, {"out": "/phone/runs/mine"})
+    call = RemoteCall(REMOTE["run"], JobFlags(out=Path("mine")), settings, {"out": "/phone/runs/mine"})
     there = call.bring()
     assert set(phone.sent) == set(files.values())
     assert {
