@@ -56,7 +56,7 @@ def test_a_budget_says_what_it_holds_and_changes_no_bit(
     finals = set()
     for name, loaded, told in (
         ("none", weights, "activations: 0 of "),
-        ("all", None, "activations: 3 of 3 blocks save them for the way back (0 of "),
+        ("all", None, "activations: 3 of 3 blocks save them for the backward pass (0 of "),
     ):
         with monkeypatch.context() as patch:
             if loaded is not None:
