@@ -40,7 +40,7 @@ class JobFlags(RemoteFlags, ResumeFlags):
     NOT_GIVEN: ClassVar = ("change_estimator",)
 
     out: Path
-    """Run folder to make there; its name is the run's."""
+    """Run folder to create on the device; its name is the name of the run."""
     again: bool = False
     """Where the device has the run already, go on with it, and wait for it where it still runs."""
     pull: OutputFolder | None = None

@@ -44,7 +44,7 @@ class RemoteFlags(PhoneFlags):
     NOT_GIVEN: ClassVar[tuple[str, ...]] = ()
     """Settings of the verb that nobody gives."""
     POSITIONAL: ClassVar[tuple[str, ...]] = ("bundle", "adapter")
-    """Settings of the verb that may be given without their flag, where it has them."""
+    """Settings that may be given as positional arguments, if the verb has them."""
 
     data_on_device: bool = False
     """Rows are named by their paths on the device, where they are already; nothing of them is sent."""

@@ -36,10 +36,10 @@ class Readout(ABC):
 
     @abstractmethod
     def _tokens_read(self, sequence: TokenSequence) -> int:
-        """How many tokens of a sequence its outputs depend on, from its first."""
+        """The number of leading tokens that the outputs of a sequence depend on."""
 
     def masks(self, rows: IntArray, length: int) -> Arrays:
-        """What blocks are given of the padding of some rows [copies, batch], by name."""
+        """Attention masks of padded positions by input name, for sequences numbered by `rows`."""
         return {}
 
     @abstractmethod

@@ -13,9 +13,10 @@ from typing import Any, get_type_hints
 
 
 def combined(about: str, *parts: type[Any], without: Collection[str] = ()) -> type[Any]:
-    """A settings class with the fields of several, which checks types and bounds and nothing across fields.
+    """Combine the fields of several settings classes into one class.
 
-    Of fields with the same name the first one counts; ONE_OF has the entries of all.
+    The class checks types and bounds; checks across fields are left to the parts. Of fields with the same
+    name the first one counts; ONE_OF has the entries of all.
 
     Args:
         about: the first paragraph of its help, which shows the fields in the groups of their own classes.

@@ -447,7 +447,7 @@ class Push:
 
 
 def _describe(request: object) -> Receipt | Push | None:
-    """What a request of the Fleet API wants to change of messages, if it does."""
+    """The messages that a request to the Fleet API would change, or None."""
     match request:
         case ConfirmMessageReceivedRequest():
             return Receipt(request.node.node_id, request.message_object_id)
