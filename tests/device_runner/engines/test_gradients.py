@@ -98,11 +98,11 @@ def deep(made_once: Made) -> Path:
 def test_through_thirty_quantized_layers_it_points_where_autograds_does(
     deep: Path, activations: str, scale: float
 ) -> None:
-    """Autograd goes through the same rounded weights; rounding of activations has the derivative 1."""
+    """Autograd goes through the same rounded weights; rounding of activations has the derivative 1.
+
+    The median of five calls: where autograd's activations are not rounded, one call may be far off by chance.
+    """
     bundle = open_bundle(deep / "bundle")
-    call = call_of(bundle.chain.model, 4)
-    call = replace(call, adapters=np.float32(scale) * call.adapters)
-    _, found = opened(bundle, BACK).engine.vjp(call, slope_of)
     model: Any = AutoModelForCausalLM.from_pretrained(deep / "model", attn_implementation="eager")
     model.eval().requires_grad_(False)
     if activations == "rounded":
@@ -110,20 +110,28 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
         straight_through(model)
     else:
         round_base(model, "8da4w", layers_of(bundle))
-    values = torch.tensor(call.adapters[0], requires_grad=True)
-    adapter = matrices_of(bundle.chain.modules, values)
-    for name, frozen in Whole.of(deep).lora_a.items():
-        layer, matrix = model.get_submodule(name), adapter[f"lora_b.{name}"]
-        layer.forward = lambda x, of=layer.forward, a=frozen, b=matrix: of(x) + x @ a.T @ b
-    outputs = []
-    for sequence in call.sequences:
-        logprobs = torch.log_softmax(model(torch.tensor([sequence.tokens])).logits[0], -1)
-        outputs += [logprobs[target.position, target.token] for target in sequence.targets]
-    loss_of(torch.stack(outputs)).backward()
-    assert values.grad is not None
-    expected = values.grad.numpy()
-    assert float(F.cosine_similarity(*map(torch.from_numpy, (found, expected)), dim=0)) >= 0.999
-    assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(expected), rel=0.02)
+    forwards = {name: model.get_submodule(name).forward for name in Whole.of(deep).lora_a}
+    cosines, ratios = [], []
+    for seed in range(5):
+        call = call_of(bundle.chain.model, 4, seed=seed)
+        call = replace(call, adapters=np.float32(scale) * call.adapters)
+        _, found = opened(bundle, BACK).engine.vjp(call, slope_of)
+        values = torch.tensor(call.adapters[0], requires_grad=True)
+        adapter = matrices_of(bundle.chain.modules, values)
+        for name, frozen in Whole.of(deep).lora_a.items():
+            layer, matrix = model.get_submodule(name), adapter[f"lora_b.{name}"]
+            layer.forward = lambda x, of=forwards[name], a=frozen, b=matrix: of(x) + x @ a.T @ b
+        outputs = []
+        for sequence in call.sequences:
+            logprobs = torch.log_softmax(model(torch.tensor([sequence.tokens])).logits[0], -1)
+            outputs += [logprobs[target.position, target.token] for target in sequence.targets]
+        loss_of(torch.stack(outputs)).backward()
+        assert values.grad is not None
+        expected = values.grad.numpy()
+        cosines.append(float(F.cosine_similarity(*map(torch.from_numpy, (found, expected)), dim=0)))
+        ratios.append(float(np.linalg.norm(found) / np.linalg.norm(expected)))
+    assert np.median(cosines) >= 0.999
+    assert np.median(ratios) == pytest.approx(1, rel=0.02)
 
 
 @pytest.mark.whole
