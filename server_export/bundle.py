@@ -20,13 +20,13 @@ from prge.files.peft import HEAD, PeftAdapter, write_lora
 from prge.learning.checkpoint import head_arrays
 from prge.learning.costs import Outline
 from prge.learning.head import Head
+from server_export.adapter.start import StartAdapter
 from server_export.check.chain import ChainVerification
-from server_export.model.base import base_of
-from server_export.model.classifier import Classifier
-from server_export.model.loading import LoadedModel
+from server_export.checkpoint.base import base_of
+from server_export.checkpoint.classifier import Classifier
+from server_export.checkpoint.loading import LoadedModel
+from server_export.checkpoint.tokenization import write_tokenizer
 from server_export.model.quantization import QuantizationReport
-from server_export.model.start import StartAdapter
-from server_export.model.tokenization import write_tokenizer
 from server_export.settings import ExportConfig
 
 _PACKAGES = ("torch", "executorch", "torchao", "transformers", "peft", "tokenizers")

@@ -34,9 +34,9 @@ def main(argv: Sequence[str]) -> int:
         argv,
         "prge estimate",
     )
+    from server_export.checkpoint.files import ConfigurationAlone
+    from server_export.checkpoint.random_models import with_random_model
     from server_export.lower.chain import check_operators
-    from server_export.model.files import ConfigurationAlone
-    from server_export.model.random_models import with_random_model
     from server_export.model.source import open_source
 
     with with_random_model(config, weights=False) as settled:
@@ -127,8 +127,8 @@ def _steps(
     from prge.rows.forms.task import load_task
     from prge.rows.report import warn_unread
     from prge.rows.sources import read_source
-    from server_export.model.chat_templates import give_template
-    from server_export.model.tokenization import load_tokenizer, on_device
+    from server_export.checkpoint.chat_templates import give_template
+    from server_export.checkpoint.tokenization import load_tokenizer, on_device
 
     assert config.train is not None
     longest = estimated.outline.longest

@@ -57,7 +57,7 @@ def export(config: ExportConfig) -> Path:
         PrgeError: something can't be used, or a program doesn't compute what the model does; no bundle is
             written then.
     """
-    from server_export.model.random_models import with_random_model
+    from server_export.checkpoint.random_models import with_random_model
 
     out = Path(config.out)
     if out.exists() and not config.overwrite:
@@ -69,8 +69,8 @@ def export(config: ExportConfig) -> Path:
 
 def _export(config: ExportConfig, out: Path) -> Path:
     from server_export.lower.chain import check_operators
-    from server_export.model.positions import longest_context
     from server_export.model.source import open_source
+    from server_export.trace.positions import longest_context
 
     source = open_source(config)
     _tell_part(source)
@@ -117,10 +117,10 @@ def _traced(config: ExportConfig, source: Source, context: int) -> ModelChain:
 
 def _tokenizer(config: ExportConfig, source: Source) -> tuple[Any, dict[str, Any]]:
     """The model's tokenizer, with the template that the settings ask for, and the manifest's block of it."""
-    from server_export.model.chat_templates import give_template
-    from server_export.model.files import end_tokens
-    from server_export.model.loading import vocabulary_size
-    from server_export.model.tokenization import load_tokenizer, tokenizer_block
+    from server_export.checkpoint.chat_templates import give_template
+    from server_export.checkpoint.files import end_tokens
+    from server_export.checkpoint.loading import vocabulary_size
+    from server_export.checkpoint.tokenization import load_tokenizer, tokenizer_block
 
     loaded = source.loaded
     tokenizer = load_tokenizer(config.model, loaded.revision)
@@ -162,8 +162,8 @@ def _from_rows(
 
 def _reader(config: ExportConfig, source: Source, tokenizer: Any) -> tuple[Tokenizer, ModelSpec]:
     """What rows are read with: the device's tokenizer, and a model with room for any row."""
-    from server_export.model.loading import vocabulary_size
-    from server_export.model.tokenization import on_device
+    from server_export.checkpoint.loading import vocabulary_size
+    from server_export.checkpoint.tokenization import on_device
 
     costs, vocabulary = source.costs, vocabulary_size(source.loaded.model)
     model = ModelSpec(source.readout, costs.width, vocabulary, source.longest, costs.modules)
@@ -276,7 +276,7 @@ def _write(
 def _pooling(config: ExportConfig, source: Source) -> str:
     """How states become what a head reads."""
     from prge.files.chain import OWN_HEAD
-    from server_export.model.files import stored_pooling
+    from server_export.checkpoint.files import stored_pooling
 
     if source.loaded.classifier is not None:
         return OWN_HEAD
@@ -328,7 +328,7 @@ def _tell_head(source: Source) -> None:
 
 def _tell_targets(config: ExportConfig, source: Source) -> None:
     """Say that linear layers of all kinds are adapted for want of a usual choice."""
-    from server_export.model.adapted import usual_target_modules
+    from server_export.adapter.layers import usual_target_modules
 
     is_chosen = config.target_modules or config.start_adapter
     if not is_chosen and usual_target_modules(source.loaded.model) is None:
@@ -339,7 +339,7 @@ def _tell_targets(config: ExportConfig, source: Source) -> None:
 
 
 def _hint_about_bos(config: ExportConfig, source: Source, tokenizer: Any) -> None:
-    from server_export.model.tokenization import adds_bos
+    from server_export.checkpoint.tokenization import adds_bos
 
     loaded = source.loaded
     model_has_bos = getattr(loaded.config, "bos_token_id", None) is not None

@@ -32,14 +32,14 @@ from prge.files.peft import (
 )
 from prge.host.atomic import new_folder
 from prge.rows.tokenization.tokenizer import CHAT_TEMPLATE_FILE, bundle_tokenizer, read_chat_template
-from server_export.model.base import base_of
+from server_export.checkpoint.base import base_of
 from server_export.publishing.hub import find_repository, push
 from server_export.publishing.model_card import CardFacts, model_card, read_run, read_step
 from server_export.publishing.settings import PublishConfig
 from server_export.publishing.trained import Trained, load_base, load_peft, read_trained
 
 if TYPE_CHECKING:
-    from server_export.model.loading import LoadedModel
+    from server_export.checkpoint.loading import LoadedModel
     from server_export.model.quantization import BundleLayers
 
 Facts = dict[str, Any]
@@ -116,7 +116,7 @@ def _write_merged(folder: Path, config: PublishConfig, trained: Trained, loaded:
 
 
 def _write_encoder(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> Facts:
-    from server_export.model.tokenization import write_tokenizer
+    from server_export.checkpoint.tokenization import write_tokenizer
     from server_export.publishing.encoder import build_encoder
 
     if loaded.is_decoder:
@@ -150,9 +150,9 @@ def _write_encoder(folder: Path, config: PublishConfig, trained: Trained, loaded
 
 
 def _write_llm(folder: Path, config: PublishConfig, trained: Trained, loaded: LoadedModel) -> Facts:
-    from server_export.model.positions import longest_row
     from server_export.publishing.llm import LlmSpec, build_llm, check_generates, ends_of
     from server_export.publishing.runner_tokenizer import write_runner_tokenizer
+    from server_export.trace.positions import longest_row
 
     scheme = _scheme(config, trained)
     check_generates(loaded)
@@ -223,7 +223,7 @@ def _in_manifest(trained: Trained, block: str) -> Any:
 
 def _merge(loaded: LoadedModel, trained: Trained) -> Any:
     """The base model with the adapter in its weights, as transformers made it."""
-    from server_export.model.loading import read_use_cache
+    from server_export.checkpoint.loading import read_use_cache
 
     merged = load_peft(loaded, trained).merge_and_unload()
     # Switched off for exporting; who generates with the model wants its own setting.
@@ -274,7 +274,7 @@ def _with_head(merged: Any, loaded: LoadedModel, trained: Trained) -> Any:
 
 def _tokenizer(trained: Trained) -> Any:
     """The base model's tokenizer, with the chat template that the adapter was trained with."""
-    from server_export.model.tokenization import load_tokenizer
+    from server_export.checkpoint.tokenization import load_tokenizer
 
     tokenizer = load_tokenizer(trained.base.name, trained.base.revision)
     if trained.chat_template is not None:

@@ -17,7 +17,7 @@ from typing import Any
 from reports import in_turns, median, parser_of, report, shape_of
 from timing import export, folder_bytes, random_model, timed_step
 
-from server_export.model.random_models import CONFIGURATIONS
+from server_export.checkpoint.random_models import CONFIGURATIONS
 
 ESTIMATORS: tuple[Any, ...] = ("tangent", "antithetic", "exact")
 

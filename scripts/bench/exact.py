@@ -38,7 +38,7 @@ from serve import ADAPTED, RANK
 from timing import export
 
 from prge.verbs.kinds import Bytes, converted
-from server_export.model.random_models import CONFIGURATIONS
+from server_export.checkpoint.random_models import CONFIGURATIONS
 
 PYTORCH = [f"pytorch-{kind}{more}" for kind in ("fp32", "bf16") for more in ("", "-checkpointing")]
 

@@ -16,7 +16,7 @@ from reports import parser_of, report_models
 from timing import export, folder_bytes
 
 from prge.files.signatures import ROLES
-from server_export.model.random_models import CONFIGURATIONS
+from server_export.checkpoint.random_models import CONFIGURATIONS
 
 
 def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, float]:

@@ -33,7 +33,7 @@ from stock_runner import make_program, stock_runner
 from timing import export
 
 from prge.files.signatures import DECODE, PREFILL, STACK
-from server_export.model.random_models import CONFIGURATIONS
+from server_export.checkpoint.random_models import CONFIGURATIONS
 
 _SEQUENCES = 8
 

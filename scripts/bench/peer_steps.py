@@ -124,8 +124,8 @@ def export_joint(folder: Path, trial: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
     from server_export.evidence.baselines.executorch_training import fill_at_once
-    from server_export.model import attention, readout
-    from server_export.model.rotary import make_rotary_constant
+    from server_export.trace import attention, readout
+    from server_export.trace.rotary import make_rotary_constant
 
     attention.register()
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)

@@ -38,7 +38,7 @@ from timing import export
 
 from prge.host.user_cache import cache_path
 from prge.running.trials import TRIALS, Trial
-from server_export.model.random_models import CONFIGURATIONS
+from server_export.checkpoint.random_models import CONFIGURATIONS
 
 STEPS = Path(__file__).with_name("peer_steps.py")
 OURS = {"prge-int4": "8da4w", "prge-fp32": "fp32"}

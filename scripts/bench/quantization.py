@@ -23,9 +23,9 @@ from timing import export, folder_bytes
 
 from prge.files.bundle import read_manifest
 from prge.verbs.starting import command_of
-from server_export.model.loading import load_model
+from server_export.checkpoint.loading import load_model
+from server_export.checkpoint.tokenization import load_tokenizer
 from server_export.model.quantization import GROUP_SIZE
-from server_export.model.tokenization import load_tokenizer
 
 _OF_A_SCALE = 16 / GROUP_SIZE
 RECIPES: dict[str, list[str]] = {

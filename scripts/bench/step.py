@@ -23,7 +23,7 @@ from reports import in_turns, parser_of, report
 from timing import TimedStep, export, random_model, timed_step
 
 from prge.engine import Call, Engine, FloatArray
-from server_export.model.random_models import CONFIGURATIONS
+from server_export.checkpoint.random_models import CONFIGURATIONS
 
 
 def bench(arguments: argparse.Namespace, scheme: str, model: Path, folder: Path) -> dict[str, Any]:

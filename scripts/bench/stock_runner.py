@@ -20,7 +20,7 @@ from processes import Server, serving
 from serve import LETTER
 
 from prge.host.processes import Peak, watched
-from server_export.model.loading import load_model
+from server_export.checkpoint.loading import load_model
 from server_export.publishing.llm import LlmSpec, build_llm
 from server_export.quiet import quiet_libraries
 

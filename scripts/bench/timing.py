@@ -31,7 +31,7 @@ from prge.verbs.starting import command_of
 def random_model(name: str, layers: int | None = None) -> Iterator[Path]:
     """A folder for a while, in which `model` is an architecture with random weights."""
     # Only here: a measured process has no exporter.
-    from server_export.model.random_models import save_random_model
+    from server_export.checkpoint.random_models import save_random_model
 
     with tempfile.TemporaryDirectory() as folder:
         save_random_model(Path(folder, "model"), name, layers)

@@ -16,16 +16,16 @@ from prge.engine import FloatArray
 from prge.errors import BundleError, told_as_bundle_error
 from prge.files.chain import TABLE, Kind
 from prge.learning.vocabulary import Reading
-from server_export.graph.modules import replace_tensor
+from server_export.checkpoint.classifier import Classifier, states_of
+from server_export.checkpoint.loading import load_model, vocabulary_size
+from server_export.ir.modules import replace_tensor
 from server_export.lower.chain import LoweredChain
-from server_export.model.attention import padding_mask
 from server_export.model.chain import ModelChain
-from server_export.model.classifier import Classifier, states_of
 from server_export.model.eager import EagerBlock, through_experts
-from server_export.model.loading import load_model, vocabulary_size
-from server_export.model.readout import log_probabilities
 from server_export.quiet import quiet_engine
 from server_export.stage import count_parts
+from server_export.trace.attention import padding_mask
+from server_export.trace.readout import log_probabilities
 
 # Largest difference, as a part of the largest number. Float blocks of all architectures differ by less than
 # 1e-5. Engine and graph round the same activations to int8, where a last bit of difference flips a code.

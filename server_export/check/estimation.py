@@ -123,8 +123,8 @@ def estimate(config: ExportConfig) -> Estimate:
 
 def estimate_of(config: ExportConfig, source: Source) -> Estimate:
     """The same of a source that is open."""
-    from server_export.model.loading import vocabulary_size
-    from server_export.model.positions import position_count
+    from server_export.checkpoint.loading import vocabulary_size
+    from server_export.trace.positions import position_count
 
     outline, readout = source.costs, source.readout
     roles = _own_roles(readout, config.roles)

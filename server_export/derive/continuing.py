@@ -25,13 +25,13 @@ from torch.fx.node import map_aggregate
 
 from prge.errors import BundleError
 from prge.files.chain import CAUSAL, OWN, PAST_KEYS, PAST_VALUES, SEEN
-from server_export.graph.cutting import TAKEN_PREFIX
-from server_export.graph.mixed_parts import MIXED_PARTS
-from server_export.graph.modules import as_module, copied
-from server_export.graph.recurrences import expand, memories
-from server_export.graph.shapes import fill_in_values, resized
-from server_export.graph.softmax_parts import SOFTMAX_PARTS
-from server_export.graph.writing import Writer
+from server_export.ir.mixed_parts import MIXED_PARTS
+from server_export.ir.modules import as_module, copied
+from server_export.ir.recurrences import expand, memories
+from server_export.ir.shapes import fill_in_values, resized
+from server_export.ir.softmax_parts import SOFTMAX_PARTS
+from server_export.ir.writer import Writer
+from server_export.trace.cutting import TAKEN_PREFIX
 
 aten = torch.ops.aten
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from prge.errors import BundleError
 from prge.files.bundle import Bundle
 from prge.files.chain import OWN_HEAD
-from server_export.model.adapted import convert_conv1d
-from server_export.model.base import content_problems, model_problems
+from server_export.adapter.layers import convert_conv1d
+from server_export.checkpoint.base import content_problems, model_problems
+from server_export.checkpoint.loading import LoadedModel, load_model
 from server_export.model.bundle_layers import layers_of
-from server_export.model.loading import LoadedModel, load_model
 from server_export.model.quantization import round_base
 
 

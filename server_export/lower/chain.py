@@ -15,15 +15,15 @@ from prge.files.chain import Bounds
 from prge.files.layers import StoredLayer
 from prge.files.signatures import DECODE, IN_PIECES, OF_STEPS, PREFILL, STACK, STEP_ROLES, TANGENT
 from server_export.derive.tangent.transform import check_rules
-from server_export.graph.cutting import STATE, ModelBlock, moves
 from server_export.lower.cache import ProgramCache
 from server_export.lower.kind import WeightsFile
 from server_export.lower.roles import LoweredRoles, lower_roles, sharing_of
 from server_export.memory import give_back_freed
 from server_export.model.chain import ModelChain, layer_of
 from server_export.model.frozen import codes_of, scale_of
-from server_export.model.tables import ModelTable
 from server_export.stage import count_parts
+from server_export.trace.cutting import STATE, ModelBlock, moves
+from server_export.trace.tables import ModelTable
 
 EMBEDDING, BLOCK, EXPERT, HEAD = "embedding", "block", "expert", "head"
 # Lowering a kind takes about as long as writing the weights of so many blocks.

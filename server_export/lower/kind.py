@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
 from prge.errors import BundleError
-from server_export.graph.rewriting import is_dequantization, quantize_apart
+from server_export.ir.rewriting import is_dequantization, quantize_apart
 from server_export.lower.program import lowered
 from server_export.lower.sizes import Size
 

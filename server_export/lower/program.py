@@ -14,8 +14,8 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from prge.errors import told_as_bundle_error
-from server_export.graph.core import write_core_operators
-from server_export.graph.rewriting import quantize_apart, rewritten_graph
+from server_export.ir.core import write_core_operators
+from server_export.ir.rewriting import quantize_apart, rewritten_graph
 
 if TYPE_CHECKING:
     from executorch.exir import ExecutorchBackendConfig

@@ -50,19 +50,17 @@ from server_export.derive.backprop.layers import transposed_names, with_transpos
 from server_export.derive.backprop.partition import SAVED_PREFIX, partition
 from server_export.derive.continuing import CARRIED_PREFIX, FROZEN_PREFIX, continued, logits, taken_past
 from server_export.derive.tangent.transform import ONES, Dense, RankOne, differentiate
-from server_export.graph.core import write_core_operators
-from server_export.graph.cutting import STATE, TABLE_PREFIX, TAKEN_PREFIX
-from server_export.graph.modules import attribute, copied
-from server_export.graph.recurrences import expand
-from server_export.graph.rewriting import share_equal_calls
-from server_export.graph.shapes import fill_in_values, with_size
+from server_export.ir.core import write_core_operators
+from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
+from server_export.ir.modules import attribute, copied
+from server_export.ir.recurrences import expand
+from server_export.ir.rewriting import share_equal_calls
+from server_export.ir.shapes import fill_in_values, with_size
 from server_export.lower.cache import ProgramCache
 from server_export.lower.kind import LoweredKind, lower_kind
 from server_export.lower.sizes import Size, dynamic_program, tensor_specs
-from server_export.model.traced import BATCH, COPIES, TOKENS
+from server_export.trace.cutting import STATE, TABLE_PREFIX, TAKEN_PREFIX
 
-# Large primes, as those that the graph was traced with.
-QUERIES, PAST = 4007, 3001
 _REMEDY = "leave the role out of --roles, and please report it with the name of the model"
 # What names of shared values, and of what is carried, begin with, in graphs.
 _SHARED = ("taken", "d_taken", "slope_given", "carried", "d_carried", "slope_carried")

@@ -22,8 +22,8 @@ from torch.fx.node import map_aggregate, map_arg
 
 from prge.errors import BundleError, told_as_bundle_error
 from prge.files.chain import TensorSpec
-from server_export.graph.modules import attribute
-from server_export.graph.shapes import Shapes, without_memory
+from server_export.ir.modules import attribute
+from server_export.ir.shapes import Shapes, without_memory
 
 aten = torch.ops.aten
 

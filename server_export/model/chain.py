@@ -15,24 +15,26 @@ from torch.fx import GraphModule
 from prge.errors import BundleError
 from prge.learning.vocabulary import pieces_of
 from prge.model_spec import AdaptedModule, Matrix, matrices
-from server_export.graph.cutting import STATE, ModelBlock, cut, kinds
-from server_export.graph.heads import join_heads
-from server_export.graph.modules import give_memory
-from server_export.graph.plain import take_apart
-from server_export.graph.rewriting import rewrite
-from server_export.graph.rotation import turn_by_layers
-from server_export.model.adapted import CallInputs, conv1d_names, convert_conv1d, insert_lora
-from server_export.model.experts import expert_blocks, expert_layers
-from server_export.model.files import ModelFiles
+from server_export.adapter.layers import CallInputs, conv1d_names, convert_conv1d, insert_lora
+from server_export.checkpoint.experts import expert_layers
+from server_export.checkpoint.files import ModelFiles
+from server_export.checkpoint.loading import LoadedModel, vocabulary_size
+from server_export.checkpoint.weights import Weights
+from server_export.ir.markers import BATCH, COPIES, TOKENS
+from server_export.ir.modules import give_memory
+from server_export.ir.plain import take_apart
+from server_export.ir.rewriting import rewrite
 from server_export.model.frozen import ADAPTER_WEIGHT, Frozen, freeze
-from server_export.model.loading import LoadedModel, vocabulary_size
-from server_export.model.positional import fold_positions
-from server_export.model.positions import first_position
 from server_export.model.quantization import GROUP_SIZE, ROWS_AT_ONCE, Int4Weight, QuantizationReport
-from server_export.model.readout import cut_head
-from server_export.model.tables import TABLE, ModelTables, make_rotary_tables
-from server_export.model.traced import BATCH, COPIES, TOKENS, WHOLE_PREFIX, check_attention, trace
-from server_export.model.weights import Weights
+from server_export.trace.cutting import STATE, ModelBlock, cut, kinds
+from server_export.trace.expert_blocks import expert_blocks
+from server_export.trace.heads import join_heads
+from server_export.trace.positional import fold_positions
+from server_export.trace.positions import first_position
+from server_export.trace.readout import cut_head
+from server_export.trace.rotation import turn_by_layers
+from server_export.trace.tables import TABLE, ModelTables, make_rotary_tables
+from server_export.trace.tracing import WHOLE_PREFIX, check_attention, trace
 
 _BASE = ".base."
 # What torch.export calls tensors that are made of numbers.

@@ -13,11 +13,11 @@ from torch.fx.node import map_aggregate
 from prge.engine import FloatArray
 from prge.learning.experts import Routing
 from prge.model_spec import matrices
-from server_export.graph.cutting import TABLE_PREFIX, TAKEN_PREFIX
-from server_export.graph.modules import attribute
-from server_export.graph.shapes import resized
+from server_export.ir.markers import BATCH, COPIES, TOKENS
+from server_export.ir.modules import attribute
+from server_export.ir.shapes import resized
 from server_export.model.chain import ModelChain
-from server_export.model.traced import BATCH, COPIES, TOKENS
+from server_export.trace.cutting import TABLE_PREFIX, TAKEN_PREFIX
 
 aten = torch.ops.aten
 

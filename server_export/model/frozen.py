@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from server_export.graph.constants import MADE
-from server_export.graph.cutting import ModelBlock
-from server_export.graph.modules import as_module, copied, remove_unused_attributes
-from server_export.graph.rewriting import remove_identities
-from server_export.graph.shapes import without_memory
+from server_export.ir.constants import MADE
+from server_export.ir.markers import BATCH, COPIES, TOKENS
+from server_export.ir.modules import as_module, copied, remove_unused_attributes
+from server_export.ir.rewriting import remove_identities
+from server_export.ir.shapes import without_memory
 from server_export.model.quantization import (
     EMBEDDING_BYTES,
     GROUP_SIZE,
@@ -30,7 +30,7 @@ from server_export.model.quantization import (
     int8_table,
     int8_weight,
 )
-from server_export.model.traced import BATCH, COPIES, TOKENS
+from server_export.trace.cutting import ModelBlock
 
 aten = torch.ops.aten
 torchao = torch.ops.torchao

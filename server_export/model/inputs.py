@@ -11,11 +11,11 @@ from functools import partial
 
 import torch
 
-from server_export.model.attention import padding_mask
 from server_export.model.chain import ModelChain, layer_of
 from server_export.model.eager import EagerBlock, Watch, through_experts
 from server_export.model.frozen import ADAPTER_WEIGHT
 from server_export.stage import count_parts
+from server_export.trace.attention import padding_mask
 
 # Tokens of a forward, padding included; a row of more has one of its own.
 _TOKENS = 2048

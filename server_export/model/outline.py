@@ -12,10 +12,10 @@ from torch import nn
 
 from prge.learning.costs import Layer, Outline
 from prge.model_spec import AdaptedModule
-from server_export.model.blocks import block_names, blocks_below
-from server_export.model.experts import expert_layers, weight_names
-from server_export.model.loading import parameter_count
-from server_export.model.start import StartAdapter
+from server_export.adapter.blocks import block_names, blocks_below
+from server_export.adapter.start import StartAdapter
+from server_export.checkpoint.experts import expert_layers, weight_names
+from server_export.checkpoint.loading import parameter_count
 
 # What configurations call their activation.
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")

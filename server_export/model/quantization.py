@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from prge.errors import BundleError
-from server_export.model.adapted import conv1d_names, convert_conv1d, replace_module
+from server_export.adapter.layers import conv1d_names, convert_conv1d, replace_module
 
 GROUP_SIZE = 32
 # Below this an int8 table saves nothing that anybody would notice.

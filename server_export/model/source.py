@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 from prge.errors import told_as_bundle_error
 from prge.learning.costs import Outline
+from server_export.adapter.start import StartAdapter, start_adapter
+from server_export.checkpoint.files import ModelFiles, fetch_weights, find_files
+from server_export.checkpoint.loading import LoadedModel, check_size, outline_model
+from server_export.checkpoint.weights import mapping_of, with_numbers
 from server_export.model.chain import ModelChain, build_chain, plain_layers
-from server_export.model.files import ModelFiles, fetch_weights, find_files
-from server_export.model.loading import LoadedModel, check_size, outline_model
 from server_export.model.outline import outline_of
-from server_export.model.positions import longest_row
-from server_export.model.readout import readout_of
-from server_export.model.start import StartAdapter, start_adapter
-from server_export.model.weights import mapping_of, with_numbers
 from server_export.quiet import quiet_libraries
 from server_export.settings import ExportConfig
+from server_export.trace.positions import longest_row
+from server_export.trace.readout import readout_of
 
 _REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
 

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from prge.engine import Array
+from server_export.adapter.layers import convert_conv1d
 from server_export.check.engine import loaded_method
+from server_export.checkpoint.classifier import given_to_base, states_of
+from server_export.checkpoint.loading import LoadedModel
 from server_export.lower.program import write_program
-from server_export.model import attention, readout
-from server_export.model.adapted import convert_conv1d
-from server_export.model.classifier import given_to_base, states_of
-from server_export.model.loading import LoadedModel
-from server_export.model.positions import position_numbers
 from server_export.model.quantization import NO_LAYERS, BundleLayers
-from server_export.model.rotary import make_rotary_constant
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, quantized_and_checked
+from server_export.trace import attention, readout
+from server_export.trace.positions import position_numbers
+from server_export.trace.rotary import make_rotary_constant
 
 
 class EncoderProgram(nn.Module):
@@ -77,7 +77,7 @@ def build_encoder(
         folder: where to.
         loaded: the encoder.
         length: tokens of a row.
-        pooling: of the states; see server_export.model.readout.
+        pooling: of the states; see server_export.trace.readout.
         scheme: quantization of the frozen layers.
         head: `weight` [classes, width] and `bias` of a classification head.
         layers: as the bundle has them that the adapter was trained with.

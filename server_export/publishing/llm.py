@@ -18,15 +18,15 @@ import torch
 from torch import nn
 
 from prge.errors import BundleError, ConfigError, told_as_bundle_error
+from server_export.adapter.layers import convert_conv1d, replace_module
 from server_export.check.engine import opened_method
+from server_export.checkpoint.experts import expert_layers
+from server_export.checkpoint.loading import LoadedModel
 from server_export.lower.program import lowered
-from server_export.model import attention
-from server_export.model.adapted import convert_conv1d, replace_module
-from server_export.model.experts import expert_layers
-from server_export.model.loading import LoadedModel
 from server_export.model.quantization import NO_LAYERS, BundleLayers
-from server_export.model.recurrent import functions_of
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, quantized_and_checked
+from server_export.trace import attention
+from server_export.trace.recurrent import functions_of
 
 # Of a prompt in one call: the runner cuts longer ones. Memory is planned for it, and products of more rows
 # are hardly faster.

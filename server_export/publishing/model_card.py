@@ -16,7 +16,7 @@ from prge.learning.checkpoint import STATE, Progress
 from prge.learning.estimators.table import ESTIMATORS, EstimatorName
 from prge.learning.preferences import PREFERENCES
 from prge.rows.tokenization.tokenizer import CHAT_TEMPLATE_FILE
-from server_export.model.base import BaseModel
+from server_export.checkpoint.base import BaseModel
 from server_export.publishing.settings import Weights
 
 TEMPLATE = Path(__file__).with_name("card.md")

@@ -13,7 +13,7 @@ from typing import Any
 
 from prge.errors import BundleError
 from prge.rows.tokenization.tokenizer import TOKENIZER_FILE
-from server_export.model.tokenization import SAMPLES, adds_bos, write_tokenizer
+from server_export.checkpoint.tokenization import SAMPLES, adds_bos, write_tokenizer
 
 _REMEDY = "publish it as merged or as program instead"
 _SPACE = {"String": " "}

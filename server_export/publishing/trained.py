@@ -34,7 +34,7 @@ from prge.files.run_folder import CONFIG as RUN_CONFIG
 from prge.files.tuned import bundle_at, bundle_in, tuning_at
 from prge.model_spec import AdaptedModule
 from prge.rows.tokenization.tokenizer import CHAT_TEMPLATE_FILE
-from server_export.model.base import (
+from server_export.checkpoint.base import (
     BaseModel,
     base_in_manifest,
     base_in_peft,
@@ -43,7 +43,7 @@ from server_export.model.base import (
 )
 
 if TYPE_CHECKING:
-    from server_export.model.loading import LoadedModel
+    from server_export.checkpoint.loading import LoadedModel
     from server_export.publishing.settings import PublishConfig
 
 
@@ -152,7 +152,7 @@ def load_base(trained: Trained) -> LoadedModel:
     Raises:
         BundleError: it isn't there, or is another model.
     """
-    from server_export.model.loading import load_model
+    from server_export.checkpoint.loading import load_model
     from server_export.quiet import quiet_libraries
 
     quiet_libraries()

@@ -74,8 +74,8 @@ class Tokenizing:
 
     def on_device(self, template: str | None, prepend_bos: PrependBos | None) -> Tokenizer:
         """With a chat template and settings of an export; None: its own. Raises PrgeError as an export."""
-        from server_export.model.chat_templates import give_template
-        from server_export.model.tokenization import on_device
+        from server_export.checkpoint.chat_templates import give_template
+        from server_export.checkpoint.tokenization import on_device
 
         tokenizer, begins = self._load(), prepend_bos or "auto"
         give_template(tokenizer, template, begins)
@@ -83,7 +83,7 @@ class Tokenizing:
 
     def has_template(self) -> bool:
         """Whether messages become text without further ado."""
-        from server_export.model.tokenization import chat_template
+        from server_export.checkpoint.tokenization import chat_template
 
         return chat_template(self._load()) is not None
 
@@ -99,7 +99,7 @@ class Tokenizing:
         Returns:
             None where there is nothing to decide.
         """
-        from server_export.model.tokenization import adds_bos
+        from server_export.checkpoint.tokenization import adds_bos
 
         tokenizer = self._load()
         if self.estimated.readout == "pooled" or tokenizer.bos_token_id is None or adds_bos(tokenizer):
@@ -123,7 +123,7 @@ class Tokenizing:
         return decisions.prepend_bos(name, *frozen_losses(self.model, rows, tokenizer.bos_token_id))
 
     def _load(self) -> Any:
-        from server_export.model.tokenization import load_tokenizer
+        from server_export.checkpoint.tokenization import load_tokenizer
 
         return load_tokenizer(self.model)
 
@@ -142,8 +142,8 @@ def frozen_losses(model: str, rows: Sequence[ScoredRow], bos: int) -> tuple[floa
     import torch
     from torch.nn.functional import cross_entropy
 
+    from server_export.checkpoint.loading import load_model
     from server_export.memory import give_back_freed
-    from server_export.model.loading import load_model
 
     net: Any = load_model(model, pooled=False).model
     sums, count = [0.0, 0.0], 0

@@ -34,7 +34,7 @@ def weighted(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     return apply
 
 
-# One of each kind: tests/server_export/model/test_files.py and test_loading.py have all of them.
+# One of each kind: tests/server_export/checkpoint/test_files.py and test_loading.py have all of them.
 CONFIGURATIONS: dict[str, Callable[[Path], object]] = {
     "a billion layers": configured(num_hidden_layers=10**9),
     "depth": lambda model: (model / "config.json").write_text('{"a":' * 9999 + "0" + "}" * 9999),

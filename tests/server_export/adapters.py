@@ -31,10 +31,10 @@ def trained_adapter(
     base: Path, folder: Path, head: Mapping[str, Any] | None = None, size: float = 0.2
 ) -> Path:
     """The same for the model in `base`, without a bundle."""
+    from server_export.adapter.layers import convert_conv1d
+    from server_export.adapter.start import start_adapter
     from server_export.bundle import write_adapter
-    from server_export.model.adapted import convert_conv1d
-    from server_export.model.loading import load_model
-    from server_export.model.start import start_adapter
+    from server_export.checkpoint.loading import load_model
     from server_export.settings import ExportConfig
 
     start = folder.with_name(f"{folder.name}-start")

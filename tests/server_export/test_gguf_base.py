@@ -12,7 +12,7 @@ import torch
 from prge.errors import BundleError
 from prge.files.bundle import file_sha256, open_bundle
 from prge.files.peft import read_lora
-from server_export.model.loading import load_model
+from server_export.checkpoint.loading import load_model
 from server_export.publish import publish
 from server_export.publishing.settings import PublishConfig
 from tests.bundles import read_json
@@ -28,8 +28,8 @@ FILE = "tiny.Q8_0.gguf"
 
 def fill(folder: Path) -> None:
     """`FILE`, its bundle, that of a folder with the same weights, and an adapter."""
+    from server_export.checkpoint.tokenization import load_tokenizer
     from server_export.export import ExportConfig, export
-    from server_export.model.tokenization import load_tokenizer
 
     write_gguf(folder / FILE, make_model("llama"), make_tokenizer(), "Q8_0", template="{{ messages }}")
     load_model(str(folder / FILE)).model.save_pretrained(folder / "model")

@@ -25,13 +25,13 @@ from prge.errors import BundleError, told_as_bundle_error
 from server_export.derive.backprop.choosing import Gather, largest
 from server_export.derive.backprop.layers import FROZEN, Expansion, Layer, replace_layers
 from server_export.derive.backprop.rules import ONES, RULES
-from server_export.graph.mixed_parts import MIXED_PARTS, MixedParts
-from server_export.graph.modules import as_module, attribute, copied
-from server_export.graph.rewriting import rewrite
-from server_export.graph.shapes import fill_in_values
-from server_export.graph.softmax_parts import SOFTMAX_PARTS, SoftmaxParts
-from server_export.graph.unit_inverse import UNIT_INVERSE, UnitInverse
-from server_export.graph.writing import apply_rules
+from server_export.ir.mixed_parts import MIXED_PARTS, MixedParts
+from server_export.ir.modules import as_module, attribute, copied
+from server_export.ir.rewriting import rewrite
+from server_export.ir.shapes import fill_in_values
+from server_export.ir.softmax_parts import SOFTMAX_PARTS, SoftmaxParts
+from server_export.ir.unit_inverse import UNIT_INVERSE, UnitInverse
+from server_export.ir.writer import apply_rules
 
 # What autograd goes through instead of an operator; a view of the engine asks nothing of strides.
 _WITH_A_BACKWARD_PASS = {

@@ -26,8 +26,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from server_export.graph.modules import attribute
-from server_export.graph.softmax_parts import SOFTMAX_PARTS
+from server_export.ir.modules import attribute
+from server_export.ir.softmax_parts import SOFTMAX_PARTS
 from server_export.model.quantization import int8_weight
 
 aten = torch.ops.aten

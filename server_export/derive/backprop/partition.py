@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from prge.errors import told_as_bundle_error
 from server_export.derive.backprop.joint import REMEDY, SLOPE
 from server_export.derive.backprop.rules import ONES
-from server_export.graph.modules import as_module
+from server_export.ir.modules import as_module
 
 aten = torch.ops.aten
 

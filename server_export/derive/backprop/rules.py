@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from server_export.derive.slopes import gelu_slope, relu_slope, sigmoid_slope
-from server_export.graph.writing import Rule, Writer, registrar
+from server_export.ir.writer import Rule, Writer, registrar
 
 aten = torch.ops.aten
 

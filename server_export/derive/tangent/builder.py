@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from server_export.graph.writing import part_of_sum
+from server_export.ir.writer import part_of_sum
 
 aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from torch.fx import Node
 from server_export.derive.slopes import gelu_slope, relu_slope, sigmoid_slope, sign
 from server_export.derive.tangent.builder import Builder, Number, aten
 from server_export.derive.tangent.dual import Dual, Interleaved
-from server_export.graph.writing import registrar
+from server_export.ir.writer import registrar
 
 
 @dataclass(frozen=True, eq=False)

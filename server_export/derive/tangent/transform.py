@@ -18,7 +18,7 @@ from prge.errors import BundleError
 from server_export.derive.tangent.builder import Builder
 from server_export.derive.tangent.dual import Dual
 from server_export.derive.tangent.rules import OF_MATRICES, RULES, Factors, Value
-from server_export.graph.modules import as_module
+from server_export.ir.modules import as_module
 
 
 @dataclass(frozen=True)

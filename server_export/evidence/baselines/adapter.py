@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from prge.files.peft import WEIGHTS, read_config, weight_name, write_config
+from server_export.adapter.layers import replace_module
 from server_export.evidence.baselines.problem import ModelProblem
-from server_export.model.adapted import replace_module
 
 
 class AdaptedLinear(nn.Module):

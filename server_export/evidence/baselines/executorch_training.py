@@ -20,14 +20,14 @@ from torch import nn
 from prge.errors import ConfigError
 from prge.learning.estimators.protocol import PASSES_OF_BACKPROPAGATION
 from prge.learning.examples import Example, labels_of, sequences_of
+from server_export.adapter.layers import replace_module
 from server_export.evidence.baselines.adapter import AdaptedLinear, insert_adapter, save_adapter
 from server_export.evidence.baselines.method import Method, StepResult
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
-from server_export.model import attention, readout
-from server_export.model.adapted import replace_module
-from server_export.model.rotary import ConstantRotary, make_rotary_constant
 from server_export.quiet import quiet_engine
+from server_export.trace import attention, readout
+from server_export.trace.rotary import ConstantRotary, make_rotary_constant
 
 _METHOD = "forward"
 # As a score, exp of it is exactly 0 beside any other.

@@ -21,11 +21,11 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from server_export.adapter.layers import replace_module
 from server_export.evidence.baselines.backpropagation import Backpropagation
 from server_export.evidence.baselines.layers import Linears, feed_forward_linears, merged, shuffled_batches
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
-from server_export.model.adapted import replace_module
 
 # Steps of the priming as a share of all, and their rate.
 PRIMING_SHARE, PRIMING_RATE = 0.05, 2e-5

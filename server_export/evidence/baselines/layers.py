@@ -12,7 +12,7 @@ from torch import nn
 
 from prge.errors import ConfigError
 from prge.learning.examples import Example
-from server_export.model.blocks import block_names
+from server_export.adapter.blocks import block_names
 
 Linears = Mapping[str, nn.Linear]
 

@@ -24,10 +24,10 @@ from prge.learning.examples import Example, sequences_of
 from prge.learning.head import Head
 from prge.learning.objectives import Loss
 from prge.model_spec import ModelSpec
-from server_export.model import readout
-from server_export.model.classifier import states_of
-from server_export.model.loading import LoadedModel
-from server_export.model.positions import position_numbers
+from server_export.checkpoint.classifier import states_of
+from server_export.checkpoint.loading import LoadedModel
+from server_export.trace import readout
+from server_export.trace.positions import position_numbers
 
 
 class ModelProblem:

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from prge.learning.examples import Example
+from server_export.adapter.layers import replace_module
 from server_export.evidence.baselines.backpropagation import Backpropagation
 from server_export.evidence.baselines.layers import Linears, block_linears, inputs_noted, merged
 from server_export.evidence.baselines.method import StepResult
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
-from server_export.model.adapted import replace_module
 
 LARGEST_CODE = 127
 # Training rows that the units of layer inputs are measured on.

@@ -26,13 +26,13 @@ from torch import nn
 
 from prge.errors import ConfigError
 from prge.learning.examples import Example
+from server_export.adapter.blocks import block_names
+from server_export.adapter.layers import replace_module
 from server_export.evidence.baselines.allocation import Depth, Option, Question, choose
 from server_export.evidence.baselines.backpropagation import Backpropagation
 from server_export.evidence.baselines.layers import block_linears, inputs_noted, merged, shuffled_batches
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
-from server_export.model.adapted import replace_module
-from server_export.model.blocks import block_names
 
 # Shares of its input channels that a layer may learn with.
 SHARES = (0.25, 1.0)

@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from server_export.adapter.blocks import block_names
 from server_export.evidence.baselines.backpropagation import Backpropagation
 from server_export.evidence.baselines.layers import block_linears, merged
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
-from server_export.model.blocks import block_names
 
 # Tokens that a branch makes one of, and its width as a share of the model's.
 POOL, WIDTH_SHARE = 2, 1 / 8

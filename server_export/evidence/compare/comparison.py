@@ -107,7 +107,7 @@ class Comparison:
         write_file(stored, settings_to_yaml(self.settings).encode())
         name = (self.settings.model or "").partition("random:")[2]
         if name and not (self.out / "model" / "config.json").is_file():
-            from server_export.model.random_models import save_random_model
+            from server_export.checkpoint.random_models import save_random_model
             from server_export.quiet import quiet_libraries
 
             quiet_libraries()

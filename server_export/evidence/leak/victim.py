@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from server_export.adapter.layers import CallInputs, StackedLoraLinear, convert_conv1d, insert_lora
+from server_export.checkpoint.loading import LoadedModel
 from server_export.evidence.leak.rows import Form, Rows
-from server_export.model.adapted import CallInputs, StackedLoraLinear, convert_conv1d, insert_lora
-from server_export.model.loading import LoadedModel
 
 # Tokens of a pass; more of them take memory and save no time.
 _TOKENS = 2048

@@ -73,7 +73,7 @@ class Whole:
     @classmethod
     def of(cls, folder: Path, dtype: torch.dtype = torch.float32) -> Whole:
         """From what `export_chain` wrote."""
-        from server_export.model.adapted import convert_conv1d
+        from server_export.adapter.layers import convert_conv1d
 
         bundle = open_bundle(folder / "bundle")
         model = text_model(folder, bundle)
@@ -153,7 +153,7 @@ def matrices_of(modules: Sequence[AdaptedModule], values: torch.Tensor) -> dict[
 
 def text_model(folder: Path, bundle: Bundle) -> Any:
     """The model of a chain as transformers has it, or the text part of one."""
-    from server_export.model.loading import load_model
+    from server_export.checkpoint.loading import load_model
 
     model: Any = load_model(str(folder / "model"), pooled=bundle.chain.is_encoder).model
     model.set_experts_implementation("eager")

@@ -20,17 +20,17 @@ from prge.files.chain import PAST_KEYS, PAST_VALUES, Bounds, Interface
 from prge.files.relations import RELATIONS
 from prge.files.signatures import ALL_ROLES, BACK, DECODE, OF_BACK, PREFILL, STACK, STEP_ROLES, TANGENT
 from prge.learning.experts import Routing
+from server_export.checkpoint.files import find_files
+from server_export.checkpoint.loading import outline_model
 from server_export.derive.backprop.layers import with_transposed
-from server_export.graph.cutting import moves
-from server_export.graph.modules import attribute
-from server_export.graph.shapes import with_size
+from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
+from server_export.ir.modules import attribute
+from server_export.ir.shapes import with_size
 from server_export.lower import roles
 from server_export.model.chain import build_chain
-from server_export.model.files import find_files
-from server_export.model.loading import outline_model
-from server_export.model.traced import BATCH, COPIES, TOKENS
+from server_export.trace.cutting import moves
 
-_MARKERS = (COPIES, BATCH, TOKENS, roles.QUERIES, roles.PAST)
+_MARKERS = (COPIES, BATCH, TOKENS, QUERIES, PAST)
 
 
 class GraphBlocks:

@@ -14,8 +14,8 @@ from torch.func import functional_call
 from device_runner.engines.chain_engine import ChainEngine
 from prge.engine import Array, TokenSequence
 from prge.files.chain import Bounds
-from server_export.model.adapted import default_target_modules, match_target_modules
-from server_export.model.loading import load_model, outline_model
+from server_export.adapter.layers import default_target_modules, match_target_modules
+from server_export.checkpoint.loading import load_model, outline_model
 from tests.device_runner.engines.chains import (
     call_of,
     direction_of,

@@ -14,7 +14,7 @@ from device_runner.engines.speaking import ChainSpeaker
 from prge.engine import Call
 from prge.files import chain as manifest
 from prge.model_spec import ModelSpec
-from server_export.model.adapted import match_target_modules
+from server_export.adapter.layers import match_target_modules
 from tests.device_runner.engines.chains import (
     Whole,
     by_autograd,

@@ -18,7 +18,7 @@ from device_runner.engines.speaking import ChainSpeaker
 from prge.engine import Array, Call
 from prge.files import chain
 from prge.files.chain import Bounds
-from server_export.model.adapted import match_target_modules
+from server_export.adapter.layers import match_target_modules
 from tests.device_runner.engines.chains import (
     Whole,
     by_autograd,

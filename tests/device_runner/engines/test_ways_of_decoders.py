@@ -13,8 +13,8 @@ from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.speaking import ChainSpeaker
 from prge.files import chain
 from prge.files.chain import Bounds
-from server_export.model.adapted import default_target_modules, match_target_modules, read_by_rows
-from server_export.model.loading import load_model, outline_model
+from server_export.adapter.layers import default_target_modules, match_target_modules, read_by_rows
+from server_export.checkpoint.loading import load_model, outline_model
 from tests.device_runner.engines.chains import Whole, by_autograd, call_of, slope_of
 from tests.device_runner.engines.graph_blocks import GraphBlocks
 from tests.templates import random_adapter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prge.running.trials import TRIALS
-from server_export.model.random_models import CONFIGURATIONS, configuration
+from server_export.checkpoint.random_models import CONFIGURATIONS, configuration
 
 
 def test_every_shape_has_weights_to_make_and_a_small_one() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from products import BlockProducts, Call, load_products
 
-from server_export.model.random_models import CONFIGURATIONS
+from server_export.checkpoint.random_models import CONFIGURATIONS
 
 torch.set_num_threads(1)
 TINY = {

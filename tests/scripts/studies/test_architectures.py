@@ -9,7 +9,7 @@ import architectures
 import pytest
 
 from prge.errors import PrgeError
-from server_export.graph.plain import unknown_operators
+from server_export.ir.plain import unknown_operators
 from server_export.model.source import open_source
 from server_export.settings import ExportConfig
 from tests.compilers import needs_compiler

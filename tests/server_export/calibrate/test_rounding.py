@@ -10,11 +10,11 @@ import torch
 from server_export.calibrate.rounding import calibrated
 from server_export.calibrate.rows import filled_up
 from server_export.calibrate.sensitivities import choose_int8, int4_layers, measure
+from server_export.checkpoint.tokenization import on_device
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock
 from server_export.model.frozen import codes_of, scale_of
 from server_export.model.inputs import Walk
-from server_export.model.tokenization import on_device
 from tests.server_export.calibrate.chains import ROWS, int4_chain
 from tests.tiny_models import VOCABULARY, make_tokenizer
 

@@ -16,10 +16,10 @@ from prge.errors import BundleError
 from server_export.derive.backprop.joint import SLOPE, backpropagate
 from server_export.derive.backprop.layers import TRANSPOSED, with_transposed
 from server_export.derive.backprop.rules import ONES, RULES
-from server_export.graph.rewriting import rewritten_graph
-from server_export.graph.shapes import fill_in_values
-from server_export.graph.softmax_parts import SOFTMAX_PARTS, SoftmaxParts
-from server_export.graph.writing import apply_rules
+from server_export.ir.rewriting import rewritten_graph
+from server_export.ir.shapes import fill_in_values
+from server_export.ir.softmax_parts import SOFTMAX_PARTS, SoftmaxParts
+from server_export.ir.writer import apply_rules
 from tests.server_export.derive.tangent.graphs import Function, inputs_of, random, relative_difference
 
 torch.set_num_threads(1)

@@ -11,17 +11,16 @@ import torch.nn.functional as F
 from torch.fx import GraphModule
 
 from prge.files.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
+from server_export.adapter.layers import convert_conv1d, match_target_modules
+from server_export.checkpoint.files import find_files
+from server_export.checkpoint.loading import outline_model
 from server_export.derive.backprop.layers import TRANSPOSED
-from server_export.graph.modules import attribute
-from server_export.graph.shapes import with_size
-from server_export.lower import roles
+from server_export.ir import markers
+from server_export.ir.modules import attribute
+from server_export.ir.shapes import with_size
 from server_export.lower.roles import role_graphs
-from server_export.model import traced
-from server_export.model.adapted import convert_conv1d, match_target_modules
-from server_export.model.attention import padding_mask
 from server_export.model.chain import ModelChain, build_chain
-from server_export.model.files import find_files
-from server_export.model.loading import outline_model
+from server_export.trace.attention import padding_mask
 from tests.server_export.derive.tangent.graphs import inputs_of, random, relative_difference
 from tests.tiers import rest
 from tests.tiny_models import ARCHITECTURES, DECODERS, save_model
@@ -40,8 +39,8 @@ IN_BLOCKS = (
 DIFFERENT = ("llama", "gemma2", "gpt2", "opt")
 RANK, LONGEST = 4, 64
 ROWS, TOKENS, QUERIES = 2, 7, 4
-SIZES = {traced.COPIES: 1, traced.BATCH: ROWS, traced.TOKENS: TOKENS, roles.QUERIES: QUERIES}
-OF_BACKWARD = {traced.COPIES: ROWS, traced.TOKENS: TOKENS}
+SIZES = {markers.COPIES: 1, markers.BATCH: ROWS, markers.TOKENS: TOKENS, markers.QUERIES: QUERIES}
+OF_BACKWARD = {markers.COPIES: ROWS, markers.TOKENS: TOKENS}
 
 Tensors = dict[str, torch.Tensor]
 

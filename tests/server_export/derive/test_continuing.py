@@ -22,10 +22,10 @@ from prge.files.chain import (
 )
 from prge.files.signatures import BACK, DECODE, PREFILL, PREFILL_BACK, STACK
 from server_export.derive.continuing import FROZEN_PREFIX, continued
-from server_export.graph.modules import attribute
-from server_export.graph.shapes import fill_in_values, with_size
-from server_export.lower.roles import PAST, role_graphs
-from server_export.model.traced import BATCH, COPIES, TOKENS
+from server_export.ir.markers import BATCH, COPIES, PAST, TOKENS
+from server_export.ir.modules import attribute
+from server_export.ir.shapes import fill_in_values, with_size
+from server_export.lower.roles import role_graphs
 from tests.server_export.derive.tangent.graphs import inputs_of, random, relative_difference
 from tests.server_export.derive.test_blocks import chain_of
 from tests.tiers import rest

@@ -19,8 +19,9 @@ from prge.files.signatures import (
     TANGENT,
 )
 from server_export.derive.continuing import FROZEN_PREFIX
-from server_export.graph.modules import attribute
-from server_export.graph.recurrences import (
+from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
+from server_export.ir.modules import attribute
+from server_export.ir.recurrences import (
     CONVOLUTION,
     RECURRENCE,
     SCAN,
@@ -28,11 +29,10 @@ from server_export.graph.recurrences import (
     recurrence,
     scan,
 )
-from server_export.graph.shapes import with_size
-from server_export.lower.roles import PAST, QUERIES, role_graphs
+from server_export.ir.shapes import with_size
+from server_export.lower.roles import role_graphs
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock
-from server_export.model.traced import BATCH, COPIES, TOKENS
 from tests.server_export.derive.tangent.graphs import inputs_of, random, relative_difference
 from tests.server_export.derive.test_blocks import chain_of
 from tests.tiers import rest

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
 from prge.errors import BundleError
-from server_export.graph.rewriting import rewritten_graph
+from server_export.ir.rewriting import rewritten_graph
 from server_export.lower import cache
 from server_export.lower.cache import ProgramCache
 from server_export.lower.kind import LoweredKind

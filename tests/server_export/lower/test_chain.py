@@ -14,10 +14,10 @@ from prge.errors import BundleError
 from prge.files.chain import Bounds, TensorSpec
 from prge.files.signatures import BACK, OF_BACK, STACK, TANGENT
 from server_export.check.chain import FLOAT_TOLERANCE, check_specs, verify_chain
+from server_export.checkpoint.files import find_files
+from server_export.checkpoint.loading import outline_model
 from server_export.lower.chain import LoweredChain, lower_chain
 from server_export.model.chain import ModelChain, build_chain
-from server_export.model.files import find_files
-from server_export.model.loading import outline_model
 from tests.tiny_models import WIDTH, save_model
 
 pytestmark = pytest.mark.whole

@@ -14,7 +14,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from prge.errors import BundleError
-from server_export.graph.rewriting import rewritten_graph
+from server_export.ir.rewriting import rewritten_graph
 from server_export.lower.kind import LAYOUTS, Constants, LoweredKind, lower_kind
 from server_export.lower.sizes import Size, dynamic_program
 from server_export.model.quantization import Int8Embedding, quantize_layers

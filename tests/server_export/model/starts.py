@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from server_export.model.adapted import convert_conv1d
-from server_export.model.loading import prepare_model
-from server_export.model.start import StartAdapter, start_adapter
+from server_export.adapter.layers import convert_conv1d
+from server_export.adapter.start import StartAdapter, start_adapter
+from server_export.checkpoint.loading import prepare_model
 from server_export.settings import ExportConfig
 from tests.tiny_models import DECODERS, make_model
 

@@ -12,21 +12,21 @@ import torch
 import transformers
 
 from prge.errors import BundleError, ConfigError
-from server_export.check.chain import difference_from_model
-from server_export.export import export
-from server_export.model.adapted import (
+from server_export.adapter.layers import (
     convert_conv1d,
     default_target_modules,
     match_target_modules,
     read_by_rows,
 )
+from server_export.adapter.start import start_adapter
+from server_export.check.chain import difference_from_model
+from server_export.checkpoint.files import find_files
+from server_export.checkpoint.loading import outline_model
+from server_export.export import export
 from server_export.model.chain import ModelChain, build_chain
-from server_export.model.files import find_files
-from server_export.model.loading import outline_model
 from server_export.model.quantization import int8_rows
-from server_export.model.start import start_adapter
-from server_export.model.tables import ModelTable
 from server_export.settings import ExportConfig
+from server_export.trace.tables import ModelTable
 from tests.tiers import rest
 from tests.tiny_models import make_tokenizer, save_model
 from tests.tiny_types import make_tiny

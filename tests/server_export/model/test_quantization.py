@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from prge.errors import BundleError, ConfigError
+from server_export.adapter.layers import convert_conv1d
 from server_export.check.engine import loaded_method
+from server_export.checkpoint.loading import prepare_model
 from server_export.export import ExportConfig
 from server_export.lower.program import write_program
-from server_export.model import attention, quantization
-from server_export.model.adapted import convert_conv1d
-from server_export.model.loading import prepare_model
+from server_export.model import quantization
 from server_export.model.quantization import (
     BundleLayers,
     Int4Weight,
@@ -26,9 +26,10 @@ from server_export.model.quantization import (
     quantize,
     quantize_layers,
 )
-from server_export.model.readout import at_positions
-from server_export.model.rotary import make_rotary_constant
 from server_export.publishing.encoder import EncoderProgram
+from server_export.trace import attention
+from server_export.trace.readout import at_positions
+from server_export.trace.rotary import make_rotary_constant
 from tests.tiny_models import DECODERS, LENGTH, SHALLOW, make_model
 
 torch.set_num_threads(1)

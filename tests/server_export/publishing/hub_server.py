@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from server_export.model.files import hub_answers
+from server_export.checkpoint.files import hub_answers
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 OWNER = "me"

@@ -13,8 +13,8 @@ import torch
 from prge.errors import BundleError
 from prge.files.bundle import file_sha256, manifest_sha256, open_bundle
 from server_export.bundle import write_manifest
+from server_export.checkpoint.loading import prepare_model
 from server_export.lower.program import write_program
-from server_export.model.loading import prepare_model
 from server_export.publishing import encoder
 from server_export.publishing.encoder import build_encoder
 from server_export.publishing.program import (

@@ -10,7 +10,7 @@ import torch
 from executorch.extension.llm import runner
 
 from prge.errors import BundleError, ConfigError
-from server_export.model.loading import prepare_model
+from server_export.checkpoint.loading import prepare_model
 from server_export.publish import main
 from server_export.publishing import llm
 from server_export.publishing.llm import LlmSpec, build_llm, ends_of
@@ -150,7 +150,7 @@ def test_what_does_not_generate_is_refused(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_model_with_a_recurrence_is_refused() -> None:
-    from server_export.model.loading import LoadedModel
+    from server_export.checkpoint.loading import LoadedModel
     from server_export.publishing.llm import check_generates
 
     with pytest.raises(BundleError, match="it has recurrences or short convolutions"):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from prge.text.prompts import Prompts
-from server_export.model.base import BaseModel
-from server_export.model.tokenization import on_device
+from server_export.checkpoint.base import BaseModel
+from server_export.checkpoint.tokenization import on_device
 from server_export.publishing.model_card import CardFacts, model_card, read_run
 from tests.tiny_models import VOCABULARY, make_tokenizer
 

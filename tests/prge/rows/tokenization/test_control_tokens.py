@@ -29,7 +29,7 @@ from prge.rows.tokenization.chat import ChatTemplate
 from prge.rows.tokenization.control_tokens import MessageTexts
 from prge.rows.tokenization.tokenizer import Tokenizer
 from prge.text.prompts import Prompts
-from server_export.model.tokenization import on_device
+from server_export.checkpoint.tokenization import on_device
 from tests.bundles import make_spec
 from tests.prge.rows.chat_templates import CHATML
 from tests.prge.rows.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from server_export.derive.tangent.builder import Builder
 from server_export.derive.tangent.transform import ONES, Dense, differentiate
-from server_export.graph.rewriting import rewritten_graph
+from server_export.ir.rewriting import rewritten_graph
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -20,10 +20,10 @@ from prge.files.relations import relation
 from server_export.derive.tangent import transform
 from server_export.derive.tangent.rules import RULES, Rule
 from server_export.derive.tangent.transform import ONES, Dense, differentiate
-from server_export.graph.mixed_parts import MIXED_PARTS
-from server_export.graph.rewriting import rewritten_graph
-from server_export.graph.softmax_parts import SOFTMAX_PARTS
-from server_export.graph.unit_inverse import UNIT_INVERSE
+from server_export.ir.mixed_parts import MIXED_PARTS
+from server_export.ir.rewriting import rewritten_graph
+from server_export.ir.softmax_parts import SOFTMAX_PARTS
+from server_export.ir.unit_inverse import UNIT_INVERSE
 from tests.server_export.derive.tangent.graphs import (
     Function,
     Tensors,

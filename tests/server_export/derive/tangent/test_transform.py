@@ -11,7 +11,7 @@ from torch import nn
 
 from prge.errors import BundleError
 from server_export.derive.tangent.transform import ONES, Dense, RankOne, differentiate
-from server_export.graph.rewriting import rewritten_graph
+from server_export.ir.rewriting import rewritten_graph
 from tests.server_export.derive.tangent.graphs import (
     TOKENS,
     Function,

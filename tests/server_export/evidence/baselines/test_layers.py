@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from prge.errors import ConfigError
+from server_export.adapter.layers import convert_conv1d
 from server_export.evidence.baselines.layers import block_linears, feed_forward_linears, shuffled_batches
-from server_export.model.adapted import convert_conv1d
 from tests.rows import bigram_completions
 from tests.tiny_models import ARCHITECTURES, WIDTH, make_model
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from prge.errors import ConfigError
+from server_export.adapter.blocks import block_names
 from server_export.evidence.baselines.layers import block_linears, merged
 from server_export.evidence.baselines.settings import SearchName
 from server_export.evidence.baselines.sparse import (
@@ -21,7 +22,6 @@ from server_export.evidence.baselines.sparse import (
     measure_memory,
     prepare,
 )
-from server_export.model.blocks import block_names
 from tests.rows import bigram_completions
 from tests.server_export.evidence.baselines.problems import (
     build_problem,

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from server_export.adapter.layers import convert_conv1d, initial_lora_a, match_target_modules
+from server_export.checkpoint.loading import prepare_model
 from server_export.evidence.leak.rows import Form, Rows
 from server_export.evidence.leak.victim import Victim
-from server_export.model.adapted import convert_conv1d, initial_lora_a, match_target_modules
-from server_export.model.loading import prepare_model
 from tests.tiny_models import VOCABULARY, make_model
 
 # Which each of the tokenizer's ids before them isn't.

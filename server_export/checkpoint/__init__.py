@@ -1,0 +1,1 @@
+"""The files of a model: configuration, weights, tokenizer, chat template."""

@@ -1,1 +1,0 @@
-"""Passes over exported graphs, without ExecuTorch."""

@@ -1,0 +1,127 @@
+"""Operators of a traced graph that rules don't know, written in plainer ones that they do.
+
+    square(x)           x * x
+    rms_norm(x, ...)    x * rsqrt(mean(x * x) + epsilon) * weight
+
+How an operator is taken apart PyTorch says. What has a rule stays: XNNPACK has an operator for most of these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.func import functionalize
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from server_export.ir import rewriting
+from server_export.ir.shapes import without_memory
+
+aten = torch.ops.aten
+
+# Those that tangents have rules for, beside what is rewritten before.
+DIFFERENTIABLE = frozenset(
+    f"aten.{name}"
+    for name in """
+    _log_softmax.default abs.default add.Tensor bmm.default cat.default clamp.default constant_pad_nd.default
+    cos.default cumsum.default div.Tensor elu.default erf.default exp.default expand.default expm1.default
+    flip.default full_like.default gather.default gelu.default gt.Scalar gt.Tensor index_select.default
+    leaky_relu.default linear.default log.default log1p.default logsumexp.default lt.Scalar lt.Tensor
+    masked_fill.Scalar maximum.default mean.dim minimum.default mul.Tensor neg.default permute.default
+    pow.Tensor_Scalar reciprocal.default relu.default repeat.default reshape.default rsqrt.default
+    scatter.value sigmoid.default silu.default sin.default slice.Tensor softmax.int softplus.default
+    sqrt.default sub.Tensor sum.dim_IntList t.default tanh.default topk.default transpose.int view.default
+    where.self
+    """.split()
+)
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+def take_apart(graph_module: GraphModule, declined: bool = False) -> None:
+    """Write what no rule knows in plainer operators, in place; nodes carry `meta["val"]`.
+
+    Args:
+        graph_module: as it was traced.
+        declined: it was rewritten, and what rules of rewriting know is taken apart too: they left it.
+    """
+    known = DIFFERENTIABLE | {str(target) for target in rewriting.KEPT}
+    known |= set() if declined else set(rewriting.RULES)
+    meant = set(rewriting.RULES) if declined else None
+    unknown = [
+        node
+        for node in graph_module.graph.nodes
+        if str(node.target) not in known
+        and (meant is None or str(node.target) in meant)
+        and _computes_floats(node)
+    ]
+    if not unknown:
+        return
+    for node in unknown:
+        _take_apart(graph_module.graph, node)
+    for node in graph_module.graph.nodes:
+        if node.target in _VIEWS:
+            # What it looks at may lie otherwise now.
+            node.target = aten.reshape.default
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
+    if declined:
+        rewriting.rewrite(graph_module)
+
+
+def unknown_operators(graph_module: GraphModule) -> dict[str, Node]:
+    """Operators of numbers without a derivative in a graph that was rewritten, each with its first node."""
+    nodes = [node for node in graph_module.graph.nodes if _computes_floats(node)]
+    return {str(node.target): node for node in reversed(nodes) if str(node.target) not in DIFFERENTIABLE}
+
+
+def _computes_floats(node: Node) -> bool:
+    """Whether it is an operator of PyTorch that makes floating numbers of others, and nothing random."""
+    target = node.target
+    if (
+        not isinstance(target, torch._ops.OpOverload)
+        or target.namespace != "aten"
+        or target._schema.is_mutable
+    ):
+        return False
+    values = [node.meta["val"], *(source.meta["val"] for source in node.all_input_nodes)]
+    flat = [part for value in values for part in (value if isinstance(value, list | tuple) else [value])]
+    return bool(node.all_input_nodes) and all(_is_float(part) for part in (flat[0], *flat[-1:]))
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+
+
+def _take_apart(graph: Graph, node: Node) -> None:
+    sources = list(node.all_input_nodes)
+
+    def call(*tensors: torch.Tensor) -> Any:
+        given = dict(zip(sources, tensors, strict=True))
+        arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+        return node.target(*arguments, **named)
+
+    values = [without_memory(source.meta["val"]) for source in sources]
+    plainer = make_fx(call, decomposition_table=torch.export.default_decompositions())(*values)
+    # What is plainer may change in place what it has just made.
+    traced = make_fx(functionalize(plainer, remove="mutations"))(*values).graph
+    nodes = [each for each in traced.nodes if each.op not in ("placeholder", "output")]
+    is_whole = len(nodes) == 1 and nodes[0].target is node.target
+    if is_whole or any(each.op == "get_attr" for each in nodes):
+        return
+    copies = dict(zip(traced.find_nodes(op="placeholder"), sources, strict=True))
+    with graph.inserting_before(node):
+        for each in nodes:
+            copies[each] = graph.node_copy(each, copies.__getitem__)
+            copies[each].meta = {**node.meta, "val": each.meta["val"]}
+            # It was traced on the device that has no memory.
+            copies[each].kwargs = {name: value for name, value in each.kwargs.items() if name != "device"}
+    answers = torch.fx.node.map_arg(traced.output_node().args[0], copies.__getitem__)
+    if isinstance(answers, Node):
+        node.replace_all_uses_with(answers)
+    else:
+        for user in list(node.users):
+            user.replace_all_uses_with(answers[user.args[1]])
+            graph.erase_node(user)
+    graph.erase_node(node)

@@ -1,0 +1,1 @@
+"""A model without weights becomes blocks: traced, rewritten and cut."""

@@ -1,0 +1,406 @@
+"""A model's graph, cut into blocks where one value alone is alive, and the kinds of these blocks.
+
+    embedding   tokens -> state        block   state -> state        head   state -> answer
+
+The points are found in the graph, not in the model's code. Stretches between them that come again and again,
+such as attention and what follows it, are one block. What is before the first of these is the embedding,
+what is after the last one the head. Blocks of the same operators and shapes are of one kind, whatever
+weights they read, and whatever tables and adapters they are given.
+
+Where several values are alive, layers are blocks; server_export/trace/layers.py tells what crosses. A layer
+is parted at its experts, which are blocks of their own; server_export/trace/experts.py tells where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from server_export.ir.modules import as_module, attribute
+from server_export.ir.shapes import without_memory
+from server_export.ir.softmax_parts import SOFTMAX_PARTS
+from server_export.trace.experts import parted_at_experts
+from server_export.trace.layers import Stretch, Values, ends_of_layers, of_layers
+
+STATE, TABLE_PREFIX, TAKEN_PREFIX = "state", "table_", "taken_"
+_STATE_DIMENSIONS = 3
+# Of a model that is cut: an embedding, a block, and what is behind.
+_LEAST = 3
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ModelBlock:
+    """A stretch of a model.
+
+    `graph_module` has the placeholders `state` or what the model's graph takes, then `table_0`, ..., then
+    `taken_0`, ..., then the adapter's; it answers the state and what it gives. `weights` are the names of its
+    frozen tensors, in the order of their use; blocks of one kind use theirs in the same order. `tables` are
+    the numbers of its tables, `adapter` its placeholders of the model's adapter. `takes` and `gives` are
+    numbers of shared values, f32 [rows, tokens, width]. `experts` is the number of the layer whose experts
+    come behind it; `is_expert` says that it is one of them.
+    """
+
+    graph_module: GraphModule
+    weights: tuple[str, ...]
+    tables: tuple[int, ...]
+    adapter: tuple[str, ...]
+    signature: tuple[Any, ...]
+    takes: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
+    experts: int | None = None
+    is_expert: bool = False
+
+
+def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list[ModelBlock]:
+    """The blocks of a model's graph in order; a graph without points to cut at is one block.
+
+    Args:
+        graph_module: its first placeholder is what all blocks depend on; its nodes carry `meta["val"]`.
+        adapter: placeholders of the adapter.
+        table: the operator that stands for a table; its first argument is its number.
+    """
+    nodes = list(graph_module.graph.nodes)
+    (output,) = (node for node in nodes if node.op == "output")
+    source = next(node for node in nodes if node.op == "placeholder")
+    flow = reached([source])
+    answer = output.args[0][0]
+    stretches = of_layers(nodes, flow, answer) or _where_one_is_alive(nodes, flow, source, answer, adapter)
+    if len(stretches) < _LEAST:
+        stretches = of_layers([*graph_module.graph.nodes], flow, answer, all_read=True) or stretches
+    stretches = [*parted_at_experts(list(graph_module.graph.nodes), flow, stretches)]
+    given = [value for stretch in stretches for value in stretch.gives]
+    shared = {value: number for number, value in enumerate(given)}
+    blocks = [_block(graph_module, stretch, adapter, table, source, shared) for stretch in stretches]
+    changes = moves(blocks)
+    # A block that takes what no adapter changes computes other derivatives.
+    return [
+        replace(block, signature=(tuple(map(changes.__getitem__, block.takes)), *block.signature))
+        for block in blocks
+    ]
+
+
+def moves(blocks: Sequence[ModelBlock]) -> list[bool]:
+    """Whether each shared value comes from a block that an adapter may change."""
+    lowest = next((number for number, block in enumerate(blocks) if block.adapter), len(blocks))
+    return [number >= lowest for number, block in enumerate(blocks) for _ in block.gives]
+
+
+def _where_one_is_alive(
+    nodes: Sequence[Node], flow: set[Node], source: Node, answer: Node, adapter: Collection[str]
+) -> list[Stretch]:
+    points = [point for point in _points(nodes, source, flow) if point is not answer]
+    # Logits are alone alive too, and no head begins behind them.
+    while points and not _frozen_shapes(answer, points[-1], adapter):
+        points.pop()
+    stretches = list(zip([source, *points], [*points, answer], strict=True))
+    shapes = [_frozen_shapes(end, start, adapter) for start, end in stretches]
+    has_head = answer.target is SOFTMAX_PARTS
+    adapted = [_is_adapted(end, start, adapter) for start, end in stretches]
+    last = _with_adapted(_last_of_blocks(shapes, has_head), adapted, has_head)
+    ends = [stretches[number][1] for number in last]
+    by_layer = _at_layers(nodes, points)
+    if not {*by_layer} <= {*ends}:
+        # As where attention and a recurrence take turns.
+        ends = [*by_layer, answer]
+    return [Stretch((start,), (end,)) for start, end in zip([source, *ends[:-1]], ends, strict=True)]
+
+
+def _at_layers(nodes: Sequence[Node], points: Sequence[Node]) -> list[Node]:
+    """The points where the embedding and the model's layers end; none if a layer ends at no point."""
+    places = ends_of_layers(nodes)
+    first = places[0] if places else 0
+    before = [point for point in points if point in nodes[: first + 1]]
+    ends = [nodes[place] for place in places[1:]]
+    return [before[-1], *ends] if before and {*ends} <= {*points} else []
+
+
+def kinds(blocks: Sequence[ModelBlock]) -> list[int]:
+    """The number of each block's kind: that of the first block of the same signature."""
+    first: dict[Any, int] = {}
+    return [first.setdefault(block.signature, number) for number, block in enumerate(blocks)]
+
+
+def reached(sources: Iterable[Node]) -> set[Node]:
+    """All nodes that depend on some, with them."""
+    found: set[Node] = set()
+    ahead = list(sources)
+    while ahead:
+        node = ahead.pop()
+        if node not in found:
+            found.add(node)
+            ahead.extend(node.users)
+    return found
+
+
+def _points(nodes: Sequence[Node], source: Node, flow: set[Node]) -> list[Node]:
+    """States float32 [rows, tokens, width] that are alone alive of what depends on the source."""
+    place = {node: index for index, node in enumerate(nodes)}
+    rows, tokens = source.meta["val"].shape
+    ends: dict[int, int] = {}
+    alive, points = 0, []
+    for index, node in enumerate(nodes):
+        users = [place[user] for user in node.users] if node in flow else []
+        if users:
+            alive += 1
+            ends[max(users)] = ends.get(max(users), 0) + 1
+        alive -= ends.pop(index, 0)
+        value = node.meta.get("val")
+        if (
+            alive == 1
+            and users
+            and isinstance(value, torch.Tensor)
+            and value.dtype == torch.float32
+            and value.dim() == _STATE_DIMENSIONS
+            and tuple(value.shape[:2]) == (rows, tokens)
+        ):
+            points.append(node)
+    return points
+
+
+def _between(ends: Values, starts: Values) -> set[Node]:
+    """What is computed of `starts` on the way to `ends`, with all that it needs besides."""
+    found: set[Node] = set()
+    ahead = [*ends]
+    while ahead:
+        node = ahead.pop()
+        if node not in starts and node not in found:
+            found.add(node)
+            ahead.extend(node.all_input_nodes)
+    return found
+
+
+def _frozen_shapes(end: Node, start: Node, adapter: Collection[str]) -> tuple[Any, ...]:
+    """Shapes of the weights that a stretch reads, but for those of an adapter, in the order of their use."""
+    needed = _between((end,), (start,))
+    by_adapter = {node for node in needed if node.op == "placeholder" and str(node.target) in adapter}
+    shapes = []
+    for node in end.graph.nodes:
+        if node in needed and not by_adapter.intersection(_nearby(node)):
+            shapes += [tuple(n.meta["val"].shape) for n in node.all_input_nodes if n.op == "get_attr"]
+    return tuple(shapes)
+
+
+def _nearby(node: Node) -> set[Node]:
+    """What a node's answer meets, after changes of shape."""
+    found: set[Node] = set()
+    ahead = list(node.users)
+    while ahead:
+        user = ahead.pop()
+        found.update(user.all_input_nodes)
+        if user.target in (torch.ops.aten.reshape.default, torch.ops.aten.view.default):
+            ahead.extend(user.users)
+    return found
+
+
+def _last_of_blocks(shapes: Sequence[Any], has_head: bool) -> list[int]:
+    """The last stretches of blocks: of the longest run of a shortest period, and of what is around it.
+
+    Without any run all between the first stretch, and the last one if that is a head, is one block.
+    """
+    count = len(shapes)
+    best = (0, 0, 0)  # stretches that repeat, minus the period, minus the start
+    for period in range(1, count // 2 + 1):
+        start = 0
+        while start + 2 * period <= count:
+            length = period
+            while start + length < count and shapes[start + length] == shapes[start + length - period]:
+                length += 1
+            repeats = length // period
+            if repeats > 1 and any(shapes[start : start + period]):
+                best = max(best, (repeats * period, -period, -start))
+            start += max(1, length - period + 1)
+    covered, period, start = best[0], -best[1], -best[2]
+    if not covered:
+        return sorted({0, max(0, count - 1 - has_head), count - 1})
+    ends = [start - 1] if start else []
+    ends += range(start + period - 1, start + covered, period)
+    return [*ends, count - 1] if ends[-1] < count - 1 else list(ends)
+
+
+def _is_adapted(end: Node, start: Node, adapter: Collection[str]) -> bool:
+    needed = _between((end,), (start,))
+    return any(node.op == "placeholder" and str(node.target) in adapter for node in needed)
+
+
+def _with_adapted(last: Sequence[int], adapted: Sequence[bool], has_head: bool) -> list[int]:
+    """The last stretches of blocks, where neither the embedding nor the head has an adapter in it.
+
+    Some models have a layer before or after the others that isn't like them.
+    """
+    numbers = [number for number, is_adapted in enumerate(adapted) if is_adapted]
+    before = [number - 1 for number in numbers if 0 < number <= last[0]]
+    head = last[-2] if has_head and len(last) > 1 else last[-1]
+    behind = [number for number in numbers if head < number < last[-1]]
+    return sorted({*last, *before[:1], *behind[-1:]})
+
+
+def _block(
+    graph_module: GraphModule,
+    stretch: Stretch,
+    adapter: Collection[str],
+    table: Any,
+    source: Node,
+    shared: Mapping[Node, int],
+) -> ModelBlock:
+    needed = _between((*stretch.ends, *stretch.gives), (*stretch.starts, *stretch.takes))
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    packing = _Packing(graph, tuple(source.meta["val"].shape))
+
+    def placeholder(node: Node, name: str) -> None:
+        values[node] = graph.placeholder(name)
+        values[node].meta["val"] = node.meta["val"]
+
+    order = [node for node in graph_module.graph.nodes if node in needed]
+    given = [node for node in order if node.op == "placeholder"]
+    packed = []
+    if stretch.starts == (source,):
+        placeholder(source, str(source.target))
+    else:
+        packed.append((packing.placeholder(STATE, stretch.starts), stretch.starts))
+    for node in given:
+        if str(node.target) not in adapter:
+            placeholder(node, str(node.target))
+    tables: dict[int, Node] = {}
+    for node in order:
+        if node.target is table:
+            number = node.args[0]
+            assert isinstance(number, int)
+            if number not in tables:
+                placeholder(node, f"{TABLE_PREFIX}{len(tables)}")
+                tables[number] = values[node]
+            values[node] = tables[number]
+    for number, taken in enumerate(stretch.takes):
+        packed.append((packing.placeholder(f"{TAKEN_PREFIX}{number}", (taken,)), (taken,)))
+    trained = tuple(str(node.target) for node in given if str(node.target) in adapter)
+    for node in given:
+        if str(node.target) in adapter:
+            placeholder(node, str(node.target))
+    for whole, parts in packed:
+        values |= packing.taken_apart(whole, parts)
+    _copy(graph, order, values)
+    is_last = stretch.ends[0] in graph_module.graph.output_node().args[0]
+    answers = [values[stretch.ends[0]]] if is_last else [packing.side_by_side(stretch.ends, values)]
+    answers += [packing.side_by_side((value,), values) for value in stretch.gives]
+    graph.output(tuple(answers))
+    takes, gives = (tuple(map(shared.__getitem__, each)) for each in (stretch.takes, stretch.gives))
+    return replace(
+        whole_block(as_module(graph_module, graph)),
+        tables=tuple(tables),
+        adapter=trained,
+        takes=takes,
+        gives=gives,
+        experts=stretch.experts,
+    )
+
+
+def _copy(graph: Graph, order: Sequence[Node], values: dict[Node, Node]) -> None:
+    """Copy what computes values, and the weights it reads, behind a graph; `values` has it afterwards."""
+    for node in order:
+        if node not in values and node.op != "get_attr":
+            for weight in node.all_input_nodes:
+                if weight.op == "get_attr" and weight not in values:
+                    values[weight] = graph.node_copy(weight)
+            values[node] = graph.node_copy(node, values.__getitem__)
+
+
+def whole_block(graph_module: GraphModule) -> ModelBlock:
+    """A graph that is a block as it is, without tables and adapter."""
+    graph = graph_module.graph
+    weights = tuple(dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"))
+    return ModelBlock(graph_module, weights, (), (), _signature(graph_module, graph))
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """Values of a model side by side, f32 [rows, tokens, width], in the graph of a block."""
+
+    graph: Graph
+    sizes: tuple[int, ...]
+
+    def placeholder(self, name: str, values: Values) -> Node:
+        """An input of some values."""
+        width = sum(value.meta["val"].numel() for value in values) // prod(self.sizes)
+        node = self.graph.placeholder(name)
+        node.meta["val"] = torch.empty(*self.sizes, width, device="meta")
+        return node
+
+    def side_by_side(self, values: Values, copies: Mapping[Node, Node]) -> Node:
+        """What is made of the copies of some values."""
+        parts = []
+        for value in values:
+            order, shape = self._tokens_first(value)
+            turned = self._call(aten.permute.default, copies[value], order)
+            parts.append(self._call(aten.reshape.default, turned, [*self.sizes, prod(shape[2:])]))
+        return parts[0] if len(parts) == 1 else self._call(aten.cat.default, parts, 2)
+
+    def taken_apart(self, whole: Node, values: Values) -> dict[Node, Node]:
+        """The values that an input was made of."""
+        found: dict[Node, Node] = {}
+        start = 0
+        for value in values:
+            order, shape = self._tokens_first(value)
+            known = [*value.meta["val"].shape]
+            end = start + prod(shape[2:])
+            part = whole if len(values) == 1 else self._call(aten.slice.Tensor, whole, 2, start, end)
+            part = self._call(aten.reshape.default, part, shape if len(shape) == len(order) else known)
+            found[value] = self._call(
+                aten.permute.default, part, [order.index(dim) for dim in range(len(order))]
+            )
+            start = end
+        return found
+
+    def _tokens_first(self, value: Node) -> tuple[list[int], list[int]]:
+        """The order of dimensions with rows and tokens in front, and the shape that it gives."""
+        shape = list(value.meta["val"].shape)
+        if shape[0] == prod(self.sizes):
+            return list(range(len(shape))), [*self.sizes, *shape[1:]]
+        first = [shape.index(size) for size in self.sizes]
+        order = [*first, *(dim for dim in range(len(shape)) if dim not in first)]
+        return order, [shape[dim] for dim in order]
+
+    def _call(self, target: Any, source: Any, argument: Any, *more: Any) -> Node:
+        """A change of order or shape, if it changes anything, or another call."""
+        value = source.meta["val"] if isinstance(source, Node) else None
+        is_same = value is not None and argument == [*value.shape] and target is aten.reshape.default
+        if is_same or (target is aten.permute.default and argument == sorted(argument)):
+            return source
+        arguments = (source, argument, *more)
+        node: Node = self.graph.call_function(target, arguments)
+        node.meta["val"] = target(*map_arg(arguments, lambda each: without_memory(each.meta["val"])))
+        return node
+
+
+def _signature(graph_module: GraphModule, graph: Graph) -> tuple[Any, ...]:
+    """What two graphs have in common exactly if they compute the same of their inputs and weights."""
+    numbers: dict[Node, int] = {}
+    weights: dict[str, int] = {}
+    lines: list[tuple[Any, ...]] = []
+    for node in graph.nodes:
+        numbers[node] = len(numbers)
+        if node.op == "get_attr":
+            tensor = attribute(graph_module, str(node.target))
+            place = weights.setdefault(str(node.target), len(weights))
+            lines.append(("weight", place, tuple(tensor.shape), tensor.dtype))
+        elif node.op == "placeholder":
+            lines.append(("input", tuple(node.meta["val"].shape), node.meta["val"].dtype))
+        else:
+            lines.append((node.op, str(node.target), _key(node.args, numbers), _key(node.kwargs, numbers)))
+    return tuple(lines)
+
+
+def _key(value: Any, numbers: Mapping[Node, int]) -> Any:
+    if isinstance(value, Node):
+        return "node", numbers[value]
+    if isinstance(value, Mapping):
+        return tuple((name, _key(each, numbers)) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_key(each, numbers) for each in value)
+    return type(value).__name__, str(value)

@@ -1,0 +1,133 @@
+"""Experts as transformers calls them, and each as a block: its own part of the layer's stacked weights.
+
+transformers asks a registered function for what the experts of a layer say, as it does for attention. What an
+expert computes is told by what its own such functions read of a module of experts: which weights it has, how
+they lie, and `_apply_gate`, a private name that they all call. Experts of some modules see all tokens
+instead, each times its share of the expert: what they compute is told by the shapes of their weights, and
+checked when blocks are compared with the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from server_export.checkpoint.experts import expert_layers, sees_all, weight_names
+from server_export.ir.modules import remove_unused_attributes
+from server_export.ir.plain import take_apart
+from server_export.trace.cutting import ModelBlock, whole_block
+from server_export.trace.experts import ALL_EXPERTS, EXPERTS
+
+NAME = "prge"
+
+
+def register(model: Any) -> None:
+    """Let a model's experts be operators of its graph, in place."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    layers = [*expert_layers(model).values()]
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _asked)
+    for number, module in enumerate(layers):
+        module.number = number
+        if sees_all(module):
+            module.forward = partial(_all_asked, module)
+    if any(not sees_all(module) for module in layers):
+        model.set_experts_implementation(NAME)
+
+
+def _asked(
+    module: Any, states: torch.Tensor, index: torch.Tensor, shares: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    """What the experts of a module say, an operator of the graph."""
+    said: torch.Tensor = EXPERTS(states, shares, index.float(), module.number, _width(module))
+    return said
+
+
+def _all_asked(module: Any, states: torch.Tensor) -> torch.Tensor:
+    """What all experts say, an operator of the graph."""
+    said: torch.Tensor = ALL_EXPERTS(states, module.number, _width(module))
+    return said
+
+
+def _width(module: Any) -> int:
+    """Numbers that an expert answers."""
+    return int(module.down_proj.shape[-1 if module.is_transposed else -2])
+
+
+class _Expert(nn.Module):
+    """One expert of a layer: [..., in + 1] -> [..., out], what it says times the share behind what it sees.
+
+    Where experts see all tokens, what it sees is times the share instead. Its weights have the names of the
+    layer's and the expert's number.
+    """
+
+    def __init__(self, name: str, module: Any, number: int) -> None:
+        super().__init__()
+        self.experts, self.path, self.number = [module], name, number
+        for weight in weight_names(module):
+            self._place(f"{name}.{weight}").register_parameter(
+                str(number), nn.Parameter(torch.empty(module.get_parameter(weight).shape[1:], device="meta"))
+            )
+        if module.has_post_expert_norm:
+            self._place(name).add_module("post_expert_norm", module.post_expert_norm)
+
+    def _place(self, path: str) -> nn.Module:
+        module: nn.Module = self
+        for part in path.split("."):
+            if part not in dict(module.named_children()):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        return module
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        (module,) = self.experts
+        seen, share = state[..., :-1], state[..., -1:]
+        if sees_all(module):
+            gate, up = self._layer("gate_up_proj", seen * share).chunk(2, -1)
+            return self._layer("down_proj", module.act_fn(gate) * up)
+        wide = self._layer("gate_up_proj" if module.has_gate else "up_proj", seen)
+        wide = module._apply_gate(wide) if module.has_gate else module.act_fn(wide)
+        said = self._layer("down_proj", wide)
+        if module.has_post_expert_norm:
+            said = module.post_expert_norm(said)
+        return said * share
+
+    def _layer(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        weight = self.get_parameter(f"{self.path}.{name}.{self.number}")
+        bias = f"{self.path}.{name}_bias.{self.number}"
+        return F.linear(
+            source,
+            weight.t() if self.experts[0].is_transposed else weight,
+            self.get_parameter(bias) if self.experts[0].has_bias else None,
+        )
+
+
+def expert_blocks(name: str, module: Any, rows: int, tokens: int) -> Iterator[ModelBlock]:
+    """The blocks of a layer's experts, in order; all are of one graph.
+
+    Args:
+        name: of the module, as graphs have it.
+        module: of the experts.
+        rows, tokens: of a state.
+    """
+    seen = module.get_parameter(weight_names(module)[0]).shape[-2 if module.is_transposed else -1]
+    state = torch.empty(rows, tokens, seen + 1, device="meta")
+    with torch.device("meta"), torch.no_grad():
+        exported = torch.export.export(_Expert(name, module, 0).eval(), (state,), strict=False)
+    graph_module = exported.module(check_guards=False)
+    take_apart(graph_module)
+    remove_unused_attributes(graph_module)
+    output = graph_module.graph.output_node()
+    output.args = (tuple(output.args[0]),)
+    first = replace(whole_block(graph_module), is_expert=True)
+    for number in range(module.down_proj.shape[0]):
+        # A norm behind all experts is one, and has no number.
+        names = (re.sub(r"\.0$", f".{number}", weight) for weight in first.weights)
+        yield replace(first, weights=tuple(names))

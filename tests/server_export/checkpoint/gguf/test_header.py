@@ -1,0 +1,207 @@
+"""Headers of GGUF files that lie are refused before anything of the size that they say is allocated."""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from prge.errors import BundleError, PrgeError
+from prge.host.packages import install_extra
+from server_export.checkpoint.gguf.header import read_header
+from tests.gguf_files import write_gguf
+from tests.tiny_models import make_model, make_tokenizer
+
+U32, TEXT, LIST = 4, 8, 9
+F32, Q4_0, Q8_K, UNKNOWN = 0, 2, 15, 4000
+ARCHITECTURE = ("general.architecture", TEXT, "llama")
+
+
+def text(value: str | bytes) -> bytes:
+    content = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(content)) + content
+
+
+def field(key: str, kind: int, value: object) -> bytes:
+    """A key with a number, a text, or bytes that stand for anything."""
+    content = value if isinstance(value, bytes) else text(value) if kind == TEXT else struct.pack("<I", value)
+    return text(key) + struct.pack("<I", kind) + content
+
+
+def tensor(name: str = "a", shape: Sequence[int] = (8, 4), kind: int = F32, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape) + struct.pack("<IQ", kind, offset)
+
+
+def header(
+    fields: Sequence[bytes] = (),
+    tensors: Sequence[bytes] = (),
+    *,
+    magic: bytes = b"GGUF",
+    version: int = 3,
+    counts: tuple[int, int] | None = None,
+    data: int = 128,
+) -> bytes:
+    fields = [field(*ARCHITECTURE), *fields]
+    given = counts or (len(tensors), len(fields))
+    head = magic + struct.pack("<IQQ", version, *given) + b"".join([*fields, *tensors])
+    return head + bytes(-len(head) % 32 + data)
+
+
+def texts(count: int, *values: str) -> bytes:
+    return struct.pack("<IQ", TEXT, count) + b"".join(map(text, values))
+
+
+TOKENS = field("tokenizer.ggml.tokens", LIST, texts(2, "a", "b"))
+LIES = {
+    "magic": (header(magic=b"GGML"), "doesn't begin as a GGUF file"),
+    "nothing": (b"", "magic would end behind the file"),
+    "version": (header(version=1), "its version is 1, must be 2 or 3"),
+    "big-endian": (header(version=3 << 24), "for big-endian machines"),
+    "tensor count": (header(counts=(1 << 60, 1)), "counts 1,152,921,504,606,846,976 tensors"),
+    "key count": (header(counts=(0, 1 << 63)), "keys, at most 4,096"),
+    "more keys than there are": (header(counts=(0, 2)), "a key is empty"),
+    "key length": (header([struct.pack("<Q", 1 << 62)]), "a key has 4,611,686,018,427,387,904 bytes"),
+    "text length": (header([field("x", TEXT, struct.pack("<Q", 1 << 40))]), "'x' has 1,099,511,627,776"),
+    "text behind the file": (
+        header([field("x", TEXT, struct.pack("<Q", 5000))]),
+        "would end behind the file",
+    ),
+    "no UTF-8": (header([field("x", TEXT, text(b"\xff\xfe"))]), "'x' is no UTF-8 text"),
+    "type of a value": (header([field("x", 13, b"\0" * 8)]), "has the type 13"),
+    "array length": (
+        header([field("x", LIST, struct.pack("<IQ", U32, 1 << 61))]),
+        "counts 2,305,843,009,213,693,952 values",
+    ),
+    "array behind the file": (
+        header([field("x", LIST, struct.pack("<IQ", U32, 1 << 20))]),
+        "'x' would end behind the file",
+    ),
+    "texts behind the file": (header([field("x", LIST, texts(1 << 20))]), "'x' would end behind the file"),
+    "nested array": (header([field("x", LIST, struct.pack("<IQ", LIST, 1))]), "an array of type 9"),
+    "key twice": (header([field("x", U32, 1), field("x", U32, 1)]), "'x' is there twice"),
+    "alignment of 0": (header([field("general.alignment", U32, 0)]), "must be a power of 2"),
+    "alignment of 48": (header([field("general.alignment", U32, 48)]), "must be a power of 2"),
+    "alignment of another type": (header([field("general.alignment", TEXT, "32")]), "must be a power of 2"),
+    "no architecture": (header([], counts=(0, 0)), "no general.architecture"),
+    "adapter": (header([field("general.type", TEXT, "adapter")]), "holds no model"),
+    "dimensions": (header(tensors=[tensor(shape=(1,) * 5)]), "has 5 dimensions"),
+    "no dimensions": (header(tensors=[tensor(shape=())]), "has 0 dimensions"),
+    "dimension of 0": (header(tensors=[tensor(shape=(0, 4))]), "would have the shape"),
+    # Products that wrap in 64 bits, as in llama.cpp's CVE-2026-27940 and its like.
+    "product that wraps": (header(tensors=[tensor(shape=(1 << 31, 1 << 31, 4, 1))]), "would end at byte"),
+    "dimension that wraps": (header(tensors=[tensor(shape=(1 << 63, 2))]), "would have the shape"),
+    "offset that wraps": (header(tensors=[tensor(offset=(1 << 64) - 32)]), "would end at byte"),
+    # An end behind the file, as in Ollama's CVE-2026-7482.
+    "offset behind the file": (header(tensors=[tensor(offset=1 << 20)]), "would end at byte"),
+    "size behind the file": (header(tensors=[tensor(shape=(8, 5))]), "would end at byte"),
+    "offset that isn't aligned": (header(tensors=[tensor(offset=4)]), "begins at 4, which isn't aligned"),
+    "type of a tensor": (header(tensors=[tensor(kind=UNKNOWN)]), "the ggml type 4000"),
+    "type that nothing dequantizes": (header(tensors=[tensor(kind=Q8_K)]), "the ggml type Q8_K"),
+    "row that no blocks make": (header(tensors=[tensor(shape=(8, 4), kind=Q4_0)]), "in blocks of 32"),
+    "tensor twice": (header(tensors=[tensor(), tensor()]), "'a' is there twice"),
+    "one place": (header(tensors=[tensor("a"), tensor("b")]), "lie in the same place"),
+    "overlap": (
+        header(tensors=[tensor("a"), tensor("b", offset=96)], data=256),
+        "'a' and 'b' lie in the same place",
+    ),
+    "types of tokens": (
+        header([TOKENS, field("tokenizer.ggml.token_type", LIST, struct.pack("<IQ", U32, 0))]),
+        "token_type has 0 values for 2 tokens",
+    ),
+    "special token": (
+        header([TOKENS, field("tokenizer.ggml.eos_token_id", U32, 2)]),
+        "eos_token_id is 2, there are 2 tokens",
+    ),
+    "tokens that are no texts": (
+        header([field("tokenizer.ggml.tokens", LIST, struct.pack("<IQI", U32, 1, 1))]),
+        "tokens is no array of texts",
+    ),
+    "a number for tokens": (header([field("tokenizer.ggml.tokens", U32, 2)]), "tokens is no array of texts"),
+    "more tokens than rows": (
+        header([TOKENS], [tensor("token_embd.weight", shape=(8, 1))]),
+        "2 tokens, and token_embd.weight has 1 rows",
+    ),
+    "long token": (header([field("tokenizer.ggml.tokens", LIST, texts(1, "x" * 5000))]), "at most 1,024"),
+    "not a number": (header([field("x", 6, struct.pack("<f", np.nan))]), "'x' is nan"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_refused_without_its_size_in_memory(lie: str, tmp_path: Path) -> None:
+    content, match = LIES[lie]
+    path = tmp_path / "lie.gguf"
+    path.write_bytes(content)
+    read_header_or_none(tmp_path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BundleError, match=match):
+            read_header(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def read_header_or_none(folder: Path) -> None:
+    """Read one file, so that what is imported and cached for all is in memory."""
+    path = folder / "plain.gguf"
+    path.write_bytes(header(tensors=[tensor()]))
+    read_header(path)
+
+
+def test_a_plain_header_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "plain.gguf"
+    path.write_bytes(header([TOKENS], [tensor("a"), tensor("b", (32, 2), Q4_0, 128)], data=512))
+    found = read_header(path)
+    assert found.architecture == "llama"
+    assert found.get("tokenizer.ggml.tokens") == 2
+    assert [(each.name, each.shape, each.bytes) for each in found.tensors.values()] == [
+        ("a", (4, 8), 128),
+        ("b", (2, 32), 36),
+    ]
+    assert found.tensors["b"].start == found.tensors["a"].start + 128
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_what_is_no_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    make = {"folder": os.mkdir, "pipe": os.mkfifo, "device": lambda name: os.symlink("/dev/zero", name)}
+    make[kind](path)
+    with pytest.raises(BundleError, match=r"can't be read: .*not a file"):
+        read_header(path)
+
+
+def test_damage_by_chance_is_refused_or_harmless(tmp_path: Path) -> None:
+    """Whatever a header says after some of its bytes changed, what is accepted lies inside the file."""
+    path = write_gguf(tmp_path / "tiny.gguf", make_model("llama"), make_tokenizer(), "Q8_0")
+    content, random = path.read_bytes(), Random(0)
+    first = min(each.start for each in read_header(path).tensors.values())
+    accepted = 0
+    for _ in range(400):
+        damaged = bytearray(content)
+        for _ in range(random.randint(1, 4)):
+            at = random.randrange(first)
+            damaged[at : at + 8] = random.choice(
+                [random.randbytes(1), random.randbytes(8), b"\xff" * 8, bytes(8), struct.pack("<Q", 1 << 40)]
+            )
+        path.write_bytes(damaged)
+        try:
+            found = read_header(path)
+        except BundleError:
+            continue
+        accepted += 1
+        assert all(each.start + each.bytes <= len(damaged) for each in found.tensors.values())
+    assert accepted < 400
+
+
+def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(PrgeError, match="needs the package gguf") as refused:
+        read_header(tmp_path / "model.gguf")
+    assert install_extra("gguf") in str(refused.value)

@@ -1,0 +1,171 @@
+"""A chat template that an export is given: exact masks and ends with any kind of tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from prge.errors import ConfigError
+from prge.rows.example_building import build_examples
+from prge.rows.readers.files import Row
+from prge.rows.tokenization.tokenizer import Tokenizer
+from prge.text.prompts import Prompts
+from server_export.checkpoint.chat_templates import PLAIN, give_template, plain_template
+from server_export.checkpoint.tokenization import on_device
+from server_export.settings import PrependBos
+from tests.bundles import make_spec
+from tests.prge.rows.chat_templates import CHATML
+from tests.prge.rows.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
+from tests.tiny_models import make_tokenizer
+
+SIZE = 1000
+SPEC = make_spec(sequence_length=4096, vocabulary_size=SIZE)
+
+
+def word_backend() -> Backend:
+    """Words between spaces, of which it knows a few."""
+    words = ["<unk>", "<s>", "</s>", "User", "Assistant", ":", "yes", "no"]
+    backend = Backend(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return backend
+
+
+KINDS: dict[str, Callable[[], Backend]] = {
+    "byte level": byte_level_backend,
+    "prefixed": prefixed_backend,
+    "byte fallback": byte_fallback_backend,
+    "near-character": lambda: make_tokenizer().backend_tokenizer,
+    "words": word_backend,
+}
+TEXTS = st.text("abcdefgh YesNo.?!1:\n", max_size=30).filter(lambda text: text.strip())
+
+
+@cache
+def tokenizer_of(kind: str, ends: bool = True, prepend_bos: PrependBos = "never") -> Tokenizer:
+    """As a device reads it, with the plain template."""
+    special = {"bos_token": "<s>"} | ({"eos_token": "</s>"} if ends else {})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=KINDS[kind](), **special)
+    give_template(tokenizer, PLAIN, prepend_bos)
+    return on_device(tokenizer, prepend_bos, SIZE)
+
+
+@cache
+def prompts_of(tokenizer: Tokenizer) -> Prompts:
+    return Prompts(tokenizer)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ends_children() -> Iterator[None]:
+    """Of the templates that tests share."""
+    yield
+    prompts_of.cache_clear()
+
+
+def conversation(*texts: str) -> list[dict[str, str]]:
+    return [
+        {"role": "assistant" if index % 2 else "user", "content": text} for index, text in enumerate(texts)
+    ]
+
+
+def learnt(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+    """Tokens of a conversation, and where those are that are targets."""
+    (example,), report = build_examples([Row(1, {"messages": messages})], tokenizer, SPEC)
+    assert not report.notes
+    (sequence,) = example.sequences
+    return list(sequence.tokens), [target.position + 1 for target in sequence.targets]
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["end token", "no end token"])
+@pytest.mark.parametrize("kind", KINDS)
+@given(question=TEXTS, answer=TEXTS, more=TEXTS)
+@settings(max_examples=15)
+def test_targets_are_the_answers_with_their_ends_and_nothing_else(
+    kind: str, ends: bool, question: str, answer: str, more: str
+) -> None:
+    tokenizer = tokenizer_of(kind, ends)
+    tokens, targets = learnt(tokenizer, conversation(question, answer, more, answer))
+    for turn in (conversation(question), conversation(question, answer, more)):
+        # What an answer follows when the model writes it is what it followed when it was learnt.
+        prompt = list(prompts_of(tokenizer).of_messages(turn).tokens)
+        assert tokens[: len(prompt)] == prompt and len(prompt) in targets
+        assert len(prompt) - 1 not in targets
+    parts = [target for target in targets if target - 1 not in targets]
+    assert len(parts) == 2
+    if ends:
+        assert [tokens[target] for target in targets].count(tokenizer.eos_id) >= 2
+        assert tokens[-1] == tokenizer.eos_id and len(tokens) - 1 in targets
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_ends_where_its_turn_was_learnt_to_end(kind: str) -> None:
+    prompt = Prompts(tokenizer_of(kind)).of_messages(conversation("no"))
+    assert prompt.ends == {tokenizer_of(kind).eos_id} and not prompt.stop
+    line = "\n" if kind in ("byte level", "prefixed", "byte fallback") else " "
+    prompt = Prompts(tokenizer_of(kind, ends=False)).of_messages(conversation("no"))
+    assert not prompt.ends and prompt.stop == (f"{line}User:",)
+
+
+def test_what_it_renders() -> None:
+    tokenizer = tokenizer_of("byte level", prepend_bos="always")
+    chat = Prompts(tokenizer).chat
+    assert chat is not None
+    messages = [{"role": "system", "content": "Be kind."}, *conversation(" a\n", "b ", "c")]
+    asked = "<s>System: Be kind.\nUser: a\nAssistant: b</s>\nUser: c"
+    assert chat.render(messages) == asked
+    assert chat.render(messages, add_generation_prompt=True) == f"{asked}\nAssistant:"
+    without = Prompts(tokenizer_of("byte level", ends=False)).chat
+    assert without is not None
+    assert without.render(messages[1:]) == "User: a\nAssistant: b\nUser: c"
+
+
+def test_transformers_renders_it_alike() -> None:
+    tokenizer: Any = make_tokenizer()
+    give_template(tokenizer, PLAIN, "always")
+    ours = Prompts(on_device(tokenizer, "always", SIZE)).chat
+    assert ours is not None
+    messages = conversation("a", "b", "c")
+    theirs = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ours.render(messages, add_generation_prompt=True) == theirs
+
+
+def test_a_tokenizer_keeps_its_own_unless_another_is_given(tmp_path: Path) -> None:
+    tokenizer: Any = make_tokenizer()
+    tokenizer.chat_template = CHATML
+    give_template(tokenizer, None, "auto")
+    assert tokenizer.chat_template == CHATML
+    give_template(tokenizer, PLAIN, "auto")
+    assert tokenizer.chat_template == plain_template(tokenizer, "auto")
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    give_template(tokenizer, str(tmp_path / "chat.jinja"), "auto")
+    assert tokenizer.chat_template == CHATML
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{% for message in messages %}", "can't be read: Unexpected end of template"),
+        ("{{ raise_exception('never') }}", "refuses the messages; never"),
+        ("{{ messages[0].content }}", "what the user or the assistant says is not in its text"),
+        ("{{ range(messages | length) | list }}", "where message 2 begins can't be told from its text"),
+        ("{{ 'x' * (messages | length) }}", "what the user or the assistant says is not in its text"),
+    ],
+)
+def test_a_file_that_renders_no_conversation_is_refused(source: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(source)
+    with pytest.raises(ConfigError, match=r"chat\.jinja can't be used as a chat template") as refused:
+        give_template(make_tokenizer(), str(tmp_path / "chat.jinja"), "auto")
+    assert why in refused.value.problems[0]
+
+
+def test_a_file_that_isnt_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can't be read as a chat template"):
+        give_template(make_tokenizer(), str(tmp_path / "none.jinja"), "auto")

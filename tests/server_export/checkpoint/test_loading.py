@@ -1,0 +1,314 @@
+"""Loading models: what is accepted, and what a user is told otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, DbrxConfig
+
+from prge.errors import BundleError
+from server_export.checkpoint import loading
+from server_export.checkpoint.loading import (
+    load_model,
+    outline_model,
+    parameter_count,
+    read_use_cache,
+    vocabulary_size,
+)
+from tests.tiers import rest
+from tests.tiny_models import ARCHITECTURES, DECODERS, make_config, make_model, save_model
+from tests.tiny_types import make_classifier, make_tiny
+
+
+@pytest.mark.parametrize(("architecture", "is_decoder"), [("llama", True), ("gpt2", True), ("bert", False)])
+def test_architecture_decides_the_kind(architecture: str, is_decoder: bool, tmp_path: Path) -> None:
+    loaded = load_model(str(save_model(tmp_path, architecture)))
+    assert loaded.is_decoder is is_decoder
+    assert not loaded.model.training
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
+
+
+def test_pooled_loads_without_the_head(tmp_path: Path) -> None:
+    loaded = load_model(str(save_model(tmp_path, "llama")), pooled=True)
+    assert type(loaded.model).__name__ == "LlamaModel"
+    assert not loaded.is_decoder
+
+
+def test_words_are_those_that_a_model_both_reads_and_says() -> None:
+    """Moshi reads one more than it says."""
+    words, width = 128, 64
+    model = make_model("llama")
+    assert vocabulary_size(model) == words
+    model.model.embed_tokens = torch.nn.Embedding(words + 1, width)
+    assert vocabulary_size(model) == words
+    model.model.embed_tokens = torch.nn.Embedding(words - 1, width // 2)
+    assert vocabulary_size(model) == words - 1
+    assert vocabulary_size(model.model) == words - 1
+
+
+@pytest.mark.parametrize("model_type", ["git", *rest("phi4_multimodal")])
+def test_a_language_model_that_may_be_given_images_is_one_of_texts_without_them(
+    model_type: str, tmp_path: Path
+) -> None:
+    make_tiny(model_type).save_pretrained(tmp_path)
+    loaded, outline = load_model(str(tmp_path)), outline_model(str(tmp_path))
+    assert parameter_count(loaded.model) == parameter_count(outline.model)
+    parts = {name.split(".")[1] for name, _ in outline.model.named_parameters()}
+    assert not any("encoder" in part and "image" in part for part in parts)
+
+
+def test_half_precision_checkpoint_is_loaded_as_float32(tmp_path: Path) -> None:
+    make_model("llama").half().save_pretrained(tmp_path)
+    assert load_model(str(tmp_path)).model.lm_head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "t5", "d_model": 8}, "an encoder-decoder model"),
+        ({"model_type": "vit"}, "not a text model"),
+        ({"model_type": "no-such-type"}, "can't be read as a transformers model"),
+        (
+            {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantized already",
+        ),
+    ],
+)
+def test_unsupported_kinds_are_named(config: dict[str, object], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BundleError, match=message):
+        load_model(str(tmp_path))
+
+
+def change_weights(folder: Path, remove: str = "", **tensors: Any) -> str:
+    """Take the last weight whose name ends so out of a model's file, put others in; returns its name."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    removed = max((name for name in weights if remove and name.endswith(remove)), default="")
+    kept = {name: tensor for name, tensor in weights.items() if name != removed}
+    save_file({**kept, **tensors}, path, metadata={"format": "pt"})
+    return removed
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_weight_that_is_missing_is_named_and_never_made_up(architecture: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path, architecture)
+    # What is there instead is of the same size, so that only the name tells.
+    removed = change_weights(
+        folder, ".bias" if architecture in ("opt", "gpt2", "bert", "roberta") else "norm.weight"
+    )
+    change_weights(folder, spare=torch.zeros(4096))
+    with pytest.raises(BundleError) as caught:
+        load_model(str(folder))
+    text = str(caught.value)
+    assert "it lacks" in text and removed and removed.split(".", 1)[1] in text
+    assert "it has no place for" in text and "spare" in text
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_experts_that_transformers_has_no_function_for_are_refused(
+    has_experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration may count experts that no layer has."""
+    monkeypatch.setattr(loading, "expert_layers", lambda model: {})
+    sparse = {} if has_experts else {"mlp_only_layers": [0]}
+    config = make_config("qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **sparse)
+    config.save_pretrained(tmp_path)
+    refused = pytest.raises(BundleError, match="a mixture of experts that transformers calls in a way of its")
+    with refused if has_experts else contextlib.nullcontext():
+        outline_model(str(tmp_path))
+
+
+def test_a_part_of_a_configuration_counts_experts_too(tmp_path: Path) -> None:
+    config = DbrxConfig(
+        d_model=64,
+        n_heads=4,
+        n_layers=1,
+        vocab_size=128,
+        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 96, "moe_num_experts": 4, "hidden_size": 64},
+        architectures=["DbrxForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    with pytest.raises(BundleError, match=r"\(dbrx\) is a mixture of experts that transformers"):
+        outline_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("architecture", sorted(DECODERS))
+def test_a_decoder_loads_without_its_head_and_not_the_other_way_round(
+    architecture: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path / "whole", architecture)
+    assert not load_model(str(tmp_path / "whole"), pooled=True).is_decoder
+    headless = save_model(tmp_path / "headless", architecture, head=False)
+    config = json.loads((headless / "config.json").read_bytes())
+    if config.get("tie_word_embeddings", True):
+        assert load_model(str(headless), pooled=False).is_decoder
+        return
+    with pytest.raises(BundleError, match=r"it lacks lm_head\.weight|describes .* numbers"):
+        load_model(str(headless), pooled=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("BertForMaskedLM", "bert"),
+        ("BertForSequenceClassification", "bert"),
+        ("BertForPreTraining", "bert"),
+        ("BertModel", "bert"),
+        ("RobertaForMaskedLM", "roberta"),
+        ("DistilBertForMaskedLM", "distilbert"),
+        ("DistilBertForQuestionAnswering", "distilbert"),
+        ("AlbertForSequenceClassification", "albert"),
+        ("ModernBertForMaskedLM", "modernbert"),
+        ("LlamaForSequenceClassification", "llama"),
+    ],
+)
+def test_heads_that_an_encoder_has_no_use_for_are_left_out(
+    name: str, architecture: str, tmp_path: Path
+) -> None:
+    import transformers
+
+    getattr(transformers, name)(make_config(architecture)).save_pretrained(tmp_path)
+    change_weights(tmp_path, **{"embeddings.position_ids": torch.arange(64)[None]})
+    assert not load_model(str(tmp_path), pooled=True).is_decoder
+
+
+def test_masks_and_frequencies_of_old_checkpoints_are_left_out(tmp_path: Path) -> None:
+    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64).byte()}
+    masks["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    change_weights(save_model(tmp_path / "gpt2", "gpt2"), **masks)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_weights(save_model(tmp_path / "llama", "llama"), **{name: torch.ones(8)})
+    assert all(load_model(str(tmp_path / model)).is_decoder for model in ("gpt2", "llama"))
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **changes}))
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), r"it has no model\.safetensors"),
+        (
+            lambda folder: change_weights(folder, **{NORM: torch.full((64,), torch.nan)}),
+            f"aren't finite in {NORM}",
+        ),
+        (
+            lambda folder: change_weights(folder, **{NORM: torch.full((64,), torch.inf)}),
+            f"aren't finite in {NORM}",
+        ),
+        (
+            lambda folder: change_weights(folder, **{NORM: torch.ones(65)}),
+            "can't be loaded as a causal language model",
+        ),
+        # No memory is taken that no weights are there for.
+        (
+            lambda folder: change_config(folder, hidden_size=1 << 20, intermediate_size=1 << 24),
+            r"describes [0-9,]{15,} numbers, the weights hold",
+        ),
+    ],
+    ids=["missing", "nan", "inf", "shape", "size"],
+)
+def test_weights_that_cant_be_used_are_refused(
+    change: Callable[[Path], object], told: str, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path, "llama")
+    change(folder)
+    with pytest.raises(BundleError, match=told):
+        load_model(str(folder))
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"hidden_size": 63},
+    {"hidden_size": 1 << 24, "vocab_size": 1 << 24},
+    {"num_attention_heads": 7},
+    {"num_key_value_heads": 3},
+    {"num_key_value_heads": 1 << 24},
+    {"head_dim": 0},
+    {"architectures": 7},
+    {"architectures": [{}]},
+    {"model_type": ["llama"]},
+    {"model_type": None},
+    {"hidden_act": "no such thing"},
+    {"rope_scaling": {"rope_type": "longrope", "factor": -1}},
+    {"rope_scaling": {"rope_type": 3}},
+    {"rope_parameters": {"rope_type": "no such thing"}},
+    {"layer_types": ["no such thing"]},
+    {"torch_dtype": "no such thing"},
+    {"vocab_size": 1},
+    {"pad_token_id": 1 << 20},
+    {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}, "model_type": "mine"},
+    {"quantization_config": 3},
+]
+
+
+@pytest.mark.parametrize("change", HOSTILE, ids=lambda change: str(change)[:50])
+def test_a_hostile_configuration_gives_a_model_or_an_error_of_ours(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path, "llama")
+    change_config(folder, **change)
+    (folder / "code.py").write_text("raise SystemExit('code of a checkpoint was run')")
+    for load in (outline_model, load_model):
+        with contextlib.suppress(BundleError):
+            load(str(folder))
+    if change.keys() & {"hidden_size", "model_type", "auto_map"}:
+        with pytest.raises(BundleError):
+            load_model(str(folder))
+
+
+def test_a_model_s_own_use_of_a_cache_is_remembered(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "llama", use_cache=False)
+    assert not read_use_cache(str(folder))
+
+
+def test_a_decoder_that_was_trained_for_classes_is_refused(tmp_path: Path) -> None:
+    make_classifier("llama", 3).save_pretrained(tmp_path)
+    with pytest.raises(BundleError, match="the state of a row's last token"):
+        outline_model(str(tmp_path))
+
+
+def test_the_last_layer_of_a_head_is_taken_out(tmp_path: Path) -> None:
+    make_classifier("roberta", 3).save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path))
+    assert loaded.classifier is not None
+    assert loaded.classifier.layer == "classifier.out_proj"
+    assert loaded.classifier.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    tokens = torch.arange(3, 9)[None]
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    found = loaded.classifier.linear(loaded.model(input_ids=tokens).logits)
+    assert torch.allclose(found, whole(input_ids=tokens).logits, atol=1e-6)
+    headless = load_model(str(tmp_path), own_head=False)
+    assert headless.classifier is None and type(headless.model).__name__ == "RobertaModel"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_labels", 1), ("problem_type", "multi_label_classification")]
+)
+def test_a_head_that_chooses_no_class_is_left_out(tmp_path: Path, name: str, value: object) -> None:
+    make_classifier("bert", 2, **{name: value}).save_pretrained(tmp_path)
+    assert outline_model(str(tmp_path)).classifier is None
+
+
+@pytest.mark.parametrize("name", ["emu3", *rest("mllama")])
+def test_a_text_part_is_known_by_the_class_that_transformers_has_for_the_whole(
+    tmp_path: Path, name: str
+) -> None:
+    """Its table of decoders has the whole's configuration alone."""
+    make_tiny(name).save_pretrained(tmp_path)
+    loaded = outline_model(str(tmp_path))
+    assert loaded.is_decoder and type(loaded.model).__name__.endswith("ForCausalLM")
+    assert type(loaded.model).__name__.lower().startswith(name)

@@ -1,0 +1,132 @@
+"""The tokenizer that a bundle carries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from prge.errors import BundleError
+from prge.rows.example_building import build_examples
+from prge.rows.readers.files import Row
+from prge.rows.tokenization.tokenizer import load_tokenizer as read_tokenizer
+from server_export.checkpoint.files import end_tokens, find_files
+from server_export.checkpoint.tokenization import (
+    check_tokenizer,
+    load_tokenizer,
+    tokenizer_block,
+    write_tokenizer,
+)
+from tests.bundles import make_spec
+from tests.tiny_models import VOCABULARY, make_tokenizer
+
+
+def test_written_tokenizer_gives_the_same_ids(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=32)
+    write_tokenizer(make_tokenizer(), tmp_path / "out")
+    written = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert written.truncation is None
+    assert written.padding is None
+    text = "is this so? yes or no"
+    assert written.encode(text).ids == make_tokenizer().encode(text)
+    assert not (tmp_path / "out" / "chat_template.jinja").exists()
+
+
+def test_chat_template_is_written(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    write_tokenizer(tokenizer, tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+    assert tokenizer_block(tokenizer, "auto", VOCABULARY)["chat_template"] is True
+
+
+def test_another_tokenizer_is_noticed(tmp_path: Path) -> None:
+    write_tokenizer(make_tokenizer(), tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(path.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true'))
+    with pytest.raises(BundleError, match="doesn't survive being written"):
+        check_tokenizer(make_tokenizer(), path)
+
+
+def test_vocabulary_larger_than_the_model() -> None:
+    size = len(make_tokenizer())
+    assert tokenizer_block(make_tokenizer(), "auto", size)["vocabulary_size"] == size
+    with pytest.raises(BundleError, match=f"has {size} tokens, the model has embeddings for {size - 1}"):
+        tokenizer_block(make_tokenizer(), "auto", size - 1)
+
+
+def test_end_tokens_are_those_that_the_tokenizer_knows() -> None:
+    assert tokenizer_block(make_tokenizer(), "auto", VOCABULARY)["stop_token_ids"] == [2]
+    block = tokenizer_block(make_tokenizer(), "auto", VOCABULARY, [3, VOCABULARY, -1, 10**12])
+    assert block["stop_token_ids"] == [2, 3]
+
+
+def test_what_a_chat_template_ends_answers_with_ends_one() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<s>\n{% endfor %}"
+    block = tokenizer_block(tokenizer, "auto", VOCABULARY)
+    assert (block["eos_token_id"], block["stop_token_ids"]) == (2, [1, 2])
+    for source in ("{{ raise_exception('no') }}", "{% for %}", "{{ messages[-1].content }}"):
+        tokenizer.chat_template = source
+        assert tokenizer_block(tokenizer, "auto", VOCABULARY)["stop_token_ids"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "eos", "stops"),
+    [
+        ({"eos_token_id": 2}, None, 2, [2]),
+        ({"eos_token_id": [2, 1]}, None, 2, [1, 2]),
+        ({}, {"eos_token_id": [1, 2]}, 1, [1, 2]),
+        ({"eos_token_id": None}, {"eos_token_id": 2}, 2, [2]),
+        ({"eos_token_id": [VOCABULARY + 9, 2]}, {"eos_token_id": 1}, 2, [1, 2]),
+        ({}, None, None, []),
+    ],
+)
+def test_a_tokenizer_without_an_end_has_that_of_the_configuration(
+    tmp_path: Path, config: Any, generation: Any, eos: int | None, stops: list[int]
+) -> None:
+    """What rows end with in training, the device and transformers' generation stop at."""
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    loaded, ends = load_tokenizer(str(tmp_path)), end_tokens(find_files(str(tmp_path)))
+    block = tokenizer_block(loaded, "auto", VOCABULARY, ends)
+    assert (block["eos_token_id"], block["stop_token_ids"]) == (eos, stops)
+    write_tokenizer(loaded, tmp_path / "out")
+    device = read_tokenizer(tmp_path / "out", block)
+    assert (device.eos_id, device.stop_ids) == (eos, frozenset(stops))
+    [example], _ = build_examples(
+        [Row(1, {"text": "a b"})],
+        device,
+        make_spec(sequence_length=16, vocabulary_size=VOCABULARY),
+    )
+    wanted = [*make_tokenizer().encode("a b"), *([] if eos is None else [eos])]
+    assert [*example.sequences[0].tokens] == wanted
+
+
+def test_a_tokenizer_that_names_its_end_keeps_it(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    loaded = load_tokenizer(str(tmp_path))
+    block = tokenizer_block(loaded, "auto", VOCABULARY, end_tokens(find_files(str(tmp_path))))
+    assert (block["eos_token_id"], block["stop_token_ids"]) == (2, [1, 2])
+
+
+def test_prepending_is_left_to_the_tokenizer_unless_asked() -> None:
+    assert tokenizer_block(make_tokenizer(), "auto", VOCABULARY)["prepend_bos"] is False
+    assert tokenizer_block(make_tokenizer(), "never", VOCABULARY)["prepend_bos"] is False
+    assert tokenizer_block(make_tokenizer(), "always", VOCABULARY)["prepend_bos"] is True
+
+
+def test_model_without_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="has no tokenizer"):
+        load_tokenizer(str(tmp_path))

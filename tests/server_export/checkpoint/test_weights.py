@@ -1,0 +1,99 @@
+"""Weights are read one at a time by the names that transformers' model has for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from prge.errors import BundleError
+from server_export.adapter.layers import conv1d_names
+from server_export.checkpoint.files import find_files
+from server_export.checkpoint.loading import load_model, outline_model
+from server_export.checkpoint.weights import Weights
+from tests.tiny_models import make_model, make_tokenizer, save_model
+
+
+def weights_of(folder: Path) -> Weights:
+    outline = outline_model(str(folder)).model
+    transposed = {f"{name}.weight" for name in conv1d_names(outline)}
+    return Weights(find_files(str(folder)), outline, transposed)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "bert", "distilbert"])
+def test_every_parameter_is_that_of_the_loaded_model(architecture: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", architecture)
+    model = load_model(str(folder)).model
+    transposed = {f"{name}.weight" for name in conv1d_names(model)}
+    weights = weights_of(folder)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found = weights.read(name)
+        assert torch.equal(found.t() if name in transposed else found, parameter), name
+
+
+def test_a_tied_head_is_the_table(tmp_path: Path) -> None:
+    weights = weights_of(save_model(tmp_path / "model", "llama"))
+    assert torch.equal(weights.read("lm_head.weight"), weights.read("model.embed_tokens.weight"))
+
+
+def test_numbers_that_an_architecture_computes_are_in_no_file(tmp_path: Path) -> None:
+    weights = weights_of(save_model(tmp_path / "model", "gemma3"))
+    assert float(weights.read("model.embed_tokens.embed_scale")) == 8.0
+
+
+def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path / "model", max_shard_size="40KB")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    files = find_files(str(tmp_path / "model"))
+    assert len(files.weights) > 1
+    weights = weights_of(tmp_path / "model")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights.read(name), parameter)
+
+
+def test_a_missing_weight_one_of_another_shape_and_one_that_is_no_number_are_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.inf
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(64, 96)
+    save_file(tensors, folder / "model.safetensors")
+    weights = weights_of(folder)
+    with pytest.raises(BundleError, match=r"up_proj\.weight .* is \[64, 96\], its config"):
+        weights.read("model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(BundleError, match=r"lacks model\.norm\.weight"):
+        weights.read("model.norm.weight")
+    with pytest.raises(BundleError, match=r"up_proj\.weight .* aren't finite"):
+        weights.read("model.layers.0.mlp.up_proj.weight")
+
+
+def test_rows_come_in_pieces_of_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weights_of(save_model(tmp_path / "model", "llama"))
+    whole, asked = weights.read("lm_head.weight"), list[int]()
+    read = weights.read
+
+    def noted(name: str, rows: range) -> torch.Tensor:
+        asked.append(len(rows))
+        return read(name, rows)
+
+    monkeypatch.setattr(weights, "read", noted)
+    assert torch.equal(torch.cat([*weights.pieces("lm_head.weight", 100)]), whole)
+    assert max(asked) == 100
+    assert sum(asked) == len(whole)
+
+
+def test_pieces_of_a_bad_table_are_refused_as_the_whole_is(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    table[-1, 0] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(BundleError, match=r"embed_tokens\.weight .* aren't finite"):
+        list(weights_of(folder).pieces("model.embed_tokens.weight", 100))
+    tensors["model.embed_tokens.weight"] = table[:100].clone()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(BundleError, match=r"embed_tokens\.weight .* its config"):
+        list(weights_of(folder).pieces("model.embed_tokens.weight", 100))

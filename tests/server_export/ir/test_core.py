@@ -1,0 +1,99 @@
+"""Core operators compute what others did, and what reorders numbers writes them anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from server_export.ir.core import write_core_operators
+from server_export.ir.rewriting import rewrite
+from server_export.ir.shapes import fill_in_values
+from server_export.ir.softmax_parts import SOFTMAX_PARTS
+from tests.server_export.derive.tangent.graphs import Function
+
+aten = torch.ops.aten
+X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+INDEX = torch.tensor([[[1], [0], [3]], [[2], [2], [1]]])
+
+
+CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]] = {
+    "transpose": (lambda x: x.transpose(-1, 0), {"permute_copy"}),
+    "permute": (lambda x: x.permute(2, 0, 1), {"permute_copy"}),
+    "matrix transpose": (lambda x: x[0].t(), {"select", "permute_copy"}),
+    "slice": (lambda x: x[:, 1:], {"slice_copy"}),
+    "softmax": (lambda x: torch.softmax(x, 1), {"_softmax"}),
+    "silu": (nn.functional.silu, {"sigmoid", "mul"}),
+    "softplus": (lambda x: nn.functional.softplus(30 * x), {"mul", "abs", "exp", "add", "log", "relu"}),
+    "logsumexp": (
+        lambda x: (40 * x).logsumexp(-1),
+        {"mul", "amax", "sub", "exp", "sum", "log", "add", "reshape"},
+    ),
+    "expand": (lambda x: x[:, :1].expand(2, 5, 4), {"slice_copy", "expand_copy"}),
+    "reversed difference": (lambda x: 1.5 - x, {"mul", "add"}),
+    "parts of a softmax": (
+        lambda x: SOFTMAX_PARTS(x, x[..., :1], INDEX),
+        {"sub", "exp", "linear", "gather", "cat", "slice_copy", "lift_fresh_copy", "detach_"},
+    ),
+    "a sum of many": (
+        lambda x: SOFTMAX_PARTS(x.repeat(1, 1, 512), x[..., :1], INDEX),
+        {
+            "repeat",
+            "sub",
+            "exp",
+            "linear",
+            "reshape",
+            "gather",
+            "cat",
+            "slice_copy",
+            "lift_fresh_copy",
+            "detach_",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_the_same_is_computed_in_core_operators(name: str) -> None:
+    function, allowed = CASES[name]
+    graph_module = torch.export.export(Function(function), (X,), strict=False).module(check_guards=False)
+    fill_in_values(graph_module)
+    write_core_operators(graph_module)
+    # float32's own bound; 2,048 terms in another order are off by the square root of that many roundings.
+    relative = 2048**0.5 * torch.finfo(torch.float32).eps if name == "a sum of many" else 1.3e-6
+    torch.testing.assert_close(graph_module(X), function(X), rtol=relative, atol=1e-5)
+    names = {
+        str(node.target).split(".")[1] for node in graph_module.graph.nodes if node.op == "call_function"
+    }
+    assert names and names <= allowed
+
+
+def test_what_reorders_numbers_leaves_them_contiguous() -> None:
+    graph_module = torch.export.export(
+        Function(lambda x: x.transpose(1, 2).reshape(2, 12)), (X,), strict=False
+    ).module(check_guards=False)
+    fill_in_values(graph_module)
+    write_core_operators(graph_module)
+    (permuted,) = graph_module.graph.find_nodes(op="call_function", target=aten.permute_copy.default)
+    assert permuted.meta["val"].is_contiguous()
+
+
+def test_an_activation_is_rounded_by_operators_that_a_trace_keeps_whole() -> None:
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
+
+    layer, x = nn.Linear(32, 8).requires_grad_(False), X.repeat(1, 1, 8)
+    quantize_(layer, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8))
+    graph_module = torch.export.export(Function(layer), (x,), strict=False).module(check_guards=False)
+    rewrite(graph_module)
+    write_core_operators(graph_module)
+    names = [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]
+    assert [name.split(".")[1] for name in names if name.startswith("quantized_decomposed")] == [
+        "choose_qparams_per_token_asymmetric",
+        "quantize_per_token",
+        "dequantize_per_token",
+    ]
+    # Of torchao's own there is the weight's.
+    assert [name for name in names if name.startswith("torchao")] == ["torchao.dequantize_affine.default"]
+    torch.testing.assert_close(graph_module(x), layer(x), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,269 @@
+"""What XNNPACK doesn't take is written in what it takes: which operators are left, and the same answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from server_export.ir.rewriting import RULES, is_dequantization, quantize_apart, rewrite
+from tests.server_export.derive.tangent.graphs import Function
+
+torch.set_num_threads(1)
+aten = torch.ops.aten
+
+
+def traced(module: nn.Module, *inputs: torch.Tensor) -> GraphModule:
+    with torch.no_grad():
+        return torch.export.export(module, inputs, strict=False).module(check_guards=False)
+
+
+def operators(graph_module: GraphModule) -> list[str]:
+    """Names of the operators in order, without their overloads."""
+    return [
+        str(node.target).split(".")[1] if "." in str(node.target) else "getitem"
+        for node in graph_module.graph.nodes
+        if node.op == "call_function"
+    ]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of `x`, and the operators that it has after rewriting."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    operators: Sequence[str]
+    x: torch.Tensor
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+X = drawn(2, 3, 4)
+NORM = ["linear", "sub", "mul", "linear", "add", "rsqrt", "mul"]
+WEIGHT, BIAS = drawn(4) + 1, drawn(4)
+TABLE = drawn(5, 3)
+PRODUCT = ["t", "reshape", "reshape", "bmm", "reshape"]
+COPIES = drawn(5, 2, 3, 1)
+CASES: dict[str, Case] = {
+    # Means are layers with a constant row.
+    "mean of the last dimension": Case(lambda x: x.mean(-1), ["linear", "reshape"], X),
+    "mean that is kept": Case(lambda x: x.mean(2, keepdim=True), ["linear"], X),
+    "mean of another dimension stays": Case(lambda x: x.mean(1), ["mean"], X),
+    "mean of two dimensions stays": Case(lambda x: x.mean((1, 2)), ["mean"], X),
+    "norm": Case(lambda x: F.layer_norm(x, (4,)), NORM, X),
+    "norm with a scale": Case(lambda x: F.layer_norm(x, (4,), WEIGHT), [*NORM, "mul"], X),
+    "norm with a shift": Case(lambda x: F.layer_norm(x, (4,), WEIGHT, BIAS, 0.1), [*NORM, "mul", "add"], X),
+    "norm of what hardly varies": Case(lambda x: F.layer_norm(1e3 + x / 100, (4,)), ["div", "add", *NORM], X),
+    "norm over two dimensions stays": Case(lambda x: F.layer_norm(x, (3, 4)), ["layer_norm"], X),
+    "standard deviation": Case(
+        lambda x: x.std(-1, unbiased=False, keepdim=True),
+        ["linear", "sub", "mul", "linear", "sqrt", "reshape"],
+        X,
+    ),
+    "standard deviation of a sample stays": Case(lambda x: x.std(-1), ["std"], X),
+    # Elementwise
+    "product by its other name": Case(lambda x: torch.multiply(x, x), ["mul"], X),
+    "square": Case(lambda x: x**2, ["mul"], X),
+    "cube": Case(lambda x: x**3, ["mul", "mul"], X),
+    "root stays": Case(lambda x: x.abs() ** 0.5, ["abs", "pow"], X),
+    "tanh form of gelu": Case(
+        lambda x: F.gelu(x, approximate="tanh"), ["mul", "mul", "mul", "add", "mul", "sigmoid", "mul"], X
+    ),
+    "exact gelu stays": Case(F.gelu, ["gelu"], X),
+    "hard tanh": Case(F.hardtanh, ["clamp"], X),
+    "expansion like another": Case(lambda x: x[:1].expand_as(x) * 2, ["slice", "expand", "mul"], X),
+    "clamp from below": Case(lambda x: x.clamp_min(0.1), ["clamp"], X),
+    "clamp from above": Case(lambda x: x.clamp_max(0.1), ["clamp"], X),
+    "sum with a number": Case(lambda x: aten.add.Scalar(x, 3.0), ["add"], X),
+    "difference with a number": Case(lambda x: aten.sub.Scalar(x, 3.0), ["sub"], X),
+    "product with a number": Case(lambda x: aten.mul.Scalar(x, 3.0), ["mul"], X),
+    "quotient with a number": Case(lambda x: aten.div.Scalar(x, 3.0), ["div"], X),
+    "product of two matrices": Case(
+        lambda x: aten.mm.default(x[0], aten.t.default(x[1])), ["slice", "reshape"] * 2 + PRODUCT, X
+    ),
+    "length": Case(lambda x: torch.linalg.vector_norm(x, dim=-1), ["mul", "sum", "sqrt"], X),
+    "another norm stays": Case(lambda x: torch.linalg.vector_norm(x, 1, dim=-1), ["linalg_vector_norm"], X),
+    "variance": Case(
+        lambda x: aten.var.correction(x, [-1], correction=1),
+        ["linear", "sub", "mul", "linear", "mul", "reshape"],
+        X,
+    ),
+    # Shapes
+    "unbind": Case(lambda x: torch.add(*x.unbind()), ["slice", "reshape"] * 2 + ["add"], X),
+    "unsqueeze": Case(lambda x: x.unsqueeze(1), ["reshape"], X),
+    "squeeze": Case(lambda x: x.squeeze(0), ["reshape"], X[:1]),
+    "squeeze of several": Case(lambda x: x.squeeze((0, 1)), ["reshape"], X[:1, :1]),
+    "flatten": Case(lambda x: aten.flatten.using_ints(x, 1), ["reshape"], X),
+    "select": Case(lambda x: x[:, 1], ["slice", "reshape"], X),
+    "select from the end": Case(lambda x: x.select(2, -1), ["slice", "reshape"], X),
+    "split": Case(lambda x: torch.add(*x.split(2, -1)), ["slice", "slice", "add"], X),
+    "split by name": Case(lambda x: torch.add(*x.split(2, dim=2)), ["slice", "slice", "add"], X),
+    "split into unequal parts": Case(lambda x: x.split([1, 3], -1)[1], ["slice"], X),
+    "chunk": Case(lambda x: x.chunk(3, 1)[2], ["slice"], X),
+    "chunk of the first dimension": Case(lambda x: x.chunk(2)[1], ["slice"], X),
+    "stack": Case(lambda x: torch.stack([x, x], 1), ["reshape", "reshape", "cat"], X),
+    "part that is put between": Case(
+        lambda x: x.slice_scatter(x[:, :1] * 2, 1, 1, 2), ["slice", "mul", "slice", "slice", "cat"], X
+    ),
+    "part that is put at the end": Case(
+        lambda x: x.slice_scatter(x[:, :2] * 2, 1, 1), ["slice", "mul", "slice", "cat"], X
+    ),
+    "largest with its place": Case(
+        lambda x: x.max(-1, keepdim=True)[0] + x.max(1)[0].sum(),
+        ["topk", "getitem", "topk", "getitem", "reshape", "sum", "add"],
+        X,
+    ),
+    "bounds that are tensors": Case(lambda x: torch.clamp(x, min=x[:1]), ["slice", "maximum"], X),
+    "product of as many matrices": Case(
+        lambda x: torch.matmul(x[None], x[None].transpose(2, 3)),
+        ["reshape", "reshape", "transpose", "reshape", "reshape", "bmm", "reshape"],
+        X,
+    ),
+    "product of a weight is a layer's": Case(
+        lambda x: torch.matmul(TABLE, x), ["transpose", "linear", "transpose"], X
+    ),
+    "product with one matrix stays": Case(lambda x: torch.matmul(x, BIAS[:, None]), ["matmul"], X),
+    "repetition in front of a factor": Case(lambda x: x.repeat(5, 1, 1, 1) * COPIES, ["reshape", "mul"], X),
+    "repetition that is an answer stays": Case(lambda x: x.repeat(5, 1, 1, 1), ["repeat"], X),
+    "empty parts": Case(lambda x: torch.cat([x[..., :0], x, x], -1), ["cat"], X),
+    "one part beside empty ones": Case(lambda x: torch.cat([x[..., 4:], x * 2], -1), ["mul"], X),
+    "parts that are all there": Case(lambda x: torch.cat([x, x], 1), ["cat"], X),
+    # What does nothing
+    "dropout": Case(lambda x: F.dropout(x, 0.5, training=False) * 2, ["mul"], X),
+    "cast to the same type": Case(lambda x: x.to(torch.float32) * 2, ["mul"], X),
+    "type of another": Case(lambda x: x.type_as(x) * 2, ["mul"], X),
+    "cast to another type stays": Case(lambda x: x.to(torch.float64) * 2, ["to", "mul"], X),
+    "copies": Case(lambda x: x.clone().contiguous().detach() * 2, ["mul"], X),
+    "expansion to the same shape": Case(lambda x: x.expand(2, 3, 4) * 2, ["mul"], X),
+    "expansion to another shape stays": Case(lambda x: x.expand(5, 2, 3, 4) * 2, ["expand", "mul"], X),
+    # Constants
+    "table of numbers": Case(lambda x: x * torch.arange(4).float().cos().unsqueeze(0), ["mul"], X),
+    "scale that is one more": Case(lambda x: x * (1 + WEIGHT), ["mul"], X),
+}
+
+
+class Checked(torch.fx.Interpreter):
+    """Runs a graph whose nodes know what they compute."""
+
+    def run_node(self, node: torch.fx.Node) -> object:
+        value = super().run_node(node)
+        if isinstance(value, torch.Tensor):
+            assert (node.meta["val"].shape, node.meta["val"].dtype) == (value.shape, value.dtype), node
+        return value
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_graph_has_other_operators_and_the_same_answer(name: str) -> None:
+    case = CASES[name]
+    graph_module = traced(Function(case.function), case.x)
+    expected = case.function(case.x)
+    rewrite(graph_module)
+    assert operators(graph_module) == case.operators
+    answer = Checked(graph_module).run(case.x)
+    assert (answer.dtype, answer.shape) == (expected.dtype, expected.shape)
+    # 1000 + x / 100 has but a few digits of x.
+    tolerance = 1e-2 if "hardly" in name else 1e-6
+    torch.testing.assert_close(answer, expected, atol=tolerance, rtol=1e-5)
+
+
+def test_every_rule_has_a_case() -> None:
+    tried = {
+        str(node.target)
+        for case in CASES.values()
+        for node in traced(Function(case.function), case.x).graph.nodes
+        if node.op == "call_function"
+    }
+    assert tried >= set(RULES)
+
+
+def test_assertions_of_the_tracer_are_removed() -> None:
+    module = Function(lambda x: (x.double() * 2).float())
+    graph_module = traced(module, X)
+    assert "_assert_tensor_metadata" in operators(graph_module)
+    rewrite(graph_module)
+    assert operators(graph_module) == ["to", "mul", "to"]
+
+
+def test_what_no_operator_reads_leaves_the_module() -> None:
+    class Unread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read, self.unread = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.unread(x)
+            return self.read(x)
+
+    graph_module = traced(Unread(), X)
+    rewrite(graph_module)
+    assert sorted(name for name, _ in graph_module.named_parameters()) == ["read.bias", "read.weight"]
+
+
+# Quantized layers
+
+
+class TwoLayers(nn.Module):
+    """Two quantized layers that read the same activation, and one that reads another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
+
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)).requires_grad_(False)
+        quantize_(self.layers, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right, last = self.layers
+        return last(left(x) + right(x))
+
+
+def test_an_activation_is_quantized_once_for_all_layers_that_read_it() -> None:
+    module, x = TwoLayers(), drawn(2, 32)
+    graph_module = traced(module, x)
+    before = operators(graph_module)
+    rewrite(graph_module)
+    after = operators(graph_module)
+    assert (before.count("quantize_affine"), after.count("quantize_affine")) == (3, 2)
+    assert (before.count("choose_qparams_affine"), after.count("choose_qparams_affine")) == (3, 2)
+    assert after.count("linear") == 3
+    with torch.no_grad():
+        assert torch.equal(graph_module(x), module(x))
+
+
+def test_quantized_weights_are_codes_and_scales_and_share_zero_points() -> None:
+    graph_module = traced(TwoLayers(), drawn(2, 32))
+    rewrite(graph_module)
+    constants = dict(graph_module.named_buffers())
+    codes = [name for name, value in constants.items() if value.dtype == torch.int8 and value.dim() == 2]
+    assert len([name for name in codes if name.endswith("qdata")]) == 3
+    assert len([name for name in constants if name.endswith("scale")]) == 3
+    assert len([name for name in constants if name.endswith("zero_point")]) == 1
+    assert "access_subclass_inner_tensor" not in operators(graph_module)
+
+
+def test_each_use_of_a_quantized_layer_restores_its_weight_to_be_lowered() -> None:
+    class Twice(TwoLayers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, *_ = self.layers
+            return first(torch.sin(first(x)))
+
+    def weights() -> list[Node]:
+        restored = filter(is_dequantization, graph_module.graph.nodes)
+        return [node for node in restored if node.args[0].op == "get_attr"]
+
+    module, x = Twice(), drawn(2, 32)
+    graph_module = traced(module, x)
+    rewrite(graph_module)
+    assert [len(node.users) for node in weights()] == [2]
+    quantize_apart(graph_module.graph)
+    assert [len(node.users) for node in weights()] == [1, 1]
+    graph_module.recompile()
+    with torch.no_grad():
+        assert torch.equal(graph_module(x), module(x))

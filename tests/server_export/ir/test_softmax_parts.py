@@ -1,0 +1,79 @@
+"""What a piece of a vocabulary adds to log-probabilities: one operator, whose forms all compute the same."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis.extra.numpy import array_shapes
+
+from server_export.ir.softmax_parts import SOFTMAX_PARTS, SoftmaxParts
+
+SHAPES = array_shapes(min_dims=1, max_dims=3, max_side=5)
+Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Drawn:
+    """Logits of a shape, a shift and an index [..., 1] into their last dimension."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    one = (*shape[:-1], 1)
+    logits, shift = (5 * torch.randn(s, generator=generator, dtype=dtype) for s in (shape, one))
+    return logits, shift, torch.randint(shape[-1], one, generator=generator)
+
+
+def by_pytorch(logits: torch.Tensor, shift: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    total = torch.exp(torch.logsumexp(logits - shift, -1, keepdim=True))
+    return torch.cat([logits.gather(-1, index) - shift, total], -1)
+
+
+@given(SHAPES)
+@settings(derandomize=True)
+def test_all_forms_are_the_logit_at_the_index_and_the_sum(shape: tuple[int, ...]) -> None:
+    inputs = drawn(shape)
+    for form in (SOFTMAX_PARTS, SoftmaxParts.apply):
+        torch.testing.assert_close(form(*inputs), by_pytorch(*inputs))
+
+
+@given(SHAPES)
+@settings(derandomize=True)
+def test_its_backward_pass_is_that_of_autograd(shape: tuple[int, ...]) -> None:
+    logits, shift, index = drawn(shape)
+    logits.requires_grad_()
+    slopes = torch.randn((*index.shape[:-1], 2), dtype=logits.dtype)
+    expected, found = (
+        torch.autograd.grad(form(logits, shift, index), logits, slopes)[0]
+        for form in (by_pytorch, SoftmaxParts.apply)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_with_the_logarithm_of_the_sum_as_its_shift_it_has_the_slope_of_a_log_probability() -> None:
+    logits, _, index = drawn((3, 5))
+    logits.requires_grad_()
+    total = torch.logsumexp(logits, -1, keepdim=True)
+    slope = torch.tensor([1.0, -1.0], dtype=logits.dtype).expand(3, 2)
+    parts = SoftmaxParts.apply(logits, total.detach(), index)
+    (found,) = torch.autograd.grad(parts, logits, slope)
+    (expected,) = torch.autograd.grad(torch.log_softmax(logits, -1).gather(-1, index).sum(), logits)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_traced_graph_keeps_it_whole() -> None:
+    class Readout(torch.nn.Module):
+        def forward(self, logits: torch.Tensor, shift: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            return SOFTMAX_PARTS(logits * 2, shift, index)
+
+    program = torch.export.export(Readout(), drawn((2, 5)))
+    calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert calls == [torch.ops.aten.mul.Tensor, SOFTMAX_PARTS]
+
+
+def test_pytorch_differentiates_it_forward_for_many_directions_at_once() -> None:
+    logits, shift, index = drawn((3, 5))
+    directions = torch.randn(4, 3, 5, dtype=logits.dtype)
+
+    def along(direction: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(lambda moved: SOFTMAX_PARTS(moved, shift, index), (logits,), (direction,))[1]
+
+    chosen = torch.stack([direction.gather(-1, index) for direction in directions])
+    total = (directions * torch.exp(logits - shift)).sum(-1, keepdim=True)
+    torch.testing.assert_close(torch.func.vmap(along)(directions), torch.cat([chosen, total], -1))

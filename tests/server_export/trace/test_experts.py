@@ -1,0 +1,53 @@
+"""Where all experts see all tokens, those whose shares aren't 0 are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from prge.errors import BundleError
+from server_export.trace.experts import ALL_EXPERTS, EXPERTS, choose_experts
+from server_export.trace.functional import functional_graph
+from tests.server_export.derive.tangent.graphs import Function
+
+COUNT, CHOSEN, TOKENS, WIDTH = 6, 2, 5, 4
+
+
+def asked(others: float, act: Callable[[torch.Tensor], torch.Tensor]) -> GraphModule:
+    """A graph of a layer whose router gives all but the largest scores another number."""
+
+    def layer(state: torch.Tensor) -> torch.Tensor:
+        logits = torch.cat([state, state[:, :2]], -1)
+        largest, index = torch.topk(logits, CHOSEN)
+        shares = act(torch.full_like(logits, others).scatter_(1, index, largest))
+        seen = state.repeat(COUNT, 1) * shares.transpose(0, 1).reshape(-1, 1)
+        return ALL_EXPERTS(seen, 3, WIDTH).reshape(COUNT, -1, WIDTH).sum(0)
+
+    with torch.device("meta"):
+        state = torch.empty(TOKENS, WIDTH)
+        return functional_graph(torch.export.export(Function(layer), (state,), strict=False))
+
+
+def test_chosen_shares_are_computed_as_all_were() -> None:
+    graph_module = asked(float("-inf"), torch.sigmoid)
+    choose_experts(graph_module)
+    (node,) = graph_module.graph.find_nodes(op="call_function", target=EXPERTS)
+    states, shares, index, number, out = node.args
+    assert (states.op, number, out) == ("placeholder", 3, WIDTH)
+    assert shares.target is torch.ops.aten.sigmoid.default
+    assert tuple(shares.meta["val"].shape) == tuple(index.meta["val"].shape) == (TOKENS, CHOSEN)
+    assert index.meta["val"].dtype is torch.float32
+    assert graph_module.graph.output_node().args[0] in (node, (node,))
+
+
+@pytest.mark.parametrize(
+    ("others", "act"), [(0.0, torch.sigmoid), (float("-inf"), lambda scores: torch.softmax(scores, -1))]
+)
+def test_shares_that_may_not_be_0_are_refused(
+    others: float, act: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    with pytest.raises(BundleError, match="times shares that are computed in a way that isn't known"):
+        choose_experts(asked(others, act))

@@ -1,0 +1,144 @@
+"""Where several values are alive, layers are blocks: the state is theirs, and what several read is shared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from server_export.trace.cutting import TAKEN_PREFIX, ModelBlock, cut, kinds
+from server_export.trace.functional import functional_graph
+
+ROWS, TOKENS, WIDTH, VOCABULARY, STREAMS = 3, 5, 8, 16, 2
+
+
+class Layer(nn.Module):
+    """Changes two streams in place, with an input of its own; looks at its own keys or at another's."""
+
+    def __init__(self, has_keys: bool) -> None:
+        super().__init__()
+        self.keys = nn.Linear(WIDTH, WIDTH, bias=False) if has_keys else None
+        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(
+        self, streams: torch.Tensor, own: torch.Tensor, keys: torch.Tensor, lora_b: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        first = streams[0]
+        keys = keys if self.keys is None else self.keys(first)
+        seen = torch.bmm(torch.softmax(torch.bmm(first, keys.transpose(1, 2)), -1), keys)
+        mixed = self.mix(seen * own) if lora_b is None else self.mix(seen * own) + seen @ lora_b
+        streams = streams * torch.tensor(0.5).sqrt()
+        streams[1:] += mixed
+        return streams, keys
+
+
+class Model(nn.Module):
+    """The last two of four layers look at the keys of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inputs = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(VOCABULARY, 4 * WIDTH)
+        self.layers = nn.ModuleList(Layer(has_keys) for has_keys in (True, True, False, False))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, *lora_b: torch.Tensor) -> torch.Tensor:
+        state = self.table(tokens)
+        streams, inputs = (
+            torch.stack([state, state.sin()]),
+            self.inputs(tokens).reshape(ROWS, TOKENS, 4, WIDTH),
+        )
+        keys, unadapted = state, [None] * (len(self.layers) - len(lora_b))
+        for number, (layer, matrix) in enumerate(zip(self.layers, [*unadapted, *lora_b], strict=True)):
+            streams, keys = layer(streams, inputs[:, :, number], keys, matrix)
+        return self.head(streams.mean(0))
+
+
+def cut_model(adapted: int) -> tuple[GraphModule, list[ModelBlock], tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    lora_b = tuple(torch.randn(WIDTH, WIDTH) for _ in range(adapted))
+    tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS))
+    with torch.no_grad():
+        graph = functional_graph(torch.export.export(Model(), (tokens, *lora_b), strict=False))
+    names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")][1:]
+    return graph, cut(graph, names, table=None), (tokens, *lora_b)
+
+
+@pytest.mark.parametrize("adapted", [1, 3])
+def test_the_blocks_one_after_the_other_are_the_model(adapted: int) -> None:
+    graph, blocks, given = cut_model(adapted)
+    state, shared, adapter = given[0], dict[int, torch.Tensor](), iter(given[1:])
+    for block in blocks:
+        inputs = [state]
+        for node in block.graph_module.graph.find_nodes(op="placeholder")[1:]:
+            name = str(node.target)
+            is_taken = name.startswith(TAKEN_PREFIX)
+            inputs.append(
+                shared[block.takes[int(name.removeprefix(TAKEN_PREFIX))]] if is_taken else next(adapter)
+            )
+        state, *answers = block.graph_module(*inputs)
+        shared |= dict(zip(block.gives, answers, strict=True))
+        assert state.shape[:2] == (ROWS, TOKENS)
+        assert all(value.shape == (ROWS, TOKENS, WIDTH) for value in answers)
+    torch.testing.assert_close(state, graph(*given))
+
+
+def test_shared_values_come_from_the_block_that_makes_them() -> None:
+    """Each layer's part of one value, and keys. What is behind the layers is a block until one is alive."""
+    _, blocks, _ = cut_model(4)
+    assert [len(block.gives) for block in blocks] == [4, 0, 1, 0, 0, 0, 0]
+    assert [block.takes for block in blocks] == [(), (0,), (1,), (2, 4), (3, 4), (), ()]
+    widths = [block.graph_module.graph.output_node().args[0][0].meta["val"].shape[-1] for block in blocks]
+    assert widths == [STREAMS * WIDTH, *[STREAMS * WIDTH] * 4, WIDTH, VOCABULARY]
+    assert kinds(blocks) == [0, 1, 2, 3, 3, 5, 6]
+
+
+def test_a_block_of_what_no_adapter_changes_is_of_another_kind() -> None:
+    """The keys of the second layer change with its adapter."""
+    below, above = (cut_model(adapted)[1][4] for adapted in (2, 3))
+    assert below.signature[1:] == above.signature[1:]
+    assert (below.signature[0], above.signature[0]) == ((False, False), (False, True))
+
+
+class Flat(nn.Module):
+    """Changes streams by themselves laid side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(STREAMS * WIDTH, WIDTH, bias=False)
+
+    def forward(self, streams: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        streams = streams + self.mix(flat).unsqueeze(2)
+        return streams, streams.reshape(ROWS, TOKENS, STREAMS * WIDTH)
+
+
+class Laid(nn.Module):
+    """Each layer reads what the one before made, and the same in another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, STREAMS * WIDTH)
+        self.layers = nn.ModuleList(Flat() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        flat = self.table(tokens)
+        streams = flat.reshape(ROWS, TOKENS, STREAMS, WIDTH)
+        for layer in self.layers:
+            streams, flat = layer(streams, flat)
+        return self.head(streams.mean(2))
+
+
+def test_the_same_in_another_shape_is_no_shared_value() -> None:
+    tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS))
+    with torch.no_grad():
+        graph = functional_graph(torch.export.export(Laid(), (tokens,), strict=False))
+    expected = graph(tokens)
+    blocks = cut(graph, [], table=None)
+    assert not any(block.gives for block in blocks[1:])
+    state = tokens
+    shared = dict[int, torch.Tensor]()
+    for block in blocks:
+        state, *answers = block.graph_module(state, *map(shared.__getitem__, block.takes))
+        shared |= dict(zip(block.gives, answers, strict=True))
+    torch.testing.assert_close(state, expected)
