@@ -94,6 +94,26 @@ def told_as_bundle_error(what: str, remedy: str) -> Iterator[None]:
         raise BundleError(f"{what}: {type(error).__name__}: {lines[0]}", remedy=remedy) from error
 
 
+class Refusal(BundleError):  # noqa: N818
+    """A model, or a combination of settings, that an export knows that it can't carry out.
+
+    Args:
+        code: a short name that tests and tables go by, such as `operator-without-derivative`.
+        what: what can't be done, in a sentence.
+        operator: of the graph where it was noticed, if it is one.
+        module: of the model where that operator stands.
+        remedy: what a user may do.
+    """
+
+    def __init__(
+        self, code: str, what: str, *, operator: str = "", module: str = "", remedy: str = ""
+    ) -> None:
+        super().__init__(what, remedy=remedy)
+        self.code = code
+        self.operator = operator
+        self.module = module
+
+
 class AdapterError(ProblemsError):
     """An adapter of another rank, model or module set."""
 

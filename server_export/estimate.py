@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     from server_export.checkpoint.files import ConfigurationAlone
     from server_export.checkpoint.random_models import with_random_model
     from server_export.lower.chain import check_operators
-    from server_export.model.source import open_source
+    from server_export.source import open_source
 
     with with_random_model(config, weights=False) as settled:
         source = open_source(settled)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prge.rows.tokenization.tokenizer import Tokenizer
     from server_export.calibrate.calibration import Calibration
     from server_export.model.chain import ModelChain
-    from server_export.model.source import Source
+    from server_export.source import Source
 
 __all__ = ["ExportConfig", "export", "main"]
 
@@ -69,7 +69,7 @@ def export(config: ExportConfig) -> Path:
 
 def _export(config: ExportConfig, out: Path) -> Path:
     from server_export.lower.chain import check_operators
-    from server_export.model.source import open_source
+    from server_export.source import open_source
     from server_export.trace.positions import longest_context
 
     source = open_source(config)

@@ -19,6 +19,7 @@ from server_export.calibrate.sensitivities import (
 )
 from server_export.model.chain import ModelChain, layer_of
 from server_export.model.quantization import QuantizationReport
+from server_export.pipeline import with_int8
 from server_export.stage import stage
 
 # Tokens that sensitivities are measured on: their order needs few.
@@ -83,7 +84,7 @@ def calibrate(
     with stage("bits") as note:
         sensitivities = measure(chain, _first(rows, _TOKENS))
         int8 = choose_int8(chain, sensitivities, weight_bits)
-        chain = chain.with_int8(int8)
+        chain = with_int8(chain, int8)
         layers = sum(map(len, int8.values()))
         note(
             f"{layers} layer{'s' * (layers != 1)} in int8, {mean_bits(sensitivities, int8):.3g} bits a weight"

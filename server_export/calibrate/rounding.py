@@ -19,6 +19,7 @@ from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock, Watch
 from server_export.model.inputs import Walk
 from server_export.model.quantization import Int4Weight, int8_weight
+from server_export.pipeline import in_scheme
 from server_export.stage import count_parts
 
 _CODES, _SCALE = ".codes", ".scale"
@@ -37,7 +38,7 @@ def calibrated(chain: ModelChain, rows: Sequence[Sequence[int]], folder: Path) -
     Raises:
         BundleError: the files lack a weight, or it isn't finite.
     """
-    exact = chain.in_scheme("fp32")
+    exact = in_scheme(chain, "fp32")
     walk, done = Walk(exact, rows), count_parts(chain.end)
     places: dict[str, Path] = {}
 

@@ -15,6 +15,7 @@ from server_export.calibrate.gptq import nearest
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock
 from server_export.model.inputs import Walk
+from server_export.pipeline import in_scheme
 from server_export.stage import count_parts
 
 _INT4, _INT8 = 4.0, 8.0
@@ -42,7 +43,7 @@ def measure(chain: ModelChain, rows: Sequence[Sequence[int]]) -> dict[int, dict[
     Raises:
         BundleError: the files lack a weight, or it isn't finite.
     """
-    exact = chain.in_scheme("fp32")
+    exact = in_scheme(chain, "fp32")
     walk, done, found = Walk(exact, rows), count_parts(chain.end), dict[int, dict[str, Sensitivity]]()
     for turn in chain.turns(chain.end):
         if chain.blocks[turn.start].is_expert:

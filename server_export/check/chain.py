@@ -22,6 +22,7 @@ from server_export.ir.modules import replace_tensor
 from server_export.lower.chain import LoweredChain
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock, through_experts
+from server_export.pipeline import in_scheme
 from server_export.quiet import quiet_engine
 from server_export.stage import count_parts
 from server_export.trace.attention import padding_mask
@@ -159,7 +160,7 @@ def difference_from_model(chain: ModelChain, name_or_path: str, revision: str | 
         del model, output, loaded
         beside = targets if chain.is_decoder else padding_mask(mask.float())
         with told_as_bundle_error("the blocks of this model can't be run by themselves", _REMEDY):
-            found = _answers(chain.in_scheme("fp32"), tokens, beside)
+            found = _answers(in_scheme(chain, "fp32"), tokens, beside)
     found, expected = found.reshape(expected.shape)[mask.bool()], expected[mask.bool()]
     is_alike, difference = _is_alike(found, expected), float((found - expected).abs().max())
     if not is_alike and reads_padding:

@@ -28,7 +28,7 @@ from prge.model_spec import ModelSpec
 from server_export.settings import EstimateConfig, ExportConfig
 
 if TYPE_CHECKING:
-    from server_export.model.source import Source
+    from server_export.source import Source
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def estimate(config: ExportConfig) -> Estimate:
     Raises:
         PrgeError: the model or the settings can't be used, as the export itself would say.
     """
-    from server_export.model.source import open_source
+    from server_export.source import open_source
 
     return estimate_of(config, open_source(config))
 

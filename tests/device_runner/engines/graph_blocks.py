@@ -27,7 +27,7 @@ from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
 from server_export.ir.modules import attribute
 from server_export.ir.shapes import with_size
 from server_export.lower import roles
-from server_export.model.chain import build_chain
+from server_export.pipeline import build_chain
 from server_export.trace.cutting import moves
 
 _MARKERS = (COPIES, BATCH, TOKENS, QUERIES, PAST)

@@ -10,8 +10,8 @@ import pytest
 
 from prge.errors import PrgeError
 from server_export.ir.plain import unknown_operators
-from server_export.model.source import open_source
 from server_export.settings import ExportConfig
+from server_export.source import open_source
 from tests.compilers import needs_compiler
 from tests.tiers import rest
 from tests.tiny_types import LAYERS, family, make_tiny, text_types

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from server_export.model.chain import ModelChain
-from server_export.model.source import open_source
 from server_export.settings import ExportConfig
+from server_export.source import open_source
 from tests.tiny_models import LENGTH, save_model
 
 ROWS = [

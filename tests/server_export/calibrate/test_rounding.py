@@ -15,13 +15,14 @@ from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock
 from server_export.model.frozen import codes_of, scale_of
 from server_export.model.inputs import Walk
+from server_export.pipeline import in_scheme, with_int8
 from tests.server_export.calibrate.chains import ROWS, int4_chain
 from tests.tiny_models import VOCABULARY, make_tokenizer
 
 
 def answers_of(chain: ModelChain, weights: ModelChain | None = None) -> torch.Tensor:
     """What the last block answers to the rows, with the rounded weights of a chain or the float ones."""
-    exact = chain.in_scheme("fp32")
+    exact = in_scheme(chain, "fp32")
     walk = Walk(exact, ROWS)
     for turn in exact.turns(exact.end):
         if exact.blocks[turn.start].is_expert:
@@ -73,7 +74,7 @@ def test_a_layer_that_is_used_again_has_the_codes_of_its_first_use(architecture:
 
 def test_of_int8_layers_nothing_is_calibrated(tmp_path: Path) -> None:
     chain = int4_chain(tmp_path, "llama")
-    chain = chain.with_int8(choose_int8(chain, measure(chain, ROWS), 5.0))
+    chain = with_int8(chain, choose_int8(chain, measure(chain, ROWS), 5.0))
     (tmp_path / "codes").mkdir()
     found = calibrated(chain, ROWS, tmp_path / "codes")
     for number in range(1, chain.end):

@@ -18,13 +18,14 @@ from server_export.calibrate.sensitivities import (
 )
 from server_export.model.eager import EagerBlock
 from server_export.model.inputs import Walk
+from server_export.pipeline import in_scheme, with_int8
 from tests.server_export.calibrate.chains import ROWS, int4_chain
 
 
 def test_an_error_is_that_of_the_blocks_answer(tmp_path: Path) -> None:
     chain = int4_chain(tmp_path, "llama")
     found = measure(chain, ROWS)
-    exact = chain.in_scheme("fp32")
+    exact = in_scheme(chain, "fp32")
     walk = Walk(exact, ROWS)
     walk.advance(EagerBlock(exact, 0))
     block = EagerBlock(exact, 1)
@@ -52,7 +53,7 @@ def test_bits_are_kept_and_spent(tmp_path: Path, bits: float) -> None:
         assert not int8
     if bits == 8:
         assert mean_bits(found, int8) == 8
-    changed = chain.with_int8(int8)
+    changed = with_int8(chain, int8)
     assert len(set(changed.kind_of)) <= len(set(chain.kind_of)) + 1
     for number, names in int8.items():
         own = changed.own_names(number)

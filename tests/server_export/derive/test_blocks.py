@@ -19,7 +19,8 @@ from server_export.ir import markers
 from server_export.ir.modules import attribute
 from server_export.ir.shapes import with_size
 from server_export.lower.roles import role_graphs
-from server_export.model.chain import ModelChain, build_chain
+from server_export.model.chain import ModelChain
+from server_export.pipeline import build_chain
 from server_export.trace.attention import padding_mask
 from tests.server_export.derive.tangent.graphs import inputs_of, random, relative_difference
 from tests.tiers import rest

@@ -17,7 +17,8 @@ from server_export.check.chain import FLOAT_TOLERANCE, check_specs, verify_chain
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model
 from server_export.lower.chain import LoweredChain, lower_chain
-from server_export.model.chain import ModelChain, build_chain
+from server_export.model.chain import ModelChain
+from server_export.pipeline import build_chain
 from tests.tiny_models import WIDTH, save_model
 
 pytestmark = pytest.mark.whole

@@ -23,8 +23,9 @@ from server_export.check.chain import difference_from_model
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model
 from server_export.export import export
-from server_export.model.chain import ModelChain, build_chain
+from server_export.model.chain import ModelChain
 from server_export.model.quantization import int8_rows
+from server_export.pipeline import build_chain
 from server_export.settings import ExportConfig
 from server_export.trace.tables import ModelTable
 from tests.tiers import rest

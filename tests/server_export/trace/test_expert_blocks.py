@@ -14,7 +14,8 @@ from server_export.checkpoint import stored
 from server_export.checkpoint.experts import expert_layers
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model
-from server_export.model.chain import ModelChain, build_chain
+from server_export.model.chain import ModelChain
+from server_export.pipeline import build_chain
 from tests.tiers import rest
 from tests.tiny_models import EXPERTS, make_model, save_model
 
