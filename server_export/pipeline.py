@@ -13,17 +13,18 @@ import torch
 
 from prge.errors import BundleError
 from prge.learning.vocabulary import pieces_of
-from prge.model_spec import Matrix, matrices
+from prge.model_spec import AdaptedModule, matrices
 from server_export.adapter.layers import CallInputs, conv1d_names, convert_conv1d, insert_lora
 from server_export.checkpoint.experts import expert_layers
 from server_export.checkpoint.files import ModelFiles
 from server_export.checkpoint.loading import LoadedModel, vocabulary_size
 from server_export.checkpoint.weights import Weights
+from server_export.ir.block import Block
 from server_export.ir.markers import BATCH, COPIES, TOKENS
 from server_export.ir.modules import give_memory
 from server_export.ir.plain import take_apart
 from server_export.ir.rewriting import rewrite
-from server_export.model.chain import ModelChain, ModelKind, no_codes
+from server_export.model.chain import BlockType, ModelChain, no_codes
 from server_export.model.frozen import freeze
 from server_export.trace.cutting import ModelBlock, cut, kinds
 from server_export.trace.expert_blocks import expert_blocks
@@ -87,20 +88,19 @@ def build_chain(
         outline.classifier is not None,
     )
     weights.buffers |= fold_positions(traced.graph_module, tables, weights.buffers)
-    parts = cut(traced.graph_module, set(traced.adapter), TABLE)
+    parts = cut(traced.graph_module, traced.adapter, TABLE)
     _check_constants(parts, weights)
     blocks = _with_experts(parts, model, copies * BATCH)
     blocks += blocks[-1:] * (len(head_rows) - 1)
     kind_of = kinds(blocks)
     end = len(blocks) - len(head_rows)
-    _check_adapter(blocks, traced.adapter, end)
+    _check_adapter(blocks, modules, end)
     return ModelChain(
         blocks,
         kind_of,
         _kinds(blocks, kind_of, scheme, end),
         tables,
         modules,
-        traced.adapter,
         weights,
         lora_a,
         head_rows,
@@ -133,15 +133,15 @@ def _check_constants(blocks: Sequence[ModelBlock], weights: Weights) -> None:
         )
 
 
-def _check_adapter(blocks: Sequence[ModelBlock], adapter: Mapping[str, Matrix], end: int) -> None:
-    names = ", ".join(dict.fromkeys(each.of for each in adapter.values()))
-    if adapter and not any(block.adapter for block in blocks):
+def _check_adapter(blocks: Sequence[ModelBlock], modules: Sequence[AdaptedModule], end: int) -> None:
+    names = ", ".join(module.name for module in modules)
+    if modules and not any(block.modules for block in blocks):
         raise BundleError(
             f"{names} can't be adapted: nothing that the model answers depends on what they compute",
             remedy="name other layers with --target-modules, or take another checkpoint",
         )
     for number in (0, *range(end, len(blocks))):
-        if adapted := list(dict.fromkeys(adapter[name].of for name in blocks[number].adapter)):
+        if adapted := blocks[number].modules:
             raise BundleError(
                 f"{', '.join(adapted)} can't be adapted: it belongs to the "
                 f"{'head' if number else 'embedding'}, and only the blocks between are trained",
@@ -163,7 +163,7 @@ def _kinds(
     scheme: str,
     end: int,
     int8: Mapping[int, frozenset[str]] = MappingProxyType({}),
-) -> dict[int, ModelKind]:
+) -> dict[int, BlockType]:
     """The graphs of all kinds, by the number of their first block; `int8` as of `with_int8`."""
     made = {}
     for number in sorted(set(kind_of)):
@@ -173,7 +173,7 @@ def _kinds(
         turn_by_layers(graph_module)
         join_heads(graph_module)
         give_memory(graph_module)
-        made[number] = ModelKind(graph_module, frozen)
+        made[number] = BlockType(Block(graph_module, blocks[number].outputs), frozen)
     return made
 
 

@@ -23,8 +23,8 @@ from device_runner.engines.shared_values import SharedValues, beside, parted
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.engine import Array, Call, Directions, FloatArray, IntArray
 from prge.files.adapter import views
-from prge.files.chain import GIVEN, KEYS, TABLE, VALUES
-from prge.files.signatures import BACK, SAVE, STACK, TANGENT
+from prge.files.chain import GIVEN, TABLE
+from prge.files.signatures import BACK, KEYS, SAVE, STACK, TANGENT, VALUES
 from prge.model_spec import Matrix
 
 _NOTHING: Mapping[str, Array] = MappingProxyType({})

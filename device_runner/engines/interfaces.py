@@ -12,20 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from device_runner.engines.tables import Tables
-from prge.files.chain import (
-    GIVEN,
-    PAST_KEYS,
-    PAST_VALUES,
-    TABLE,
-    TAKEN,
-    Block,
-    Bounds,
-    Chain,
-    Interface,
-    Kind,
-    TensorSpec,
-)
-from prge.files.signatures import CARRIED, DECODE, PREFILL, SAVE, STACK
+from prge.files.chain import GIVEN, TABLE, TAKEN, Block, Bounds, Chain, Interface, Kind, TensorSpec
+from prge.files.signatures import CARRIED, DECODE, PAST_KEYS, PAST_VALUES, PREFILL, SAVE, STACK
 from prge.learning.experts import Routing
 from prge.model_spec import LARGEST_SIZE
 
@@ -153,8 +141,8 @@ class Shapes:
         elif "." in name:
             module = chain.modules[block.modules[_index(name)]]
             numbers |= {"rank": module.rank, "in": module.in_features, "out": module.out_features}
-        tensor = chain.signature(number, role).tensor(name, is_output)
-        return TensorSpec(tensor.dtype, tensor.shape(numbers))
+        port = chain.signature(number, role).port(name, is_output)
+        return TensorSpec(port.dtype, port.shape(numbers))
 
 
 @dataclass(frozen=True)

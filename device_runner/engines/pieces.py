@@ -17,31 +17,26 @@ import numpy as np
 
 from device_runner.engines.blocks import Blocks
 from prge.engine import Array, FloatArray
-from prge.files.chain import (
+from prge.files.chain import FEWEST_TOKENS, GIVEN, MASKED, TABLE, TAKEN
+from prge.files.signatures import (
     CAUSAL,
-    FEWEST_TOKENS,
-    GIVEN,
     KEYS,
-    MASKED,
     PAST_KEYS,
     PAST_ONES,
     PAST_VALUES,
+    PREFILL,
+    PREFILL_BACK,
+    PREFILL_TANGENT,
     SEEN,
-    SLOPE_KEYS,
-    SLOPE_PAST_KEYS,
-    SLOPE_PAST_VALUES,
-    SLOPE_VALUES,
-    TABLE,
-    TAKEN,
     VALUES,
+    Port,
 )
-from prge.files.signatures import PREFILL, PREFILL_BACK, PREFILL_TANGENT
 
 Arrays = dict[str, Array]
 
 _OF_TOKENS = (TAKEN, f"d_{TAKEN}", f"slope_{GIVEN}")
-_SLOPES = {KEYS: SLOPE_KEYS, VALUES: SLOPE_VALUES}
-_SLOPES_OF_PAST = {KEYS: SLOPE_PAST_KEYS, VALUES: SLOPE_PAST_VALUES}
+_SLOPES = {kind: Port(kind).gradient.name for kind in (KEYS, VALUES)}
+_SLOPES_OF_PAST = {KEYS: Port(PAST_KEYS).gradient.name, VALUES: Port(PAST_VALUES).gradient.name}
 
 
 class Pieces:
@@ -143,7 +138,7 @@ class Pieces:
         """
         state = inputs["state"]
         found: Arrays = {"slope": np.empty_like(state)}
-        changes = self._chain.sharing(number).takes
+        changes = self._chain.ports(number).takes
         for place in (place for place, each in enumerate(changes) if each):
             found[f"slope_{TAKEN}{place}"] = np.zeros_like(inputs[f"{TAKEN}{place}"])
         own = {name: np.zeros_like(inputs[name]) for name in (KEYS, VALUES) if name in inputs}

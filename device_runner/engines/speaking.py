@@ -29,21 +29,9 @@ from prge.engine import Array, EngineName, FloatArray
 from prge.errors import BundleError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
-from prge.files.chain import (
-    FEWEST_TOKENS,
-    GIVEN,
-    KEYS,
-    MASKED,
-    OWN,
-    PAST_KEYS,
-    PAST_VALUES,
-    SEEN,
-    TABLE,
-    TAKEN,
-    VALUES,
-)
+from prge.files.chain import FEWEST_TOKENS, GIVEN, MASKED, TABLE, TAKEN
 from prge.files.relations import RELATIONS
-from prge.files.signatures import DECODE, PREFILL
+from prge.files.signatures import DECODE, KEYS, OWN, PAST_KEYS, PAST_VALUES, PREFILL, SEEN, VALUES
 
 # Tokens that pass the blocks together: more aren't faster, and take memory for their scores, of which each
 # has one with every token of the past.

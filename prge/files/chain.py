@@ -24,6 +24,9 @@ from prge.files.signatures import (
     CARRIED,
     DECODE,
     IN_PIECES,
+    PADDING,
+    PAST_KEYS,
+    PAST_VALUES,
     PREFILL,
     PREFILL_BACK,
     PREFILL_TANGENT,
@@ -31,10 +34,9 @@ from prge.files.signatures import (
     SAVED,
     STACK,
     STEP_ROLES,
-    Sharing,
+    BlockPorts,
     Signature,
-    of_block,
-    of_head,
+    signature,
 )
 from prge.model_spec import LARGEST_SIZE, AdaptedModule, ModelSpec
 
@@ -44,13 +46,7 @@ STORED_TABLES = ("rotary", "relative")
 # Of a checkpoint's own head each token has what its last layer reads.
 OWN_HEAD = "head"
 POOLINGS = ("mean", "first", OWN_HEAD)
-TABLE = "table."
-KEYS, VALUES, PAST_KEYS, PAST_VALUES = "keys", "values", "past_keys", "past_values"
-PAST_ONES = "past_ones"
-SLOPE_KEYS, SLOPE_VALUES = "slope_keys", "slope_values"
-SLOPE_PAST_KEYS, SLOPE_PAST_VALUES = "slope_past_keys", "slope_past_values"
-SEEN, CAUSAL, OWN = "seen", "causal", "own"
-TAKEN, GIVEN = "taken.", "given."
+TABLE, TAKEN, GIVEN = "table.", "taken.", "given."
 _PAST = (PAST_KEYS, PAST_VALUES)
 _MOST_BLOCKS = 1 << 14
 _MOST_SHARED = 4096
@@ -364,37 +360,43 @@ class Chain:
             if len(method.outputs) > _MOST_SAVED + modules + 2 * len(self.shared):
                 yield f"block {number} has {len(method.outputs)} outputs in the role {role}"
                 continue
-            signature, asked = self.signature(number, role), {*method.inputs}
-            allowed = signature.allowed(modules)
+            expected, asked = self.signature(number, role), {*method.inputs}
+            allowed = {*expected.allowed}
             if not self.is_head(number):
                 allowed |= {f"{TABLE}{n}" for n in range(len(block.tables))}
-            allowed -= set() if self.is_encoder else {"padding"}
-            if not signature.needed(modules) <= asked <= allowed or len(asked) < len(method.inputs):
+            allowed -= set() if self.is_encoder else {PADDING}
+            if not expected.needed <= asked <= allowed or len(asked) < len(method.inputs):
                 yield f"block {number} takes {shown(method.inputs)} in the role {role}"
-            if sorted(method.outputs) != sorted(signature.answers(modules)):
+            if sorted(method.outputs) != sorted(expected.answers):
                 yield f"block {number} answers {shown(method.outputs)} in the role {role}"
             yield from _spec_problems(method, f"of block {number} in the role {role}")
 
     def signature(self, number: int, role: str) -> Signature:
         """What a block's method takes and answers, but for its tables."""
-        saved = len(self._saved(number))
+        return signature(self.ports(number), role)
+
+    def ports(self, number: int) -> BlockPorts:
+        """What enters and leaves a block, whatever is computed of it."""
+        block, saved = self.blocks[number], len(self._saved(number))
         if self.is_head(number):
-            return of_head(role, saved)
-        carried = len(self.carried(number))
-        attends, sharing = self.attends(number), self.sharing(number)
-        return of_block(role, number == 0, attends, self.trains_a, saved, sharing, carried)
+            return BlockPorts(is_head=True, saved=saved)
+        return BlockPorts(
+            modules=len(block.modules),
+            trains_a=self.trains_a,
+            is_first=number == 0,
+            attends=self.attends(number),
+            takes=tuple(self.shared[value] >= self.lowest_adapted for value in block.takes),
+            gives=len(self.gives(number)),
+            past=block.past,
+            carried=len(self.carried(number)),
+            saved=saved,
+        )
 
     def carried(self, number: int) -> list[str]:
         """Names of what a block carries from call to call, whatever the role."""
         methods = self.kinds[self.blocks[number].kind].methods
         inputs = [methods[role].inputs for role in (PREFILL, DECODE) if role in methods]
         return [name for name in (inputs or [()])[0] if name.startswith(f"{CARRIED}.")][: _MOST_CARRIED + 1]
-
-    def sharing(self, number: int) -> Sharing:
-        """What a block has to do with shared values."""
-        block = self.blocks[number]
-        changes = tuple(self.shared[value] >= self.lowest_adapted for value in block.takes)
-        return Sharing(changes, len(self.gives(number)), block.past)
 
     def gives(self, number: int) -> list[int]:
         """Numbers of the shared values that a block makes."""

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from server_export.calibrate.gptq import SecondMoment, gptq
 from server_export.calibrate.sensitivities import int4_layers
+from server_export.ir.block import Watch
 from server_export.model.chain import ModelChain
-from server_export.model.eager import EagerBlock, Watch
+from server_export.model.eager import EagerBlock
 from server_export.model.inputs import Walk
 from server_export.model.quantization import Int4Weight, int8_weight
 from server_export.pipeline import in_scheme

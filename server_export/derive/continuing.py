@@ -16,6 +16,7 @@ they carried before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,21 +25,31 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from prge.errors import BundleError
-from prge.files.chain import CAUSAL, OWN, PAST_KEYS, PAST_VALUES, SEEN
+from prge.files.signatures import (
+    CARRIED,
+    CAUSAL,
+    KEYS,
+    LOGITS,
+    LORA_A,
+    OWN,
+    PAST_KEYS,
+    PAST_VALUES,
+    SEEN,
+    TABLE,
+    TAKEN,
+    VALUES,
+    Port,
+)
+from server_export.ir.block import PORT, Block, is_input, new_input, port_of
 from server_export.ir.mixed_parts import MIXED_PARTS
 from server_export.ir.modules import as_module, copied
 from server_export.ir.recurrences import expand, memories
 from server_export.ir.shapes import fill_in_values, resized
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
 from server_export.ir.writer import Writer
-from server_export.trace.cutting import TAKEN_PREFIX
 
 aten = torch.ops.aten
 
-# How the name of a matrix begins that is a constant in the other roles.
-FROZEN_PREFIX = "a_"
-# How the name of what a recurrence carries begins.
-CARRIED_PREFIX = "carried_"
 _RESHAPES = (aten.reshape.default, aten.view.default)
 _TRANSPOSITIONS = (aten.transpose.int, aten.permute.default)
 # What sinks of an attention are weighed against.
@@ -49,37 +60,35 @@ _REMEDY = (
 )
 
 
-def continued(
-    graph_module: GraphModule, adapter: Sequence[str], rows: int, tokens: int, past: int
-) -> GraphModule:
-    """Make a graph that goes on with sequences: any tokens of one, or one token of any number of them.
+def continued(block: Block, *, rows: int, tokens: int, past: int, any_lora_a: bool) -> Block:
+    """A block that goes on with sequences: any tokens of one, or one token of any number of them.
 
     Args:
-        graph_module: of an embedding or a block; its nodes carry `meta["val"]`, and constants are shared.
-        adapter: its placeholders `lora_b` [rows, rank, out] with a `lora_a` that is a constant.
+        block: an embedding or a block between; its nodes carry `meta["val"]`, and constants are shared.
         rows, tokens: its sizes, one of them 1 and the other a marker.
         past: marker of the tokens that came before.
+        any_lora_a: whether a frozen `lora_a` becomes an input, so that every row may have one from elsewhere.
 
     Returns:
-        A module that also takes the matrices that come before those of the adapter, [rows, rank, in] in this
-        order, so that every row may have one from elsewhere; `past_keys` and `past_values` f32 [rows x heads,
-        past, width]; and `seen`, which is added to the scores of what came before: f32 [members x tokens,
-        past] for one row, [rows x heads, 1, past] for one token, with `own` f32 [1, 1, past]. It answers keys
-        and values of its tokens beside the state, laid out as those of the past. A causal mask is `causal`
-        [members x tokens, tokens] and not a table; other tables have as many rows as the state. Keys and
-        values that come from another block aren't answered. What recurrences carry is `carried_0`, ... f32
-        [rows, ...] of `memories`, answered before keys and values.
+        A block that also takes these `lora_a` [rows, rank, in]; `past_keys` and `past_values` f32 [rows x
+        heads, past, width]; and `seen`, which is added to the scores of what came before: f32 [members x
+        tokens, past] for one row, [rows x heads, 1, past] for one token, with `own` f32 [1, 1, past]. It
+        answers keys and values of its tokens after the hidden states, laid out as those of the past. A causal
+        mask is `causal` [members x tokens, tokens] and not a table; other tables have as many rows as the
+        hidden states. Keys and values that come from another block aren't answered. Recurrent states f32
+        [rows, ...] of `memories` come before keys and values.
 
     Raises:
         BundleError: an attention is written in a way that isn't known here.
     """
-    result = copied(graph_module)
-    _carry(result, rows)
+    graph_module, result = block.graph_module, copied(block.graph_module)
+    outputs = [*block.outputs, *_carry(result, rows)]
     _give_rows(result, rows)
-    for name in adapter:
-        _give_lora_a(result, name, rows)
+    adapter = [] if block.has(LORA_A) else [port for port in block.inputs if port.is_adapter]
+    for port in adapter if any_lora_a else []:
+        _give_lora_a(result, port, rows)
     for table, masked in _attentions(result):
-        _attend(result, table, masked, rows, tokens, past)
+        outputs += _attend(result, table, masked, rows, tokens, past)
     _simplify_shapes(result)
     _infer_sizes(result, max(rows, tokens))
     for node in result.graph.find_nodes(op="placeholder"):
@@ -93,26 +102,26 @@ def continued(
             remedy=_REMEDY,
         )
     result.recompile()
-    return result
+    return replace(block, graph_module=result, outputs=tuple(outputs))
 
 
-def taken_past(one_row: GraphModule) -> tuple[int, ...]:
+def taken_past(one_row: Block) -> tuple[int, ...]:
     """Which of the values that a block takes are the keys and the values of its attention; none if it makes
     its own. They lie as [1, tokens, heads x width].
 
     Raises:
         BundleError: they lie otherwise, or only one of them is taken.
     """
-    for _, masked in _attentions(one_row):
+    for _, masked in _attentions(one_row.graph_module):
         sources = [_origin(node) for node in _keys_and_values(masked)]
-        taken = [str(source[0].target).startswith(TAKEN_PREFIX) for source in sources]
+        taken = [is_input(source[0], TAKEN) for source in sources]
         if any(taken):
             if not all(taken) or not all(_is_in_order(*source) for source in sources):
                 raise BundleError(
                     "an attention takes keys and values from another block that aren't laid out as its own",
                     remedy=_REMEDY,
                 )
-            return tuple(int(str(node.target).removeprefix(TAKEN_PREFIX)) for node, _ in sources)
+            return tuple(node.meta[PORT].index for node, _ in sources)
     return ()
 
 
@@ -152,9 +161,9 @@ def _is_in_order(taken: Node, steps: Sequence[Node]) -> bool:
     return torch.equal(found, value.reshape(2, heads, width).transpose(0, 1))
 
 
-def logits(graph_module: GraphModule) -> GraphModule:
-    """Make a graph of a head that answers the logits of all its words."""
-    result = copied(graph_module)
+def logits(head: Block) -> Block:
+    """A head that answers the logits of all its words."""
+    result = copied(head.graph_module)
     output = result.graph.output_node()
     (answer,) = output.args[0]
     assert answer.target is SOFTMAX_PARTS
@@ -163,24 +172,26 @@ def logits(graph_module: GraphModule) -> GraphModule:
     for node in result.graph.find_nodes(op="placeholder"):
         if not node.users:
             result.graph.erase_node(node)
-    return as_module(result, result.graph)
+    return replace(head, graph_module=as_module(result, result.graph), outputs=(Port(LOGITS),))
 
 
-def _carry(graph_module: GraphModule, rows: int) -> None:
-    """Write recurrences that go on with what they carried, and answer it, in place."""
+def _carry(graph_module: GraphModule, rows: int) -> list[Port]:
+    """Write recurrences that go on with their states, and answer these, in place; returns their ports."""
     shapes = memories(graph_module, rows)
+    ports = [Port(CARRIED, number, changes=True) for number in range(len(shapes))]
     given = {
-        node: _given(graph_module, f"{CARRIED_PREFIX}{number}", *shape)
-        for number, (node, shape) in enumerate(shapes.items())
+        node: _given(graph_module, port, *shape)
+        for port, (node, shape) in zip(ports, shapes.items(), strict=True)
     }
     output = graph_module.graph.output_node()
     output.args = ((*output.args[0], *expand(graph_module, given.get)),)
+    return ports
 
 
 def _is_causal(node: Node) -> bool:
     """Whether a placeholder is a mask f32 [members, tokens, tokens]: a square table that is added."""
     shape = node.meta["val"].shape
-    is_table = str(node.target).startswith("table_") and node.meta["val"].dtype == torch.float32
+    is_table = is_input(node, TABLE) and node.meta["val"].dtype == torch.float32
     return is_table and shape[1] == shape[2] and all(user.target is aten.add.Tensor for user in _met(node))
 
 
@@ -196,7 +207,7 @@ def _give_rows(graph_module: GraphModule, rows: int) -> None:
         return
     given = set[Node]()
     for node in graph_module.graph.nodes:
-        if node.op == "placeholder" and str(node.target).startswith("table_") and not _is_causal(node):
+        if is_input(node, TABLE) and not _is_causal(node):
             value = node.meta["val"]
             node.meta["val"] = torch.empty(rows, *value.shape[1:], dtype=value.dtype, device="meta")
             given.add(node)
@@ -209,9 +220,10 @@ def _give_rows(graph_module: GraphModule, rows: int) -> None:
                 given.add(node)
 
 
-def _give_lora_a(graph_module: GraphModule, name: str, rows: int) -> None:
-    """Make an input [rows, rank, in] of the matrix before a placeholder of the adapter, in place."""
-    (lora_b,) = graph_module.graph.find_nodes(op="placeholder", target=name)
+def _give_lora_a(graph_module: GraphModule, port: Port, rows: int) -> None:
+    """Make an input [rows, rank, in] of the matrix before an input of the adapter, in place."""
+    name = port.name
+    (lora_b,) = (node for node in graph_module.graph.find_nodes(op="placeholder") if port_of(node) == port)
     product, *others = lora_b.users
     if others:
         raise BundleError(f"{name} is of a layer that a block asks more than once", remedy=_REMEDY)
@@ -222,7 +234,7 @@ def _give_lora_a(graph_module: GraphModule, name: str, rows: int) -> None:
         raise BundleError(f"what {name} multiplies comes from {layer.format_node()}", remedy=_REMEDY)
     source, matrix = layer.args
     rank, width = matrix.meta["val"].shape
-    lora_a = _given(graph_module, FROZEN_PREFIX + name, rows, rank, width)
+    lora_a = _given(graph_module, replace(port, kind=LORA_A), rows, rank, width)
 
     def factor(writer: Writer) -> Node:
         states = writer.reshape(source, [rows, -1, width])
@@ -232,17 +244,21 @@ def _give_lora_a(graph_module: GraphModule, name: str, rows: int) -> None:
     Writer(graph_module).replace(layer, factor)
 
 
-def _given(graph_module: GraphModule, name: str, *shape: int) -> Node:
+def _given(graph_module: GraphModule, port: Port, *shape: int) -> Node:
     """One more input, behind the others."""
     graph = graph_module.graph
     with graph.inserting_after([*graph.find_nodes(op="placeholder")][-1]):
-        node = graph.placeholder(name)
-    node.meta["val"] = torch.empty(shape, device="meta")
-    return node
+        return new_input(graph, port, torch.empty(shape, device="meta"))
 
 
-def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tokens: int, past: int) -> None:
-    """Rewrite one attention, whose scores have their mask in `masked`, in place."""
+def _attend(
+    graph_module: GraphModule, table: Node, masked: Node, rows: int, tokens: int, past: int
+) -> list[Port]:
+    """Rewrite one attention, whose scores have their mask in `masked`, in place.
+
+    Returns:
+        Ports of keys and values, which are answered now; none if they come from another block.
+    """
     graph = graph_module.graph
     scores: Any = masked.args[0]
     product, between = _product(masked)
@@ -254,11 +270,13 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
     value_width = values.meta["val"].shape[-1]
     members = table.meta["val"].shape[0]
     given = partial(_given, graph_module)
-    past_keys = given(PAST_KEYS, heads, past, width)
-    past_values = given(PAST_VALUES, heads, past, value_width)
-    seen = given(SEEN, *((members * tokens, past) if rows == 1 else (heads, 1, past)))
-    causal = given(CAUSAL, members * tokens, tokens) if rows == 1 else None
-    own = given(OWN, 1, 1, past) if rows != 1 else None
+    taken = [source for source, _ in map(_origin, (keys, values)) if is_input(source, TAKEN)]
+    changes = all(source.meta[PORT].changes for source in taken)
+    past_keys = given(Port(PAST_KEYS, changes=changes), heads, past, width)
+    past_values = given(Port(PAST_VALUES, changes=changes), heads, past, value_width)
+    seen = given(Port(SEEN), *((members * tokens, past) if rows == 1 else (heads, 1, past)))
+    causal = given(Port(CAUSAL), members * tokens, tokens) if rows == 1 else None
+    own = given(Port(OWN), 1, 1, past) if rows != 1 else None
 
     def scores_of_past(writer: Writer) -> Node:
         # XNNPACK packs keys from where they lie: a transposition before a product is none of its own.
@@ -292,9 +310,11 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
         writer.replace(mixed, mixed_of_both)
         for total in totals:
             writer.replace(total, _total_of_both, *parts)
-    if not str(_origin(keys)[0].target).startswith(TAKEN_PREFIX):
-        output = graph.output_node()
-        output.args = ((*output.args[0], keys, values),)
+    if taken:
+        return []
+    output = graph.output_node()
+    output.args = ((*output.args[0], keys, values),)
+    return [Port(KEYS, changes=True), Port(VALUES, changes=True)]
 
 
 def _total_of_both(writer: Writer, before: Node, within: Node) -> Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,12 +17,11 @@ from prge.files.signatures import DECODE, IN_PIECES, OF_STEPS, PREFILL, STACK, S
 from server_export.derive.tangent.transform import check_rules
 from server_export.lower.cache import ProgramCache
 from server_export.lower.kind import WeightsFile
-from server_export.lower.roles import LoweredRoles, lower_roles, sharing_of
+from server_export.lower.roles import LoweredRoles, lower_roles
 from server_export.memory import give_back_freed
 from server_export.model.chain import ModelChain, layer_of
 from server_export.model.frozen import codes_of, scale_of
 from server_export.stage import count_parts
-from server_export.trace.cutting import STATE, ModelBlock, moves
 from server_export.trace.tables import ModelTable
 
 EMBEDDING, BLOCK, EXPERT, HEAD = "embedding", "block", "expert", "head"
@@ -96,8 +95,8 @@ def lower_chain(
         if not (folder / path).exists():
             lowered[kind].write(folder / path, chain.tensors(number))
             layers |= _stored_layers(chain, number, path, lowered[kind].kind.weights)
-        modules = tuple(number_of[layer] for layer in _layers(chain, block))
-        past = lowered[kind].sharing.past
+        modules = tuple(number_of[layer] for layer in block.modules)
+        past = lowered[kind].past
         blocks.append(manifest.Block(kind, path, block.tables, modules, block.takes, past))
         part()
     _write_tables(folder / TABLES, chain.tables.all)
@@ -117,7 +116,9 @@ def check_operators(chain: ModelChain, roles: Collection[str]) -> None:
         return
     for first in chain.kinds:
         if first > 0:
-            check_rules(chain.kinds[first].graph_module, {STATE, *chain.blocks[first].adapter})
+            block = chain.kinds[first].block
+            changing = {str(node.target) for port, node in block.inputs.items() if port.changes}
+            check_rules(block.graph_module, changing)
 
 
 def _lowered_kind(
@@ -129,29 +130,21 @@ def _lowered_kind(
     done: Callable[[float], object],
 ) -> LoweredRoles:
     """The programs of the kind whose first block has this number."""
-    lowest = next(number for number, block in enumerate(chain.blocks) if block.adapter)
+    lowest = next(number for number, block in enumerate(chain.blocks) if block.modules)
     # No step goes through blocks below the first adapter.
     is_stepped = first in chain.kind_of[lowest:]
-    kind = chain.kinds[first]
-    block = chain.blocks[first]
-    if block.is_expert:
+    kind, is_expert = chain.kinds[first], chain.blocks[first].is_expert
+    if is_expert:
         # It knows nothing of other tokens: a forward pass is one, whatever its tokens are.
         roles = {*roles} & {*STEP_ROLES}
-    # A program counts a block's layers, which blocks of a kind have in the same order.
-    place = {layer: str(number) for number, layer in enumerate(_layers(chain, block))}
-    changes = moves(chain.blocks)
-    takes = [changes[value] for value in block.takes]
     return lower_roles(
-        kind.graph_module,
-        {name: replace(chain.adapter[name], of=place[chain.adapter[name].of]) for name in block.adapter},
+        kind.block,
         kind.frozen.stored,
         {STACK, *(role for role in roles if is_stepped or role not in OF_STEPS)},
         bounds,
-        first >= chain.end,
-        cache,
-        done,
-        sharing_of(kind.graph_module, takes, len(block.gives), roles),
-        saves=not block.is_expert,
+        cache=cache,
+        done=done,
+        saves=not is_expert,
     )
 
 
@@ -166,11 +159,6 @@ def _stored_layers(chain: ModelChain, number: int, path: str, weights: WeightsFi
             places = offsets[codes_of(name)], offsets[scale_of(name)]
             found[layer_of(own)] = StoredLayer(path, *places, (outputs, inputs))
     return found
-
-
-def _layers(chain: ModelChain, block: ModelBlock) -> list[str]:
-    """The adapted layers of a block, in order."""
-    return list(dict.fromkeys(chain.adapter[name].of for name in block.adapter))
 
 
 def _kind_name(chain: ModelChain, first: int, programs: Collection[str]) -> str:

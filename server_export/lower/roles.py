@@ -1,81 +1,42 @@
-"""What a block's program computes: a method for each role, from one graph of the block.
-
-prge/files/signatures.py has what these take and answer.
-"""
+"""A block's type as one program: a method for each role, of any size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from prge.errors import told_as_bundle_error
-from prge.files.chain import (
-    PAST_KEYS,
-    PAST_ONES,
-    PAST_VALUES,
-    SLOPE_KEYS,
-    SLOPE_VALUES,
-    TABLE,
-    Bounds,
-    Interface,
-)
-from prge.files.signatures import (
-    BACK,
-    BACK_SAVED,
-    CARRIED,
-    DECODE,
-    IN_PIECES,
-    OF_BACK,
-    PREFILL,
-    PREFILL_BACK,
-    PREFILL_TANGENT,
-    SAVE,
-    SAVED,
-    STACK,
-    TANGENT,
-    Sharing,
-    of_block,
-    of_head,
-)
-from prge.model_spec import Matrix
-from server_export.derive.backprop.joint import SLOPE, backpropagate
+from prge.files.chain import Bounds, Interface
+from prge.files.signatures import DECODE, PREFILL, ROLE_OF, TAKEN, Derivative, View
 from server_export.derive.backprop.layers import transposed_names, with_transposed
-from server_export.derive.backprop.partition import SAVED_PREFIX, partition
-from server_export.derive.continuing import CARRIED_PREFIX, FROZEN_PREFIX, continued, logits, taken_past
-from server_export.derive.tangent.transform import ONES, Dense, RankOne, differentiate
-from server_export.ir.core import write_core_operators
+from server_export.derive.continuing import taken_past
+from server_export.derive.roles import derive, is_head
+from server_export.ir.block import Block
 from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
 from server_export.ir.modules import attribute, copied
-from server_export.ir.recurrences import expand
-from server_export.ir.rewriting import share_equal_calls
-from server_export.ir.shapes import fill_in_values, with_size
 from server_export.lower.cache import ProgramCache
 from server_export.lower.kind import LoweredKind, lower_kind
 from server_export.lower.sizes import Size, dynamic_program, tensor_specs
-from server_export.trace.cutting import STATE, TABLE_PREFIX, TAKEN_PREFIX
 
 _REMEDY = "leave the role out of --roles, and please report it with the name of the model"
-# What names of shared values, and of what is carried, begin with, in graphs.
-_SHARED = ("taken", "d_taken", "slope_given", "carried", "d_carried", "slope_carried")
 
 
 @dataclass(frozen=True)
 class LoweredRoles:
     """The program of a kind, what its methods take and give, its constants that no block has its own of, the
-    programs as they were before they were lowered, and what it has to do with shared values."""
+    programs as they were before they were lowered, and which of the shared values that its blocks take are
+    keys and values."""
 
     kind: LoweredKind
     methods: Mapping[str, Interface]
     constants: Mapping[str, torch.Tensor]
     programs: Mapping[str, ExportedProgram]
-    sharing: Sharing
+    past: tuple[int, ...]
 
     def write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the weights file of a block, from its kind's frozen tensors."""
@@ -89,217 +50,88 @@ class LoweredRoles:
 
 
 def lower_roles(
-    graph_module: GraphModule,
-    adapter: Mapping[str, Matrix],
+    block: Block,
     stored: Collection[str],
     roles: Collection[str],
     bounds: Bounds,
-    is_head: bool,
+    *,
     cache: ProgramCache | None = None,
     done: Callable[[float], object] = lambda share: None,
-    sharing: Sharing | None = None,
     saves: bool = True,
 ) -> LoweredRoles:
-    """Lower a kind of block for some roles.
+    """Lower a block's type for some roles.
 
     Args:
-        graph_module: of the kind, traced with markers.
-        adapter: the trained matrices by its placeholders of them, in order, as the program names them.
+        block: traced with markers.
         stored: names of its constants that differ from block to block.
         roles: of ROLES.
         bounds: sizes of one call.
-        is_head: whether it is a decoder's head.
         cache: of programs; None: lower in any case.
         done: is told which further share of this is done.
-        sharing: values that it takes from other blocks or gives to them.
-        saves: whether roles beside `back` save what it needs.
+        saves: whether `back` brings the roles along that save what it needs.
 
     Raises:
         BundleError: an operator has no derivative, or ExecuTorch refuses a method.
     """
-    sharing = sharing or Sharing()
     with told_as_bundle_error("what a role computes can't be written", _REMEDY):
-        graphs = role_graphs(graph_module, adapter, roles, is_head, sharing, saves)
-    methods = {role: _interface(graph, role, adapter, is_head, sharing) for role, graph in graphs.items()}
+        derived = derive(block, roles, saves)
+        past = past_of(block, roles)
     shared = {*stored, *(name for weight in stored for name in transposed_names(weight))}
     constants: dict[str, torch.Tensor] = {}
-    for role, graph in graphs.items():
-        graphs[role] = _with_own_constants(graph, role, shared)
+    methods, programs, every = dict[str, Interface](), dict[str, ExportedProgram](), set[Size]()
+    for role, of_role in derived.items():
+        graph_module = _with_own_constants(of_role.graph_module, role, shared)
         constants |= {
-            name: attribute(graphs[role], name) for name in _constants(graphs[role]) if name not in shared
+            name: attribute(graph_module, name) for name in _constants(graph_module) if name not in shared
         }
-    sizes = {role: sizes_of(role, bounds, is_head) for role in graphs}
-    programs = {}
-    for role, graph in graphs.items():
-        programs[role] = dynamic_program(graph, sizes[role])
-        inputs, outputs = tensor_specs(programs[role], sizes[role].values())
-        methods[role] = replace(methods[role], input_specs=inputs, output_specs=outputs)
-        done(0.5 / len(graphs))
-    every = {size for of_role in sizes.values() for size in of_role.values()}
+        sizes = sizes_of(role, bounds, is_head(block))
+        every |= {*sizes.values()}
+        programs[role] = dynamic_program(graph_module, sizes)
+        inputs, outputs = (tuple(port.name for port in ports) for ports in (of_role.inputs, of_role.outputs))
+        methods[role] = Interface(inputs, outputs, *tensor_specs(programs[role], sizes.values()))
+        done(0.5 / len(derived))
     lower = cache.lower if cache else lower_kind
     lowered = lower(programs, every, {DECODE})
     done(0.5)
-    return LoweredRoles(lowered, methods, constants, programs, sharing)
+    return LoweredRoles(lowered, methods, constants, programs, past)
 
 
-def role_graphs(
-    graph_module: GraphModule,
-    adapter: Mapping[str, Matrix],
-    roles: Collection[str],
-    is_head: bool,
-    sharing: Sharing | None = None,
-    saves: bool = True,
-) -> dict[str, GraphModule]:
-    """The graphs of a kind's roles, in marker sizes; beside `back` others that save what it needs."""
-    sharing = sharing or Sharing()
-    changing = [f"{TAKEN_PREFIX}{number}" for number, changes in enumerate(sharing.takes) if changes]
-    slopes = [SLOPE, *(f"{SLOPE}_given_{number}" for number in range(sharing.gives))]
-    frozen = [] if any(m.letter == "a" for m in adapter.values()) else list(adapter)
-    whole, graph_module = graph_module, copied(graph_module)
-    expand(graph_module)
-    one_copy = with_size(graph_module, COPIES, 1)
-    if is_head:
-        graph_module = one_copy = with_size(one_copy, BATCH, 1)
-    graphs = {}
-    if STACK in roles:
-        graphs[STACK] = graph_module
-    if TANGENT in roles:
-        seeds: dict[str, Any] = dict.fromkeys([STATE, *changing], Dense())
-        seeds |= dict.fromkeys(adapter, RankOne(BATCH))
-        graphs[TANGENT] = differentiate(copied(one_copy), seeds, QUERIES, {ONES: TOKENS})
-    if BACK in roles:
-        # Every row has a copy of the adapter, so that it has a gradient of its own.
-        each_row = one_copy if is_head else with_size(graph_module, BATCH, 1)
-        wanted = [STATE, *changing, *adapter]
-        joint = backpropagate(each_row, wanted, list(adapter), TOKENS, slopes, with_answer=True)
-        # A head is read with a shift by what is known of the words so far, and goes back with one by all.
-        parts = partition(joint, 1 if is_head else COPIES, TOKENS, ["shift"], len(slopes))
-        graphs[BACK] = parts.back
-        if saves:
-            graphs |= {SAVE: parts.save, BACK_SAVED: parts.back_saved}
-    one_row = with_size(with_size(whole, COPIES, 1), BATCH, 1)
-    if PREFILL in roles and not is_head:
-        graphs[PREFILL] = continued(one_row, frozen, 1, TOKENS, PAST)
-    if PREFILL_TANGENT in roles and not is_head:
-        graphs[PREFILL_TANGENT] = _tangents_of_a_piece(one_row, adapter, changing)
-    if PREFILL_BACK in roles and not is_head:
-        graphs[PREFILL_BACK] = _back_of_a_piece(one_row, list(adapter), changing, slopes)
-    if DECODE in roles:
-        one_token = with_size(with_size(whole, BATCH, 1), TOKENS, 1)
-        graphs[DECODE] = logits(one_token) if is_head else continued(one_token, frozen, COPIES, 1, PAST)
-    graphs = {role: copied(graph) for role, graph in graphs.items()}
-    for role, graph in graphs.items():
-        fill_in_values(graph)
-        write_core_operators(graph)
-        if role in (BACK, *OF_BACK):
-            # Slopes are made of values that the forward pass has.
-            share_equal_calls(graph.graph)
-    return graphs
-
-
-def sharing_of(
-    graph_module: GraphModule, takes: Sequence[bool], gives: int, roles: Collection[str]
-) -> Sharing:
-    """What a kind of block has to do with shared values, of which it takes some that adapters change.
+def past_of(block: Block, roles: Collection[str]) -> tuple[int, ...]:
+    """Which of the values that a block takes are the keys and the values of its attention; none if it makes
+    its own, or goes on with no sequence.
 
     Raises:
         BundleError: its attention reads some of them in a way that isn't known here.
     """
-    past: tuple[int, ...] = ()
-    if takes and {PREFILL, DECODE}.intersection(roles):
-        past = taken_past(with_size(with_size(graph_module, COPIES, 1), BATCH, 1))
-    return Sharing(tuple(takes), gives, past)
+    if not block.has(TAKEN) or not {PREFILL, DECODE}.intersection(roles):
+        return ()
+    return taken_past(block.sized((COPIES, 1), (BATCH, 1)))
 
 
-def _tangents_of_a_piece(
-    one_row: GraphModule, adapter: Collection[str], changing: Collection[str]
-) -> GraphModule:
-    piece, before = _piece(one_row, changing)
-    seeds: dict[str, Any] = dict.fromkeys([STATE, *changing, *before], Dense())
-    seeds |= dict.fromkeys(adapter, RankOne(1))
-    return differentiate(copied(piece), seeds, QUERIES, {ONES: TOKENS, PAST_ONES: PAST})
-
-
-def _back_of_a_piece(
-    one_row: GraphModule, adapter: list[str], changing: Sequence[str], slopes: Sequence[str]
-) -> GraphModule:
-    piece, before = _piece(one_row, changing)
-    slopes = [*slopes, *(f"slope_{name}" for name in before if name.startswith(CARRIED_PREFIX))]
-    if len(piece.graph.output_node().args[0]) > len(slopes):
-        slopes = [*slopes, SLOPE_KEYS, SLOPE_VALUES]
-    return backpropagate(piece, [STATE, *changing, *before, *adapter], adapter, TOKENS, slopes)
-
-
-def _piece(one_row: GraphModule, changing: Collection[str]) -> tuple[GraphModule, list[str]]:
-    """The graph of a piece of a row, and its inputs of what came before: what recurrences carry, in the order
-    of its answers, and keys and values if an adapter changes them."""
-    piece = continued(one_row, [], 1, TOKENS, PAST)
-    names = [str(node.target) for node in piece.graph.find_nodes(op="placeholder")]
-    taken = {f"{TAKEN_PREFIX}{number}" for number in taken_past(one_row)}
-    past = [name for name in (PAST_KEYS, PAST_VALUES) if name in names and taken <= {*changing}]
-    return piece, [*(name for name in names if name.startswith(CARRIED_PREFIX)), *past]
-
-
-def sizes_of(role: str, bounds: Bounds, is_head: bool) -> dict[str, Size]:
-    """The sizes that a call of a kind's method chooses."""
-    if role == DECODE:
+def sizes_of(name: str, bounds: Bounds, of_head: bool) -> dict[str, Size]:
+    """The sizes that a call of a block's method chooses."""
+    role = ROLE_OF[name]
+    if role.view is View.TOKEN:
         return {
             "copies": Size(COPIES, 7, 1, bounds.sequences),
             "past": Size(PAST, 13, 2, 1 + bounds.context),
         }
-    if role in IN_PIECES.values():
+    if role.view is View.CHUNK:
         return {
             "tokens": Size(TOKENS, 5, 2, bounds.piece),
             "past": Size(PAST, 13, 2, 1 + bounds.context, after=TOKENS),
             "queries": Size(QUERIES, 4, 1, bounds.queries),
         }
-    if is_head:
+    if of_head:
         return {"tokens": Size(TOKENS, 5, 2, bounds.states), "queries": Size(QUERIES, 4, 1, bounds.queries)}
-    if role in (BACK, *OF_BACK):
-        return {"copies": Size(COPIES, 2, 1, bounds.batch), "tokens": Size(TOKENS, 5, 2, bounds.piece)}
-    return {
-        "copies": Size(COPIES, 3, 1, bounds.copies),
-        "batch": Size(BATCH, 2, 1, bounds.batch),
-        "tokens": Size(TOKENS, 5, 2, bounds.piece),
-        "queries": Size(QUERIES, 4, 1, bounds.queries),
-    }
-
-
-def _interface(
-    graph: GraphModule, role: str, adapter: Mapping[str, Matrix], is_head: bool, sharing: Sharing
-) -> Interface:
-    given = {name: matrix.name for name, matrix in adapter.items()}
-    given |= {f"u_{name}": matrix.u for name, matrix in adapter.items()}
-    given |= {f"v_{name}": matrix.v for name, matrix in adapter.items()}
-    given |= {FROZEN_PREFIX + name: f"lora_a.{matrix.of}" for name, matrix in adapter.items()}
-
-    def name_of(node: Node) -> str:
-        name = str(node.target)
-        if name in given:
-            return given[name]
-        if name.startswith(TABLE_PREFIX):
-            return TABLE + name.removeprefix(TABLE_PREFIX)
-        if name.startswith(SAVED_PREFIX):
-            return f"{SAVED}.{name.removeprefix(SAVED_PREFIX)}"
-        if (shared := name.rpartition("_"))[0] in _SHARED:
-            return ".".join(shared[::2])
-        if name == "beside":
-            return "targets" if is_head else "padding"
-        return name
-
-    inputs = tuple(map(name_of, graph.graph.find_nodes(op="placeholder")))
-    carried = sum(name.startswith(f"{CARRIED}.") for name in inputs)
-    count = len(graph.graph.output_node().args[0])
-    saved = count - 1 - sharing.gives if role == SAVE else 0
-    block = partial(of_block, role, saved=saved, sharing=sharing, carried=carried)
-    signature = of_head(role, saved) if is_head else block(attends=False)
-    outputs = signature.answers(0)
-    is_back = role in (BACK, BACK_SAVED, PREFILL_BACK)
-    gradients = [matrix.gradient for matrix in adapter.values()] if is_back else []
-    if count > len(outputs) + len(gradients):
-        outputs = block(attends=True).answers(0)
-    outputs += gradients
-    return Interface(inputs, tuple(outputs))
+    if role.derivative in (Derivative.VALUE, Derivative.JVP):
+        return {
+            "copies": Size(COPIES, 3, 1, bounds.copies),
+            "batch": Size(BATCH, 2, 1, bounds.batch),
+            "tokens": Size(TOKENS, 5, 2, bounds.piece),
+            "queries": Size(QUERIES, 4, 1, bounds.queries),
+        }
+    return {"copies": Size(COPIES, 2, 1, bounds.batch), "tokens": Size(TOKENS, 5, 2, bounds.piece)}
 
 
 def _with_own_constants(graph_module: GraphModule, role: str, shared: Collection[str]) -> GraphModule:

@@ -1,6 +1,6 @@
 """A model as a chain of blocks, made of its configuration alone; weights are read when a block is written.
 
-outline -> adapter inserted -> traced -> cut into blocks -> a quantized, rewritten graph for each kind
+server_export/pipeline.py makes it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.fx import GraphModule
 
-from prge.model_spec import AdaptedModule, Matrix
+from prge.files.signatures import STATE, Port
+from prge.model_spec import AdaptedModule
 from server_export.checkpoint.weights import Weights
+from server_export.ir.block import Block
 from server_export.model.frozen import ADAPTER_WEIGHT, Frozen
 from server_export.model.quantization import GROUP_SIZE, ROWS_AT_ONCE, Int4Weight, QuantizationReport
-from server_export.trace.cutting import STATE, ModelBlock
+from server_export.trace.cutting import ModelBlock
 from server_export.trace.tables import ModelTables
 from server_export.trace.tracing import WHOLE_PREFIX
 
@@ -28,10 +29,10 @@ def no_codes(number: int) -> Mapping[str, Int4Weight]:
 
 
 @dataclass(frozen=True)
-class ModelKind:
-    """The graph of all blocks of a kind, in marker sizes, and how a block's weights become its tensors."""
+class BlockType:
+    """What all blocks of a type compute, in marker sizes, and how a block's weights become its tensors."""
 
-    graph_module: GraphModule
+    block: Block
     frozen: Frozen
 
 
@@ -39,19 +40,21 @@ class ModelKind:
 class ModelChain:
     """A model's blocks in order.
 
-    `kind_of` has each block's number in `kinds`; `adapter` the trained matrix of each placeholder;
-    `has_own_head`: an encoder's states are what the last layer of its own head reads.
-    `head_rows` the rows of a head's tensors that each of its blocks has: a piece of the vocabulary.
-    `rounded` has codes of a block's int4 layers by the names of their weights; others are rounded as they are
-    read.
+    Attributes:
+        kind_of: the number of each block's type in `kinds`.
+        kinds: block types, by the number of the first block of each.
+        lora_a: frozen matrices f32 [rank, in] by adapted layer.
+        head_rows: the rows of a head's tensors that each of its blocks has: a shard of the vocabulary.
+        has_own_head: whether an encoder's states are what the last layer of its own head reads.
+        rounded: codes of a block's int4 layers by the names of their weights; others are rounded as they are
+            read.
     """
 
     blocks: list[ModelBlock]
     kind_of: list[int]
-    kinds: dict[int, ModelKind]
+    kinds: dict[int, BlockType]
     tables: ModelTables
     modules: tuple[AdaptedModule, ...]
-    adapter: dict[str, Matrix]
     weights: Weights
     lora_a: Mapping[str, torch.Tensor]
     head_rows: Sequence[Sequence[int]]
@@ -114,10 +117,9 @@ class ModelChain:
 
     def state_widths(self, number: int) -> tuple[int, int]:
         """Widths of what enters and leaves a block with a state."""
-        graph = self.blocks[number].graph_module.graph
-        (state,) = graph.find_nodes(op="placeholder", target=STATE)
-        answer = graph.output_node().args[0][0]
-        return state.meta["val"].shape[-1], answer.meta["val"].shape[-1]
+        block = self.blocks[number]
+        entering, leaving = block.inputs[Port(STATE)].meta["val"], block.value(block.outputs[0])
+        return entering.shape[-1], leaving.shape[-1]
 
     def turns(self, count: int) -> list[range]:
         """The first blocks in order, the experts of a layer together."""

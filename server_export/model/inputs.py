@@ -11,8 +11,9 @@ from functools import partial
 
 import torch
 
+from server_export.ir.block import Watch
 from server_export.model.chain import ModelChain, layer_of
-from server_export.model.eager import EagerBlock, Watch, through_experts
+from server_export.model.eager import EagerBlock, through_experts
 from server_export.model.frozen import ADAPTER_WEIGHT
 from server_export.stage import count_parts
 from server_export.trace.attention import padding_mask
@@ -106,7 +107,7 @@ def watch_inputs(chain: ModelChain, rows: Sequence[Sequence[int]], watch: Watch)
 
 def last_adapted(chain: ModelChain) -> int:
     """Number of the last block with an adapter."""
-    return max(number for number, block in enumerate(chain.blocks) if block.adapter)
+    return max(number for number, block in enumerate(chain.blocks) if block.modules)
 
 
 def _batches(rows: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

@@ -22,13 +22,27 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from prge.files.signatures import (
+    GIVEN,
+    LORA_A,
+    LORA_B,
+    PADDING,
+    PARTS,
+    STATE,
+    TABLE,
+    TAKEN,
+    TARGETS,
+    TOKENS,
+    Port,
+)
+from prge.model_spec import Matrix
+from server_export.ir.block import PORT, Block, new_input
 from server_export.ir.modules import as_module, attribute
 from server_export.ir.shapes import without_memory
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
 from server_export.trace.experts import parted_at_experts
 from server_export.trace.layers import Stretch, Values, ends_of_layers, of_layers
 
-STATE, TABLE_PREFIX, TAKEN_PREFIX = "state", "table_", "taken_"
 _STATE_DIMENSIONS = 3
 # Of a model that is cut: an embedding, a block, and what is behind.
 _LEAST = 3
@@ -36,34 +50,36 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class ModelBlock:
-    """A stretch of a model.
+class ModelBlock(Block):
+    """A block of a model, and what its ports are in the model.
 
-    `graph_module` has the placeholders `state` or what the model's graph takes, then `table_0`, ..., then
-    `taken_0`, ..., then the adapter's; it answers the state and what it gives. `weights` are the names of its
-    frozen tensors, in the order of their use; blocks of one kind use theirs in the same order. `tables` are
-    the numbers of its tables, `adapter` its placeholders of the model's adapter. `takes` and `gives` are
-    numbers of shared values, f32 [rows, tokens, width]. `experts` is the number of the layer whose experts
-    come behind it; `is_expert` says that it is one of them.
+    Blocks of one type use their weights in the same order.
+
+    Attributes:
+        signature: equal for blocks that compute the same of their inputs and weights.
+        tables: numbers of the model's tables by the index of their ports.
+        modules: names of the adapted layers by the index of their matrices' ports.
+        takes, gives: numbers of the model's shared values f32 [rows, tokens, width] by the index of their
+            ports.
+        experts: the number of the layer whose experts come after the block.
+        is_expert: whether it is one of a layer's experts.
     """
 
-    graph_module: GraphModule
-    weights: tuple[str, ...]
-    tables: tuple[int, ...]
-    adapter: tuple[str, ...]
-    signature: tuple[Any, ...]
+    signature: tuple[Any, ...] = ()
+    tables: tuple[int, ...] = ()
+    modules: tuple[str, ...] = ()
     takes: tuple[int, ...] = ()
     gives: tuple[int, ...] = ()
     experts: int | None = None
     is_expert: bool = False
 
 
-def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list[ModelBlock]:
+def cut(graph_module: GraphModule, adapter: Mapping[str, Matrix], table: Any) -> list[ModelBlock]:
     """The blocks of a model's graph in order; a graph without points to cut at is one block.
 
     Args:
         graph_module: its first placeholder is what all blocks depend on; its nodes carry `meta["val"]`.
-        adapter: placeholders of the adapter.
+        adapter: matrices of the adapter by their placeholders.
         table: the operator that stands for a table; its first argument is its number.
     """
     nodes = list(graph_module.graph.nodes)
@@ -78,18 +94,18 @@ def cut(graph_module: GraphModule, adapter: Collection[str], table: Any) -> list
     given = [value for stretch in stretches for value in stretch.gives]
     shared = {value: number for number, value in enumerate(given)}
     blocks = [_block(graph_module, stretch, adapter, table, source, shared) for stretch in stretches]
-    changes = moves(blocks)
     # A block that takes what no adapter changes computes other derivatives.
-    return [
-        replace(block, signature=(tuple(map(changes.__getitem__, block.takes)), *block.signature))
-        for block in blocks
-    ]
+    lowest = next((number for number, block in enumerate(blocks) if block.modules), len(blocks))
+    changes = [number >= lowest for number, block in enumerate(blocks) for _ in block.gives]
+    return [_with_changes(block, [changes[value] for value in block.takes]) for block in blocks]
 
 
-def moves(blocks: Sequence[ModelBlock]) -> list[bool]:
-    """Whether each shared value comes from a block that an adapter may change."""
-    lowest = next((number for number, block in enumerate(blocks) if block.adapter), len(blocks))
-    return [number >= lowest for number, block in enumerate(blocks) for _ in block.gives]
+def _with_changes(block: ModelBlock, changes: Sequence[bool]) -> ModelBlock:
+    """The block whose ports say which of the values that it takes an adapter may change."""
+    for port, node in block.inputs.items():
+        if port.kind == TAKEN and port.index is not None:
+            node.meta[PORT] = replace(port, changes=changes[port.index])
+    return replace(block, signature=(tuple(changes), *block.signature))
 
 
 def _where_one_is_alive(
@@ -244,7 +260,7 @@ def _with_adapted(last: Sequence[int], adapted: Sequence[bool], has_head: bool) 
 def _block(
     graph_module: GraphModule,
     stretch: Stretch,
-    adapter: Collection[str],
+    adapter: Mapping[str, Matrix],
     table: Any,
     source: Node,
     shared: Mapping[Node, int],
@@ -253,52 +269,58 @@ def _block(
     graph = Graph()
     values: dict[Node, Node] = {}
     packing = _Packing(graph, tuple(source.meta["val"].shape))
-
-    def placeholder(node: Node, name: str) -> None:
-        values[node] = graph.placeholder(name)
-        values[node].meta["val"] = node.meta["val"]
-
     order = [node for node in graph_module.graph.nodes if node in needed]
     given = [node for node in order if node.op == "placeholder"]
+    trained = {node: adapter[str(node.target)] for node in given if str(node.target) in adapter}
     packed = []
     if stretch.starts == (source,):
-        placeholder(source, str(source.target))
+        values[source] = new_input(graph, Port(TOKENS), source.meta["val"])
     else:
-        packed.append((packing.placeholder(STATE, stretch.starts), stretch.starts))
+        packed.append((packing.input(Port(STATE, changes=True), stretch.starts), stretch.starts))
     for node in given:
-        if str(node.target) not in adapter:
-            placeholder(node, str(node.target))
+        if node not in trained:
+            values[node] = new_input(graph, _own_port(node), node.meta["val"])
     tables: dict[int, Node] = {}
     for node in order:
         if node.target is table:
             number = node.args[0]
             assert isinstance(number, int)
             if number not in tables:
-                placeholder(node, f"{TABLE_PREFIX}{len(tables)}")
-                tables[number] = values[node]
+                tables[number] = new_input(graph, Port(TABLE, len(tables)), node.meta["val"])
             values[node] = tables[number]
     for number, taken in enumerate(stretch.takes):
-        packed.append((packing.placeholder(f"{TAKEN_PREFIX}{number}", (taken,)), (taken,)))
-    trained = tuple(str(node.target) for node in given if str(node.target) in adapter)
-    for node in given:
-        if str(node.target) in adapter:
-            placeholder(node, str(node.target))
+        packed.append((packing.input(Port(TAKEN, number), (taken,)), (taken,)))
+    modules = list(dict.fromkeys(matrix.of for matrix in trained.values()))
+    for node, matrix in trained.items():
+        kind = LORA_A if matrix.letter == "a" else LORA_B
+        port = Port(kind, modules.index(matrix.of), changes=True)
+        values[node] = new_input(graph, port, node.meta["val"])
     for whole, parts in packed:
         values |= packing.taken_apart(whole, parts)
     _copy(graph, order, values)
-    is_last = stretch.ends[0] in graph_module.graph.output_node().args[0]
-    answers = [values[stretch.ends[0]]] if is_last else [packing.side_by_side(stretch.ends, values)]
+    (end, *_) = stretch.ends
+    is_last = end in graph_module.graph.output_node().args[0]
+    answers = [values[end]] if is_last else [packing.side_by_side(stretch.ends, values)]
     answers += [packing.side_by_side((value,), values) for value in stretch.gives]
     graph.output(tuple(answers))
     takes, gives = (tuple(map(shared.__getitem__, each)) for each in (stretch.takes, stretch.gives))
+    answer = PARTS if end.target is SOFTMAX_PARTS else STATE
     return replace(
         whole_block(as_module(graph_module, graph)),
+        outputs=(Port(answer, changes=True), *(Port(GIVEN, n, changes=True) for n in range(len(gives)))),
         tables=tuple(tables),
-        adapter=trained,
+        modules=tuple(modules),
         takes=takes,
         gives=gives,
         experts=stretch.experts,
     )
+
+
+def _own_port(node: Node) -> Port:
+    """The port of what a model's graph takes besides its tokens and its adapter."""
+    if str(node.target) != "beside":
+        return Port(str(node.target))
+    return Port(PADDING if node.meta["val"].is_floating_point() else TARGETS)
 
 
 def _copy(graph: Graph, order: Sequence[Node], values: dict[Node, Node]) -> None:
@@ -312,10 +334,13 @@ def _copy(graph: Graph, order: Sequence[Node], values: dict[Node, Node]) -> None
 
 
 def whole_block(graph_module: GraphModule) -> ModelBlock:
-    """A graph that is a block as it is, without tables and adapter."""
+    """A graph that is a block as it is, without tables and adapter; an input without a port is its state."""
     graph = graph_module.graph
+    for node in graph.find_nodes(op="placeholder"):
+        node.meta.setdefault(PORT, Port(STATE, changes=True))
     weights = tuple(dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"))
-    return ModelBlock(graph_module, weights, (), (), _signature(graph_module, graph))
+    signature = _signature(graph_module, graph)
+    return ModelBlock(graph_module, (Port(STATE, changes=True),), weights, signature)
 
 
 @dataclass(frozen=True)
@@ -325,12 +350,10 @@ class _Packing:
     graph: Graph
     sizes: tuple[int, ...]
 
-    def placeholder(self, name: str, values: Values) -> Node:
+    def input(self, port: Port, values: Values) -> Node:
         """An input of some values."""
         width = sum(value.meta["val"].numel() for value in values) // prod(self.sizes)
-        node = self.graph.placeholder(name)
-        node.meta["val"] = torch.empty(*self.sizes, width, device="meta")
-        return node
+        return new_input(self.graph, port, torch.empty(*self.sizes, width, device="meta"))
 
     def side_by_side(self, values: Values, copies: Mapping[Node, Node]) -> Node:
         """What is made of the copies of some values."""
@@ -390,7 +413,7 @@ def _signature(graph_module: GraphModule, graph: Graph) -> tuple[Any, ...]:
             place = weights.setdefault(str(node.target), len(weights))
             lines.append(("weight", place, tuple(tensor.shape), tensor.dtype))
         elif node.op == "placeholder":
-            lines.append(("input", tuple(node.meta["val"].shape), node.meta["val"].dtype))
+            lines.append(("input", node.meta[PORT], tuple(node.meta["val"].shape), node.meta["val"].dtype))
         else:
             lines.append((node.op, str(node.target), _key(node.args, numbers), _key(node.kwargs, numbers)))
     return tuple(lines)

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from prge.files.signatures import TABLE
+from server_export.ir.block import is_input
 from server_export.ir.rewriting import share_equal_calls
 from server_export.ir.writer import Writer
-from server_export.trace.cutting import TABLE_PREFIX
 
 aten = torch.ops.aten
 
@@ -184,7 +185,7 @@ def _is_causal(value: Any) -> bool:
     """Whether it is a mask, whose numbers are 0 or hide a score."""
     while isinstance(value, Node) and value.target in _RESHAPES:
         value = value.args[0]
-    is_table = isinstance(value, Node) and str(value.target).startswith(TABLE_PREFIX)
+    is_table = is_input(value, TABLE)
     return is_table and _shape(value)[1] == _shape(value)[2]
 
 

@@ -25,6 +25,7 @@ from prge.errors import BundleError, told_as_bundle_error
 from server_export.derive.backprop.choosing import Gather, largest
 from server_export.derive.backprop.layers import FROZEN, Expansion, Layer, replace_layers
 from server_export.derive.backprop.rules import ONES, RULES
+from server_export.ir.block import PORT, port_of
 from server_export.ir.mixed_parts import MIXED_PARTS, MixedParts
 from server_export.ir.modules import as_module, attribute, copied
 from server_export.ir.rewriting import rewrite
@@ -176,9 +177,10 @@ def _rebuilt(
         return attributes[name]
 
     placeholders = traced.find_nodes(op="placeholder")
+    ports = {str(node.target): port_of(node) for node in root.graph.find_nodes(op="placeholder")}
     for node, name in zip(placeholders[len(constants) :], inputs, strict=True):
         copies[node] = graph.placeholder(name)
-        copies[node].meta["val"] = node.meta["val"]
+        copies[node].meta |= {"val": node.meta["val"], PORT: ports.get(name)}
     for node, name in zip(placeholders, constants, strict=False):
         copies[node] = constant(name)
     for node in traced.nodes:

@@ -22,13 +22,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from prge.errors import told_as_bundle_error
+from prge.files.signatures import SAVED, Port
 from server_export.derive.backprop.joint import REMEDY, SLOPE
 from server_export.derive.backprop.rules import ONES
+from server_export.ir.block import new_input
 from server_export.ir.modules import as_module
 
 aten = torch.ops.aten
 
-SAVED_PREFIX = "saved_"
 _FORWARD, _BACK = "forward", "way back"
 
 
@@ -156,9 +157,11 @@ def _part(
     for node in joint.graph.find_nodes(op="placeholder"):
         if node in needed or not (node.target == ONES or _is_slope(node)):
             copies[node] = graph.node_copy(node)
-    inputs = [graph.placeholder(f"{SAVED_PREFIX}{number}") for number in range(len(given))]
-    for source, (node, shape) in zip(inputs, given.items(), strict=True):
-        source.meta["val"] = torch.empty(shape, device="meta")
+    inputs = [
+        new_input(graph, Port(SAVED, number), torch.empty(shape, device="meta"))
+        for number, shape in enumerate(given.values())
+    ]
+    for source, node in zip(inputs, given, strict=True):
         copies[node] = _reshaped(graph, source, node.meta["val"].shape)
     for node in joint.graph.nodes:
         if node in needed and node.op != "placeholder":

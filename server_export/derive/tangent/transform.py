@@ -8,16 +8,18 @@ derivatives", 2008, chapter 3), done once, at export: what runs on the device is
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from prge.errors import BundleError
+from prge.files.signatures import Part, Port
 from server_export.derive.tangent.builder import Builder
 from server_export.derive.tangent.dual import Dual
 from server_export.derive.tangent.rules import OF_MATRICES, RULES, Factors, Value
+from server_export.ir.block import PORT, port_of
 from server_export.ir.modules import as_module
 
 
@@ -72,7 +74,11 @@ def differentiate(
     copies = {node: graph.node_copy(node) for node in placeholders if node not in adapter}
     like = next(node for node in placeholders if str(node.target) in seeds)
     sums = {length: _input(graph, name, like, 1, length, 1) for name, length in ones.items()}
+    for node in sums.values():
+        node.meta[PORT] = Port(str(node.target))
     copies |= {node: _input(graph, str(node.target), node, *node.meta["val"].shape[1:]) for node in adapter}
+    for node in adapter:
+        _give_port(copies[node], node, Part.VALUE)
     builder = Builder(graph_module, graph, queries, sums)
     answers = _differentiated(builder, copies, seeds)
     pairs = [(builder.reshape(each.primal, *each.shape), each.tangents) for each in answers]
@@ -106,14 +112,16 @@ def _seeded(builder: Builder, node: Node, copy: Node, seed: Seed) -> Value:
     name, shape = str(node.target), tuple(node.meta["val"].shape)
     if isinstance(seed, Dense):
         tangents = _input(builder.graph, f"d_{name}", node, builder.queries, *shape)
+        _give_port(tangents, node, Part.TANGENT)
         return Dual(builder, shape, builder.reshape(copy, 1, *shape), tangents)
     builder.know_shape(copy, *shape[1:])
     u, v = (
         _input(builder.graph, f"{factor}_{name}", node, builder.queries, seed.rows, width)
         for factor, width in (("u", shape[1]), ("v", shape[2]))
     )
-    for factor in (u, v):
+    for factor, part in ((u, Part.U), (v, Part.V)):
         builder.know_shape(factor, *factor.meta["val"].shape)
+        _give_port(factor, node, part)
     return Factors(builder.reshape(copy, *shape), u, v, seed.rows, *shape[1:])
 
 
@@ -122,6 +130,12 @@ def _input(graph: Graph, name: str, like: Node, *shape: int) -> Node:
     node = graph.placeholder(name)
     node.meta["val"] = torch.empty(shape, dtype=like.meta["val"].dtype, device="meta")
     return node
+
+
+def _give_port(node: Node, primal: Node, part: Part) -> None:
+    """Give a tangent's input the port that follows from the value's, if that has one."""
+    if (port := port_of(primal)) is not None:
+        node.meta[PORT] = replace(port, part=part)
 
 
 def _apply_rule(builder: Builder, node: Node, values: Mapping[Node, Value]) -> Value:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -11,26 +10,33 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.fx import GraphModule, Interpreter
 
 from device_runner.engines.interfaces import AttentionHeads, read_routings
 from prge.engine import Array
 from prge.files import chain as manifest
-from prge.files.chain import PAST_KEYS, PAST_VALUES, Bounds, Interface
+from prge.files.chain import Bounds, Interface
 from prge.files.relations import RELATIONS
-from prge.files.signatures import ALL_ROLES, BACK, DECODE, OF_BACK, PREFILL, STACK, STEP_ROLES, TANGENT
+from prge.files.signatures import (
+    ALL_ROLES,
+    BACK,
+    DECODE,
+    OF_BACK,
+    PAST_KEYS,
+    PAST_VALUES,
+    PREFILL,
+    STACK,
+    STEP_ROLES,
+    TANGENT,
+    Port,
+)
 from prge.learning.experts import Routing
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model
 from server_export.derive.backprop.layers import with_transposed
-from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
-from server_export.ir.modules import attribute
-from server_export.ir.shapes import with_size
-from server_export.lower import roles
+from server_export.derive.roles import derive
+from server_export.ir.block import Block
+from server_export.lower.roles import past_of
 from server_export.pipeline import build_chain
-from server_export.trace.cutting import moves
-
-_MARKERS = (COPIES, BATCH, TOKENS, QUERIES, PAST)
 
 
 class GraphBlocks:
@@ -47,38 +53,27 @@ class GraphBlocks:
         self._model = build_chain(outline, files, dict(lora_a), longest=bounds.context)
         self.lora_a = {name: matrix.numpy() for name, matrix in lora_a.items()}
         self.sha256 = "no bundle"
-        self._graphs: dict[int, dict[str, GraphModule]] = {}
-        self._methods: dict[int, dict[str, Interface]] = {}
-        self._sharing = {number: self._derive(number) for number in self._model.kinds}
+        self._blocks: dict[int, dict[str, Block]] = {}
+        self._past: dict[int, tuple[int, ...]] = {}
+        for number in self._model.kinds:
+            self._derive(number)
         self.chain = self._described(bounds)
         widths = [(0, self._width(0)), *map(self._model.state_widths, range(1, len(self._model.blocks)))]
         self._routings = read_routings(self.chain, widths)
         self.tables = SimpleNamespace(of=self._table, tensor=self._table_tensor)
-        self._sized = lru_cache(None)(self._graph_of_sizes)
         self._tensors = lru_cache(None)(self._tensors_of)
 
-    def _derive(self, number: int) -> Any:
+    def _derive(self, number: int) -> None:
         model, block = self._model, self._model.blocks[number]
-        graph, is_head = model.kinds[number].graph_module, number >= model.end
-        changes = moves(model.blocks)
-        sharing = roles.sharing_of(graph, [changes[v] for v in block.takes], len(block.gives), ALL_ROLES)
-        lowest = next(place for place, each in enumerate(model.blocks) if each.adapter)
+        lowest = next(place for place, each in enumerate(model.blocks) if each.modules)
         wanted = ALL_ROLES if number in model.kind_of[lowest:] else (STACK, PREFILL, DECODE)
         if not model.is_decoder:
             wanted = tuple(role for role in wanted if role in (*STEP_ROLES, *OF_BACK))
         if block.is_expert:
             wanted = (STACK, TANGENT, BACK) if wanted is ALL_ROLES else (STACK,)
-        layers = list(dict.fromkeys(model.adapter[name].of for name in block.adapter))
-        place = {layer: str(index) for index, layer in enumerate(layers)}
-        adapter = {
-            name: replace(model.adapter[name], of=place[model.adapter[name].of]) for name in block.adapter
-        }
-        graphs = roles.role_graphs(graph, adapter, wanted, is_head, sharing, not block.is_expert)
-        self._graphs[number] = graphs
-        self._methods[number] = {
-            role: roles._interface(each, role, adapter, is_head, sharing) for role, each in graphs.items()
-        }
-        return sharing
+        of_type = model.kinds[number].block
+        self._blocks[number] = derive(of_type, wanted, not block.is_expert)
+        self._past[number] = past_of(of_type, wanted)
 
     def _described(self, bounds: Bounds) -> manifest.Chain:
         model = self._model
@@ -89,12 +84,9 @@ class GraphBlocks:
                 kinds.index(kind),
                 f"{files.setdefault((kind, block.weights), number)}.ptd",
                 block.tables,
-                tuple(
-                    number_of[name]
-                    for name in dict.fromkeys(model.adapter[each].of for each in block.adapter)
-                ),
+                tuple(number_of[module] for module in block.modules),
                 block.takes,
-                self._sharing[kind].past,
+                self._past[kind],
             )
             for number, (block, kind) in enumerate(zip(model.blocks, model.kind_of, strict=True))
         ]
@@ -103,15 +95,15 @@ class GraphBlocks:
         return manifest.Chain(
             readout, pooling, self._width(model.end - 1), model.vocabulary_size, model.modules, bounds,
             tuple(tables), tuple(
-                manifest.Kind(f"{kind}.pte", self._methods[kind], model.blocks[kind].is_expert)
+                manifest.Kind(f"{kind}.pte", _methods(self._blocks[kind]), model.blocks[kind].is_expert)
                 for kind in kinds
             ), tuple(blocks), tuple(model.shared),
         )  # fmt: skip
 
     def _width(self, number: int) -> int:
         """Width of what a block answers."""
-        graph = self._graphs[self._model.kind_of[number]][STACK]
-        return int(graph.graph.output_node().args[0][0].meta["val"].shape[-1])
+        block = self._blocks[self._model.kind_of[number]][STACK]
+        return block.value(block.outputs[0]).shape[-1]
 
     def width(self, number: int) -> int:
         if routing := self._routings.get(number):
@@ -123,13 +115,13 @@ class GraphBlocks:
 
     def shared_width(self, value: int) -> int:
         maker = self._model.shared[value]
-        answers = self._graphs[self._model.kind_of[maker]][STACK].graph.output_node().args[0]
-        return int(answers[1 + self.chain.gives(maker).index(value)].meta["val"].shape[-1])
+        block = self._blocks[self._model.kind_of[maker]][STACK]
+        return block.value(Port("given", self.chain.gives(maker).index(value))).shape[-1]
 
     def saved_widths(self, number: int) -> dict[str, int]:
-        names, graph = self.chain.saved(number), self._graphs[self._model.kind_of[number]].get("save")
-        answers = graph.graph.output_node().args[0][1:] if graph else ()
-        return {name: int(answer.meta["val"].shape[-1]) for name, answer in zip(names, answers, strict=False)}
+        block = self._blocks[self._model.kind_of[number]].get("save")
+        saved = [port for port in block.outputs if port.kind == "saved"] if block else []
+        return {port.name: block.value(port).shape[-1] for port in saved if block}
 
     def heads(self, number: int) -> AttentionHeads:
         found = self._before(number)
@@ -139,16 +131,16 @@ class GraphBlocks:
 
     def carried(self, number: int) -> dict[str, tuple[int, ...]]:
         shapes = self._before(number).items()
-        return {name.replace("_", "."): shape[1:] for name, shape in shapes if name.startswith("carried_")}
+        return {name: shape[1:] for name, shape in shapes if name.startswith("carried.")}
 
     def _before(self, number: int) -> dict[str, tuple[int, ...]]:
         """Shapes of what a piece of a row is given."""
-        graph = self._graphs[self._model.kind_of[number]].get(PREFILL)
-        nodes = graph.graph.find_nodes(op="placeholder") if graph else []
-        return {str(node.target): tuple(node.meta["val"].shape) for node in nodes}
+        block = self._blocks[self._model.kind_of[number]].get(PREFILL)
+        inputs = block.inputs.items() if block else ()
+        return {port.name: tuple(node.meta["val"].shape) for port, node in inputs}
 
     def interface(self, number: int, role: str) -> Interface:
-        return self._methods[self._model.kind_of[number]][role]
+        return self.chain.kinds[self.chain.blocks[number].kind].methods[role]
 
     def release(self, array: Array) -> None:
         pass
@@ -160,29 +152,10 @@ class GraphBlocks:
         inputs: Mapping[str, Array],
         into: Mapping[str, Array] = MappingProxyType({}),
     ) -> dict[str, Array]:
-        interface, kind = self.interface(number, role), self._model.kind_of[number]
-        given = [torch.from_numpy(np.ascontiguousarray(inputs[name])) for name in interface.inputs]
-        placeholders = self._graphs[kind][role].graph.find_nodes(op="placeholder")
-        sizes = {}
-        for node, array in zip(placeholders, given, strict=True):
-            marked = [n for n in node.meta["val"].shape]
-            if len(marked) != array.dim():
-                # Products of sizes are dimensions of their own in a program.
-                marked = [factor for n in marked for factor in _factors(n)]
-            for size, length in zip(marked, array.shape, strict=True):
-                for marker in _MARKERS:
-                    if size % marker == 0:
-                        assert length % (size // marker) == 0, (number, role, node.target, array.shape)
-                        assert sizes.setdefault(marker, length // (size // marker)) == length // (
-                            size // marker
-                        )
-        graph = self._sized(kind, role, tuple(sorted(sizes.items())))
-        shaped = [
-            array.reshape(node.meta["val"].shape)
-            for array, node in zip(given, graph.graph.find_nodes(op="placeholder"), strict=True)
-        ]
-        answers = _Run(graph, self._tensors(number)).run(*shaped)
-        found = dict(zip(interface.outputs, (answer.contiguous().numpy() for answer in answers), strict=True))
+        block = self._blocks[self._model.kind_of[number]][role]
+        given = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
+        answers = block.call(given, self._tensors(number))
+        found = {name: answer.contiguous().numpy() for name, answer in answers.items()}
         for name, memory in into.items():
             memory[: found[name].size] = found[name].ravel()
         return found
@@ -208,15 +181,9 @@ class GraphBlocks:
 
         return compute
 
-    def _graph_of_sizes(self, kind: int, role: str, sizes: tuple[tuple[int, int], ...]) -> GraphModule:
-        graph = self._graphs[kind][role]
-        for marker, size in sizes:
-            graph = with_size(graph, marker, size)
-        return graph
-
     def _tensors_of(self, number: int) -> dict[str, torch.Tensor]:
-        graphs = self._graphs[self._model.kind_of[number]].values()
-        names = {str(node.target) for graph in graphs for node in graph.graph.find_nodes(op="get_attr")}
+        graphs = [block.graph_module.graph for block in self._blocks[self._model.kind_of[number]].values()]
+        names = {str(node.target) for graph in graphs for node in graph.find_nodes(op="get_attr")}
         return with_transposed(self._model.tensors(number), names)
 
     def _table(self, number: int, length: int, start: int = 0) -> Array:
@@ -230,22 +197,8 @@ class GraphBlocks:
         return array.dtype.name, array.shape
 
 
-class _Run(Interpreter):
-    """A graph with the tensors of a block."""
+def _methods(blocks: Mapping[str, Block]) -> dict[str, Interface]:
+    def names(ports: Iterable[Port]) -> tuple[str, ...]:
+        return tuple(port.name for port in ports)
 
-    def __init__(self, graph: GraphModule, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(graph)
-        self._tensors = tensors
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        tensor = self._tensors.get(str(target))
-        return attribute(self.module, str(target)) if tensor is None else tensor
-
-
-def _factors(number: int) -> list[int]:
-    found = []
-    for marker in _MARKERS:
-        while number % marker == 0:
-            found.append(marker)
-            number //= marker
-    return found if number == 1 and found else [*found, number]
+    return {role: Interface(names(block.inputs), names(block.outputs)) for role, block in blocks.items()}

@@ -1,120 +1,171 @@
-"""The table of roles: every word of it is read, and it says the shapes that a call has."""
+"""Signatures follow from what a block has and from a role: names, shapes, and what has derivatives."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from prge.files import signatures
 from prge.files.signatures import (
     ALL_ROLES,
     BACK,
     BACK_SAVED,
     DECODE,
+    IN_PIECES,
     OF_BACK,
     PREFILL,
     PREFILL_BACK,
     PREFILL_TANGENT,
-    ROLES,
+    ROLE_OF,
     SAVE,
     STACK,
     STEP_ROLES,
     TANGENT,
-    Sharing,
-    of_block,
-    of_head,
-)  # fmt: skip
+    BlockPorts,
+    Derivative,
+    Part,
+    Port,
+    View,
+    signature,
+)
 
 SIZES = {"copies": 3, "batch": 2, "queries": 5, "tokens": 7, "entering": 11, "leaving": 13}
-SIZES |= {
-    "rank": 4,
-    "in": 11,
-    "out": 6,
-    "sequences": 2,
-    "heads": 2,
-    "key": 8,
-    "value": 9,
-    "members": 3,
-    "past": 17,
-    "saved": 20,
-    "taken": 21,
-    "given": 22,
-}
+SIZES |= {"rank": 4, "in": 11, "out": 6, "sequences": 2, "states": 9, "words": 30}
+SIZES |= {"heads": 2, "key": 8, "value": 9, "members": 3, "past": 17, "high": 5, "wide": 4}
+SIZES |= {"saved": 20, "taken": 21, "given": 22}
+
+# Values that a block takes from another, with those that are keys and values of its attention.
+SHARED = [((), ()), ((True,), ()), ((False, False), (0, 1)), ((True, False, True), (0, 2))]
+BLOCKS = st.builds(
+    lambda shared, **ports: BlockPorts(takes=shared[0], past=shared[1], **ports),
+    st.sampled_from(SHARED),
+    modules=st.integers(0, 2),
+    trains_a=st.booleans(),
+    is_first=st.booleans(),
+    attends=st.booleans(),
+    gives=st.integers(0, 2),
+    carried=st.integers(0, 2),
+    saved=st.integers(0, 2),
+)
 
 
-@pytest.mark.parametrize("name", ["_BLOCK", "_ATTENTION", "_TAKEN", "_GIVEN", "_TOKENS", "_HEAD"])
-def test_every_word_of_the_table_is_a_tensor(name: str) -> None:
-    for text in getattr(signatures, name).values():
-        rest = signatures._TENSOR.sub("", text).replace("->", "")
-        assert not rest.split(), f"{text!r} has {rest.split()}"
+@given(BLOCKS, st.sampled_from(ALL_ROLES))
+def test_every_port_has_a_name_of_its_own_and_a_shape(block: BlockPorts, role: str) -> None:
+    found = signature(block, role)
+    for ports in (found.inputs, found.outputs):
+        assert len({port.name for port in ports}) == len(ports)
+        assert all(number > 0 for port in ports for number in port.shape(SIZES))
+        assert {port.name for port in ports if port.dtype == "int64"} <= {"tokens", "targets"}
 
 
-@pytest.mark.parametrize("role", [*ROLES, *OF_BACK])
-@pytest.mark.parametrize("is_first", [False, True])
-def test_every_role_has_shapes_of_numbers(role: str, is_first: bool) -> None:
-    signature = of_block(role, is_first, attends=not is_first, saved=2)
-    for tensor in (*signature.inputs, *signature.outputs):
-        assert all(number > 0 for number in tensor.shape(SIZES))
-    assert ("tokens" in signature.needed(0)) == is_first != ("state" in signature.needed(0))
+@given(BLOCKS, st.sampled_from([View.BATCH, View.CHUNK]))
+def test_what_changes_has_a_tangent_in_forward_mode_and_a_gradient_in_reverse_mode(
+    block: BlockPorts, view: View
+) -> None:
+    """So a block's derivatives fit each other, whatever it has."""
+    by_derivative = {
+        role.derivative: signature(block, name) for name, role in ROLE_OF.items() if role.view is view
+    }
+    forward, reverse = by_derivative[Derivative.JVP], by_derivative[Derivative.BACKWARD]
+    values = {port for port in forward.inputs if port.part is Part.VALUE and port.changes}
+    tangents = {Port(port.kind, port.index) for port in forward.inputs if port.part in (Part.TANGENT, Part.U)}
+    gradients = {Port(port.kind, port.index) for port in reverse.outputs}
+    assert tangents == gradients == values
+    answers = [Port(port.kind, port.index) for port in by_derivative[Derivative.VALUE].outputs]
+    assert [Port(p.kind, p.index) for p in forward.outputs if p.part is Part.TANGENT] == answers
+    assert [Port(p.kind, p.index) for p in reverse.inputs if p.part is Part.GRADIENT] == answers
+
+
+@pytest.mark.parametrize(
+    ("role", "inputs", "outputs"),
+    [
+        (STACK, {"state": (3, 2, 7, 11), "lora_b.0": (3, 4, 6)}, {"state": (6, 7, 13)}),
+        (
+            TANGENT,
+            {"d_state": (5, 2, 7, 11), "lora_b.0": (4, 6), "u.0": (5, 2, 4), "v.0": (5, 2, 6)},
+            {"state": (2, 7, 13), "d_state": (5, 2, 7, 13)},
+        ),
+        (BACK, {"slope": (2, 7, 13), "lora_b.0": (2, 4, 6)}, {"slope": (2, 7, 11), "gradient.0": (2, 4, 6)}),
+        (SAVE, {"state": (2, 7, 11)}, {"state": (2, 7, 13), "saved.0": (2, 7, 20)}),
+        (BACK_SAVED, {"saved.0": (2, 7, 20)}, {"slope": (2, 7, 11), "gradient.0": (2, 4, 6)}),
+        (
+            PREFILL,
+            {"past_keys": (2, 17, 8), "seen": (21, 17), "causal": (21, 7), "lora_a.0": (1, 4, 11)},
+            {"state": (1, 7, 13), "keys": (2, 7, 8), "values": (2, 7, 9)},
+        ),
+        (
+            DECODE,
+            {"past_values": (4, 17, 9), "seen": (4, 1, 17), "own": (1, 1, 17), "lora_a.0": (2, 4, 11)},
+            {"state": (2, 1, 13), "keys": (4, 1, 8), "values": (4, 1, 9)},
+        ),
+        (
+            PREFILL_TANGENT,
+            {"d_past_keys": (5, 2, 17, 8), "lora_b.0": (4, 6), "u.0": (5, 1, 4), "past_ones": (1, 17, 1)},
+            {"state": (1, 7, 13), "d_state": (5, 1, 7, 13), "d_keys": (5, 2, 7, 8), "values": (2, 7, 9)},
+        ),
+        (
+            PREFILL_BACK,
+            {"slope_keys": (2, 7, 8), "slope_values": (2, 7, 9)},
+            {"slope": (1, 7, 11), "slope_past_keys": (2, 17, 8), "gradient.0": (1, 4, 6)},
+        ),
+    ],
+)
+def test_the_roles_of_a_block_with_attention_and_one_adapted_layer(
+    role: str, inputs: dict[str, tuple[int, ...]], outputs: dict[str, tuple[int, ...]]
+) -> None:
+    found = signature(BlockPorts(modules=1, attends=True, saved=1), role)
+    for name, shape in inputs.items():
+        assert found.port(name).shape(SIZES) == shape
+    for name, shape in outputs.items():
+        assert found.port(name, is_output=True).shape(SIZES) == shape
 
 
 @pytest.mark.parametrize("role", ALL_ROLES)
 def test_of_what_a_block_takes_only_values_that_change_have_derivatives(role: str) -> None:
-    is_back, is_tangent = role in (BACK, BACK_SAVED, PREFILL_BACK), role in (TANGENT, PREFILL_TANGENT)
-    sharing = Sharing(takes=(False, True, True), gives=1, past=(1, 2))
-    signature = of_block(role, attends=True, sharing=sharing)
-    asked, answered = signature.needed(0), signature.answers(0)
-    assert {"taken.0", "taken.1", "taken.2"} < asked
-    assert ("given.0" in answered) == (not is_back)
-    assert ("d_taken.1" in asked, "d_given.0" in answered) == (is_tangent, is_tangent)
-    assert ("slope_given.0" in asked, "slope_taken.2" in answered) == (is_back, is_back)
-    assert not {"d_taken.0", "slope_taken.0", "slope_keys"} & {*asked, *answered}
-    assert "keys" not in answered
-    for tensor in (*signature.inputs, *signature.outputs):
-        assert all(number > 0 for number in tensor.shape(SIZES))
+    is_back, is_tangent = ROLE_OF[role].derivative.is_backward, role in (TANGENT, PREFILL_TANGENT)
+    found = signature(BlockPorts(attends=True, takes=(False, True, True), gives=1, past=(1, 2)), role)
+    assert {"taken.0", "taken.1", "taken.2"} < found.needed
+    assert ("given.0" in found.answers) == (not is_back)
+    assert ("d_taken.1" in found.needed, "d_given.0" in found.answers) == (is_tangent, is_tangent)
+    assert ("slope_given.0" in found.needed, "slope_taken.2" in found.answers) == (is_back, is_back)
+    assert not {"d_taken.0", "slope_taken.0", "slope_keys", "keys"} & {*found.needed, *found.answers}
 
 
 def test_a_past_that_doesnt_change_has_no_derivative() -> None:
-    sharing = Sharing(takes=(False, False), past=(0, 1))
-    tangent, back = (
-        of_block(role, attends=True, sharing=sharing) for role in (PREFILL_TANGENT, PREFILL_BACK)
-    )
-    assert "past_keys" in tangent.needed(0) & back.needed(0)
-    assert not {"d_past_keys", "slope_past_keys"} & {*tangent.needed(0), *back.answers(0)}
+    block = BlockPorts(attends=True, takes=(False, False), past=(0, 1))
+    tangent, back = (signature(block, role) for role in (PREFILL_TANGENT, PREFILL_BACK))
+    assert "past_keys" in tangent.needed & back.needed
+    assert not {"d_past_keys", "slope_past_keys"} & {*tangent.needed, *back.answers}
 
 
-def test_copies_and_rows_leave_a_stack_together() -> None:
-    stack = of_block(STACK)
-    assert stack.tensor("state").shape(SIZES) == (3, 2, 7, 11)
-    assert stack.tensor("state", is_output=True).shape(SIZES) == (6, 7, 13)
-    assert stack.tensor("lora_b.1").shape(SIZES) == (3, 4, 6)
+def test_an_adapter_may_be_read_by_none_of_a_methods_operators() -> None:
+    back = signature(BlockPorts(modules=2), BACK)
+    assert back.needed == {"state", "slope"} and back.allowed >= {"lora_b.0", "lora_b.1", "padding"}
+    assert back.answers == ["slope", "gradient.0", "gradient.1"]
 
 
-def test_an_adapter_has_a_tensor_for_each_of_its_modules() -> None:
-    back = of_block(BACK)
-    assert back.needed(2) == {"state", "slope"} and back.allowed(2) >= {"lora_b.0", "lora_b.1", "padding"}
-    assert back.answers(2) == ["slope", "gradient.0", "gradient.1"]
-    assert of_block(TANGENT).allowed(1) >= {"u.0", "v.0", "d_state"}
+def test_the_first_matrix_of_an_adapter_is_an_input_where_it_is_trained_or_texts_are_written() -> None:
+    for role in ALL_ROLES:
+        has_a = "lora_a.0" in signature(BlockPorts(modules=1), role).allowed
+        assert has_a == (role in (PREFILL, DECODE))
+    found = signature(BlockPorts(modules=1, trains_a=True), BACK_SAVED)
+    assert found.answers == ["slope", "gradient_a.0", "gradient.0"]
 
 
-def test_the_way_back_takes_what_a_forward_pass_saves() -> None:
-    save, back = (of_block(role, saved=2) for role in OF_BACK)
-    assert save.answers(1) == ["state", "saved.0", "saved.1"] and back.needed(1) >= {"saved.0", "saved.1"}
-    assert save.tensor("saved.1", is_output=True) == back.tensor("saved.1")
-    assert back.tensor("saved.1").shape(SIZES) == (2, 7, 20)
-    # But for these it is the way back.
-    assert of_block(BACK_SAVED) == of_block(BACK) and of_block(BACK_SAVED).outputs == back.outputs
-    assert of_head(SAVE, 1).answers(0) == ["parts", "saved.0"]
-    assert "gradient_a.0" in of_block(BACK_SAVED, trains_a=True).answers(1)
-    assert "lora_a.0" not in of_block(SAVE).allowed(1)
+def test_the_backward_pass_takes_the_residuals_of_a_forward_pass() -> None:
+    save, back = (signature(BlockPorts(saved=2), role) for role in OF_BACK)
+    assert save.answers == ["state", "saved.0", "saved.1"] and back.needed >= {"saved.0", "saved.1"}
+    assert save.port("saved.1", is_output=True).sizes == back.port("saved.1").sizes
 
 
-def test_who_looks_at_the_tokens_before_has_a_past() -> None:
-    assert "past_keys" not in of_block(DECODE).allowed(1)
-    assert of_block(PREFILL, attends=True).answers(0) == ["state", "keys", "values"]
-    assert of_block(PREFILL, attends=True).tensor("seen").shape(SIZES) == (21, 17)
-    assert of_block(STACK, attends=True) == of_block(STACK)
+def test_only_a_block_with_attention_has_a_past() -> None:
+    assert "past_keys" not in signature(BlockPorts(), DECODE).allowed
+    assert signature(BlockPorts(attends=True), STACK) == signature(BlockPorts(), STACK)
 
 
-def test_a_head_answers_parts_or_logits_and_never_goes_on_with_a_row() -> None:
-    assert [of_head(role).answers(0) for role in STEP_ROLES] == [["parts"], ["parts", "d_parts"], ["slope"]]
-    assert of_head(DECODE).answers(0) == ["logits"] and not of_head(PREFILL).inputs
+def test_a_head_answers_parts_or_logits_and_goes_on_with_no_row() -> None:
+    head = BlockPorts(is_head=True, saved=1)
+    answers = [signature(head, role).answers for role in (*STEP_ROLES, SAVE, DECODE)]
+    assert answers == [["parts"], ["parts", "d_parts"], ["slope"], ["parts", "saved.0"], ["logits"]]
+    assert not any(signature(head, role).inputs for role in IN_PIECES.values())
+    assert signature(head, BACK).port("slope").shape(SIZES) == (1, 9, 2)

@@ -57,7 +57,8 @@ def chain_of(folder: Path, **settings: Any) -> ModelChain:
 def test_layers_have_no_bias_of_their_own(folder: Path) -> None:
     chain = chain_of(folder, scheme="8da8w")
     for kind in chain.kinds.values():
-        layers = kind.graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+        graph = kind.block.graph_module.graph
+        layers = graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
         assert all(len(layer.args) == 2 for layer in layers)
 
 
@@ -71,7 +72,7 @@ def test_quantized_layers_are_codes_and_scales(folder: Path) -> None:
     assert all(int(tensor.min()) >= -8 and int(tensor.max()) <= 7 for tensor in layers)
     assert not any("lora_a_codes" in name for name in block)
     for number, tensors in ((1, block), (len(chain.blocks) - 1, head)):
-        graph_module = chain.kinds[chain.kind_of[number]].graph_module
+        graph_module = chain.kinds[chain.kind_of[number]].block.graph_module
         read = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
         assert set(tensors) == {name for name in read if not name.startswith("constant_")}
     assert max(int(tensor.max()) for name, tensor in head.items() if name.endswith("_codes")) > 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from prge.files.signatures import Port
+from prge.model_spec import Matrix
 from server_export.ir.rewriting import rewritten_graph
 from server_export.trace.cutting import ModelBlock, cut, kinds
 from server_export.trace.experts import EXPERTS
@@ -55,7 +58,12 @@ def graph_of(model: Model, adapted: int) -> GraphModule:
 def blocks_of(model: Model, adapted: int = 0) -> tuple[GraphModule, list[ModelBlock]]:
     graph = graph_of(model, adapted)
     names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")][2:]
-    return graph, cut(graph, names, table=None)
+    return graph, cut(graph, matrices_of(names), table=None)
+
+
+def matrices_of(names: Sequence[str]) -> dict[str, Matrix]:
+    """Placeholders as matrices of an adapter, each of a layer of its name."""
+    return {name: Matrix("b", name, WIDTH, WIDTH) for name in names}
 
 
 @pytest.mark.parametrize("adapted", [0, 1, 3])
@@ -69,8 +77,9 @@ def test_the_blocks_one_after_the_other_are_the_model(adapted: int) -> None:
     given: dict[str, Any] = dict(zip(placeholders, [tokens, mask, *lora_b], strict=True))
     state: torch.Tensor = tokens
     for block in blocks:
-        names = [str(node.target) for node in block.graph_module.graph.find_nodes(op="placeholder")]
-        (state,) = block.graph_module(state, *(given[name] for name in names[1:]))
+        inputs = given | {"state": state, "tokens": tokens}
+        inputs |= {f"lora_b.{number}": given[module] for number, module in enumerate(block.modules)}
+        (state,) = block.call(inputs).values()
     expected = graph(*given.values())
     assert torch.equal(state, expected)
 
@@ -85,7 +94,7 @@ def test_stretches_that_repeat_are_one_block_of_one_kind() -> None:
 def test_an_adapter_makes_another_kind_of_the_same_stretch() -> None:
     _, blocks = blocks_of(Model(*(Layer() for _ in range(4))), adapted=2)
     assert kinds(blocks) == [0, 1, 1, 3, 3, 5]
-    assert [len(block.adapter) for block in blocks] == [0, 0, 0, 1, 1, 0]
+    assert [len(block.modules) for block in blocks] == [0, 0, 0, 1, 1, 0]
 
 
 def test_another_number_makes_another_kind() -> None:
@@ -103,7 +112,7 @@ def test_without_points_to_cut_at_the_model_is_one_block() -> None:
             return self.table(tokens)
 
     graph = rewritten_graph(Short(), (torch.zeros(ROWS, TOKENS, dtype=torch.long), torch.zeros(1)))
-    assert len(cut(graph, [], table=None)) == 1
+    assert len(cut(graph, {}, table=None)) == 1
 
 
 class Mixture(nn.Module):
@@ -131,9 +140,11 @@ def test_a_layer_is_parted_at_its_experts_and_joins_the_next_one() -> None:
     assert [block.experts for block in blocks] == [None, 0, 1, 2, None]
     assert kinds(blocks) == [0, 1, 2, 2, 4]
     widths = [
-        (state.meta["val"].shape[-1], graph.output_node().args[0][0].meta["val"].shape[-1])
-        for graph in (block.graph_module.graph for block in blocks[1:])
-        for state in graph.find_nodes(op="placeholder", target="state")
+        tuple(
+            value.shape[-1]
+            for value in (block.inputs[Port("state")].meta["val"], block.value(block.outputs[0]))
+        )
+        for block in blocks[1:]
     ]
     # What experts see, shares and index, and beside them the state and the shared part.
     before, behind = WIDTH + 2 * CHOSEN + 2 * WIDTH, 3 * WIDTH
@@ -155,5 +166,5 @@ class FirstLayer(Layer):
 def test_an_adapted_layer_that_isnt_like_the_others_is_no_part_of_the_embedding() -> None:
     for adapted in (3, 4):
         _, blocks = blocks_of(Model(FirstLayer(), *(Layer() for _ in range(3))), adapted)
-        assert not blocks[0].adapter
-        assert sum(len(block.adapter) for block in blocks) == adapted
+        assert not blocks[0].modules
+        assert sum(len(block.modules) for block in blocks) == adapted

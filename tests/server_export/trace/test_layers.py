@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from server_export.trace.cutting import TAKEN_PREFIX, ModelBlock, cut, kinds
+from prge.model_spec import Matrix
+from server_export.trace.cutting import ModelBlock, cut, kinds
 from server_export.trace.functional import functional_graph
 
 ROWS, TOKENS, WIDTH, VOCABULARY, STREAMS = 3, 5, 8, 16, 2
@@ -61,7 +62,8 @@ def cut_model(adapted: int) -> tuple[GraphModule, list[ModelBlock], tuple[torch.
     with torch.no_grad():
         graph = functional_graph(torch.export.export(Model(), (tokens, *lora_b), strict=False))
     names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")][1:]
-    return graph, cut(graph, names, table=None), (tokens, *lora_b)
+    adapter = {name: Matrix("b", name, WIDTH, WIDTH) for name in names}
+    return graph, cut(graph, adapter, table=None), (tokens, *lora_b)
 
 
 @pytest.mark.parametrize("adapted", [1, 3])
@@ -69,14 +71,10 @@ def test_the_blocks_one_after_the_other_are_the_model(adapted: int) -> None:
     graph, blocks, given = cut_model(adapted)
     state, shared, adapter = given[0], dict[int, torch.Tensor](), iter(given[1:])
     for block in blocks:
-        inputs = [state]
-        for node in block.graph_module.graph.find_nodes(op="placeholder")[1:]:
-            name = str(node.target)
-            is_taken = name.startswith(TAKEN_PREFIX)
-            inputs.append(
-                shared[block.takes[int(name.removeprefix(TAKEN_PREFIX))]] if is_taken else next(adapter)
-            )
-        state, *answers = block.graph_module(*inputs)
+        inputs = {"state": state, "tokens": given[0]}
+        inputs |= {f"taken.{number}": shared[value] for number, value in enumerate(block.takes)}
+        inputs |= {f"lora_b.{number}": next(adapter) for number, _ in enumerate(block.modules)}
+        state, *answers = block.call(inputs).values()
         shared |= dict(zip(block.gives, answers, strict=True))
         assert state.shape[:2] == (ROWS, TOKENS)
         assert all(value.shape == (ROWS, TOKENS, WIDTH) for value in answers)
@@ -88,7 +86,7 @@ def test_shared_values_come_from_the_block_that_makes_them() -> None:
     _, blocks, _ = cut_model(4)
     assert [len(block.gives) for block in blocks] == [4, 0, 1, 0, 0, 0, 0]
     assert [block.takes for block in blocks] == [(), (0,), (1,), (2, 4), (3, 4), (), ()]
-    widths = [block.graph_module.graph.output_node().args[0][0].meta["val"].shape[-1] for block in blocks]
+    widths = [block.value(block.outputs[0]).shape[-1] for block in blocks]
     assert widths == [STREAMS * WIDTH, *[STREAMS * WIDTH] * 4, WIDTH, VOCABULARY]
     assert kinds(blocks) == [0, 1, 2, 3, 3, 5, 6]
 
@@ -134,11 +132,12 @@ def test_the_same_in_another_shape_is_no_shared_value() -> None:
     with torch.no_grad():
         graph = functional_graph(torch.export.export(Laid(), (tokens,), strict=False))
     expected = graph(tokens)
-    blocks = cut(graph, [], table=None)
+    blocks = cut(graph, {}, table=None)
     assert not any(block.gives for block in blocks[1:])
     state = tokens
     shared = dict[int, torch.Tensor]()
     for block in blocks:
-        state, *answers = block.graph_module(state, *map(shared.__getitem__, block.takes))
+        inputs = {f"taken.{number}": shared[value] for number, value in enumerate(block.takes)}
+        state, *answers = block.call({"state": state, "tokens": tokens, **inputs}).values()
         shared |= dict(zip(block.gives, answers, strict=True))
     torch.testing.assert_close(state, expected)
