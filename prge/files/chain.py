@@ -30,6 +30,7 @@ from prge.files.signatures import (
     PREFILL,
     PREFILL_BACK,
     PREFILL_TANGENT,
+    ROLE_OF,
     SAVE,
     SAVED,
     STACK,
@@ -373,7 +374,7 @@ class Chain:
 
     def signature(self, number: int, role: str) -> Signature:
         """What a block's method takes and answers, but for its tables."""
-        return signature(self.ports(number), role)
+        return signature(self.ports(number), ROLE_OF[role])
 
     def ports(self, number: int) -> BlockPorts:
         """What enters and leaves a block, whatever is computed of it."""

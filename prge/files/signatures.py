@@ -157,12 +157,16 @@ class Port:
     @property
     def tangent(self) -> Port:
         """The derivative of the value along every query's direction."""
-        return replace(self, part=Part.TANGENT, sizes=("queries", *self.sizes))
+        return replace(self.of(Part.TANGENT), sizes=("queries", *self.sizes))
 
     @property
     def gradient(self) -> Port:
         """The derivative of a loss by the value."""
-        return replace(self, part=Part.GRADIENT)
+        return self.of(Part.GRADIENT)
+
+    def of(self, part: Part) -> Port:
+        """The port of a tensor of the value's derivative, which has no derivative itself; or its own."""
+        return replace(self, part=part, changes=self.changes and part is Part.VALUE)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Its shape where sizes have these numbers."""
@@ -242,9 +246,9 @@ class Signature:
 
 
 @lru_cache(maxsize=1024)
-def signature(block: BlockPorts, role: str) -> Signature:
-    """What the method of a role takes and answers, but for tables; nothing in a role that a head lacks."""
-    view, derivative = ROLE_OF[role].view, ROLE_OF[role].derivative
+def signature(block: BlockPorts, role: Role) -> Signature:
+    """What a method of a role takes and answers, but for tables; nothing in a role that a head lacks."""
+    view, derivative = role.view, role.derivative
     if block.is_head and view is View.CHUNK:
         return Signature((), ())
     of_block = _of_head(view) if block.is_head else _of_block(block, view, derivative)
@@ -364,7 +368,7 @@ def _tangents(port: Port, inputs: Collection[Port]) -> Iterator[Port]:
         return
     rows = next(each.sizes[0] for each in inputs if each.kind in (STATE, TOKENS))
     for part, width in zip((Part.U, Part.V), port.sizes[-2:], strict=True):
-        yield replace(port, part=part, sizes=("queries", rows, width))
+        yield replace(port.of(part), sizes=("queries", rows, width))
 
 
 def _number(word: str, sizes: Mapping[str, int]) -> int:

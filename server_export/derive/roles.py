@@ -10,13 +10,9 @@ from dataclasses import replace
 
 from prge.files.signatures import (
     ALL_ROLES,
-    BACK,
-    BACK_SAVED,
-    OF_BACK,
     ONES,
     PAST_ONES,
     ROLE_OF,
-    SAVE,
     SAVED,
     SHIFT,
     TARGETS,
@@ -41,11 +37,11 @@ from server_export.ir.rewriting import share_equal_calls
 from server_export.ir.shapes import fill_in_values
 
 # Gradients are made of values that the forward pass has.
-_SHARE_VALUES = {ROLE_OF[name] for name in (BACK, *OF_BACK)}
+_SHARE_VALUES = (Derivative.BACKWARD, Derivative.SAVE, Derivative.BACKWARD_SAVED)
 
 
 def derive(block: Block, roles: Collection[str], saves: bool = True) -> dict[str, Block]:
-    """The blocks of some roles, in core operators and marker sizes; beside `back` others that save for it.
+    """The blocks of some roles by their names; beside `back` others that save for it.
 
     Args:
         block: a block's type, traced with markers. Not changed.
@@ -57,31 +53,36 @@ def derive(block: Block, roles: Collection[str], saves: bool = True) -> dict[str
     """
     derived: dict[Role, Block] = {}
     for name in ALL_ROLES:
-        if name in roles and (role := ROLE_OF[name]) not in derived:
-            derived |= _derived(block, role, saves)
-    found = {name: derived[role] for name, role in ROLE_OF.items() if role in derived}
-    return {name: _in_core_operators(each, ROLE_OF[name]) for name, each in found.items()}
+        if name in roles and ROLE_OF[name] not in derived:
+            derived |= derive_together(block, ROLE_OF[name], saves)
+    return {name: derived[role] for name, role in ROLE_OF.items() if role in derived}
 
 
-def is_head(block: Block) -> bool:
-    """Whether a block is a shard of a decoder's head."""
-    return block.has(TARGETS)
+def derive_together(block: Block, role: Role, saves: bool = True) -> dict[Role, Block]:
+    """A block in a role, in core operators and marker sizes, and those that are made of the same graph.
 
-
-def _derived(block: Block, role: Role, saves: bool) -> dict[Role, Block]:
-    """A block's role, and those that are derived together with it."""
+    Any view goes with any derivative but `jvp` with one token, whose sequences have adapters of their own.
+    """
     if is_head(block) and role.view is View.CHUNK:
         return {}
     view = _viewed(block, role)
     match role.derivative:
         case Derivative.VALUE:
-            return {role: view}
+            derived = {role: view}
         case Derivative.JVP:
-            return {role: _jvp(view, rows=1 if role.view is View.CHUNK else BATCH)}
-        case Derivative.BACKWARD if role.view is View.BATCH:
-            parts = _in_parts(view)
-            return parts if saves else {role: parts[role]}
-    return {role: _backward(view)}
+            derived = {role: _jvp(view, rows=1 if role.view is View.CHUNK else BATCH)}
+        case Derivative.BACKWARD if role.view is not View.BATCH:
+            derived = {role: _backward(view)}
+        case _:
+            parts = _in_parts(view, 1 if is_head(block) or role.view is View.CHUNK else COPIES)
+            found = {replace(role, derivative=derivative): part for derivative, part in parts.items()}
+            derived = found if saves else {role: found[role]}
+    return {each: _in_core_operators(part, each.derivative) for each, part in derived.items()}
+
+
+def is_head(block: Block) -> bool:
+    """Whether a block is a shard of a decoder's head."""
+    return block.has(TARGETS)
 
 
 def _viewed(block: Block, role: Role) -> Block:
@@ -95,7 +96,7 @@ def _viewed(block: Block, role: Role) -> Block:
             if is_head(block):
                 return logits(block.sized((BATCH, 1), (TOKENS, 1)))
             one_token = block.sized((BATCH, 1), (TOKENS, 1))
-            return continued(one_token, rows=COPIES, tokens=1, past=PAST, any_lora_a=True)
+            return continued(one_token, rows=COPIES, tokens=1, past=PAST, any_lora_a=is_value)
     whole = block.copied()
     expand(whole.graph_module)
     if is_head(block):
@@ -138,27 +139,26 @@ def _backward(block: Block, with_answer: bool = False) -> Block:
     return replace(block, graph_module=graph_module, outputs=outputs)
 
 
-def _in_parts(block: Block) -> dict[Role, Block]:
+def _in_parts(block: Block, rows: int) -> dict[Derivative, Block]:
     """A block's backward pass, and the forward pass whose residuals save it most of the work."""
     joint, answers = _backward(block, with_answer=True), block.outputs
-    rows = 1 if is_head(block) else COPIES
     # A head is read with a shift by what is known of the words so far, and goes back with one by all.
     parts = partition(joint.graph_module, rows, TOKENS, [SHIFT], len(answers))
     saved = len(parts.save.graph.output_node().args[0]) - len(answers)
     residuals = (Port(SAVED, number) for number in range(saved))
     of_gradients = joint.outputs[len(answers) :]
     return {
-        ROLE_OF[BACK]: Block(parts.back, of_gradients),
-        ROLE_OF[SAVE]: Block(parts.save, (answers[0], *residuals, *answers[1:])),
-        ROLE_OF[BACK_SAVED]: Block(parts.back_saved, of_gradients),
+        Derivative.BACKWARD: Block(parts.back, of_gradients),
+        Derivative.SAVE: Block(parts.save, (answers[0], *residuals, *answers[1:])),
+        Derivative.BACKWARD_SAVED: Block(parts.back_saved, of_gradients),
     }
 
 
-def _in_core_operators(block: Block, role: Role) -> Block:
+def _in_core_operators(block: Block, derivative: Derivative) -> Block:
     graph_module = block.graph_module
     fill_in_values(graph_module)
     write_core_operators(graph_module)
-    if role in _SHARE_VALUES:
+    if derivative in _SHARE_VALUES:
         share_equal_calls(graph_module.graph)
     # Inputs that nothing reads any longer are gone.
     return replace(block)

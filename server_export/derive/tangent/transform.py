@@ -8,7 +8,7 @@ derivatives", 2008, chapter 3), done once, at export: what runs on the device is
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -135,7 +135,7 @@ def _input(graph: Graph, name: str, like: Node, *shape: int) -> Node:
 def _give_port(node: Node, primal: Node, part: Part) -> None:
     """Give a tangent's input the port that follows from the value's, if that has one."""
     if (port := port_of(primal)) is not None:
-        node.meta[PORT] = replace(port, part=part)
+        node.meta[PORT] = port.of(part)
 
 
 def _apply_rule(builder: Builder, node: Node, values: Mapping[Node, Value]) -> Value:

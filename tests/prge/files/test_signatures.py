@@ -51,7 +51,7 @@ BLOCKS = st.builds(
 
 @given(BLOCKS, st.sampled_from(ALL_ROLES))
 def test_every_port_has_a_name_of_its_own_and_a_shape(block: BlockPorts, role: str) -> None:
-    found = signature(block, role)
+    found = signature(block, ROLE_OF[role])
     for ports in (found.inputs, found.outputs):
         assert len({port.name for port in ports}) == len(ports)
         assert all(number > 0 for port in ports for number in port.shape(SIZES))
@@ -64,7 +64,7 @@ def test_what_changes_has_a_tangent_in_forward_mode_and_a_gradient_in_reverse_mo
 ) -> None:
     """So a block's derivatives fit each other, whatever it has."""
     by_derivative = {
-        role.derivative: signature(block, name) for name, role in ROLE_OF.items() if role.view is view
+        role.derivative: signature(block, role) for role in ROLE_OF.values() if role.view is view
     }
     forward, reverse = by_derivative[Derivative.JVP], by_derivative[Derivative.BACKWARD]
     values = {port for port in forward.inputs if port.part is Part.VALUE and port.changes}
@@ -113,7 +113,7 @@ def test_what_changes_has_a_tangent_in_forward_mode_and_a_gradient_in_reverse_mo
 def test_the_roles_of_a_block_with_attention_and_one_adapted_layer(
     role: str, inputs: dict[str, tuple[int, ...]], outputs: dict[str, tuple[int, ...]]
 ) -> None:
-    found = signature(BlockPorts(modules=1, attends=True, saved=1), role)
+    found = signature(BlockPorts(modules=1, attends=True, saved=1), ROLE_OF[role])
     for name, shape in inputs.items():
         assert found.port(name).shape(SIZES) == shape
     for name, shape in outputs.items():
@@ -123,7 +123,9 @@ def test_the_roles_of_a_block_with_attention_and_one_adapted_layer(
 @pytest.mark.parametrize("role", ALL_ROLES)
 def test_of_what_a_block_takes_only_values_that_change_have_derivatives(role: str) -> None:
     is_back, is_tangent = ROLE_OF[role].derivative.is_backward, role in (TANGENT, PREFILL_TANGENT)
-    found = signature(BlockPorts(attends=True, takes=(False, True, True), gives=1, past=(1, 2)), role)
+    found = signature(
+        BlockPorts(attends=True, takes=(False, True, True), gives=1, past=(1, 2)), ROLE_OF[role]
+    )
     assert {"taken.0", "taken.1", "taken.2"} < found.needed
     assert ("given.0" in found.answers) == (not is_back)
     assert ("d_taken.1" in found.needed, "d_given.0" in found.answers) == (is_tangent, is_tangent)
@@ -133,39 +135,39 @@ def test_of_what_a_block_takes_only_values_that_change_have_derivatives(role: st
 
 def test_a_past_that_doesnt_change_has_no_derivative() -> None:
     block = BlockPorts(attends=True, takes=(False, False), past=(0, 1))
-    tangent, back = (signature(block, role) for role in (PREFILL_TANGENT, PREFILL_BACK))
+    tangent, back = (signature(block, ROLE_OF[role]) for role in (PREFILL_TANGENT, PREFILL_BACK))
     assert "past_keys" in tangent.needed & back.needed
     assert not {"d_past_keys", "slope_past_keys"} & {*tangent.needed, *back.answers}
 
 
 def test_an_adapter_may_be_read_by_none_of_a_methods_operators() -> None:
-    back = signature(BlockPorts(modules=2), BACK)
+    back = signature(BlockPorts(modules=2), ROLE_OF[BACK])
     assert back.needed == {"state", "slope"} and back.allowed >= {"lora_b.0", "lora_b.1", "padding"}
     assert back.answers == ["slope", "gradient.0", "gradient.1"]
 
 
 def test_the_first_matrix_of_an_adapter_is_an_input_where_it_is_trained_or_texts_are_written() -> None:
     for role in ALL_ROLES:
-        has_a = "lora_a.0" in signature(BlockPorts(modules=1), role).allowed
+        has_a = "lora_a.0" in signature(BlockPorts(modules=1), ROLE_OF[role]).allowed
         assert has_a == (role in (PREFILL, DECODE))
-    found = signature(BlockPorts(modules=1, trains_a=True), BACK_SAVED)
+    found = signature(BlockPorts(modules=1, trains_a=True), ROLE_OF[BACK_SAVED])
     assert found.answers == ["slope", "gradient_a.0", "gradient.0"]
 
 
 def test_the_backward_pass_takes_the_residuals_of_a_forward_pass() -> None:
-    save, back = (signature(BlockPorts(saved=2), role) for role in OF_BACK)
+    save, back = (signature(BlockPorts(saved=2), ROLE_OF[role]) for role in OF_BACK)
     assert save.answers == ["state", "saved.0", "saved.1"] and back.needed >= {"saved.0", "saved.1"}
     assert save.port("saved.1", is_output=True).sizes == back.port("saved.1").sizes
 
 
 def test_only_a_block_with_attention_has_a_past() -> None:
-    assert "past_keys" not in signature(BlockPorts(), DECODE).allowed
-    assert signature(BlockPorts(attends=True), STACK) == signature(BlockPorts(), STACK)
+    assert "past_keys" not in signature(BlockPorts(), ROLE_OF[DECODE]).allowed
+    assert signature(BlockPorts(attends=True), ROLE_OF[STACK]) == signature(BlockPorts(), ROLE_OF[STACK])
 
 
 def test_a_head_answers_parts_or_logits_and_goes_on_with_no_row() -> None:
     head = BlockPorts(is_head=True, saved=1)
-    answers = [signature(head, role).answers for role in (*STEP_ROLES, SAVE, DECODE)]
+    answers = [signature(head, ROLE_OF[role]).answers for role in (*STEP_ROLES, SAVE, DECODE)]
     assert answers == [["parts"], ["parts", "d_parts"], ["slope"], ["parts", "saved.0"], ["logits"]]
-    assert not any(signature(head, role).inputs for role in IN_PIECES.values())
-    assert signature(head, BACK).port("slope").shape(SIZES) == (1, 9, 2)
+    assert not any(signature(head, ROLE_OF[role]).inputs for role in IN_PIECES.values())
+    assert signature(head, ROLE_OF[BACK]).port("slope").shape(SIZES) == (1, 9, 2)
