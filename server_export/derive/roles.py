@@ -61,17 +61,19 @@ def derive(block: Block, roles: Collection[str], saves: bool = True) -> dict[str
 def derive_together(block: Block, role: Role, saves: bool = True) -> dict[Role, Block]:
     """A block in a role, in core operators and marker sizes, and those that are made of the same graph.
 
-    Any view goes with any derivative but `jvp` with one token, whose sequences have adapters of their own.
+    Batches and chunks go with any derivative. One token goes with its value alone: it takes the first place
+    of the past, which no size of a call tells on the way back.
     """
     if is_head(block) and role.view is View.CHUNK:
         return {}
+    assert role.view is not View.TOKEN or role.derivative is Derivative.VALUE
     view = _viewed(block, role)
     match role.derivative:
         case Derivative.VALUE:
             derived = {role: view}
         case Derivative.JVP:
             derived = {role: _jvp(view, rows=1 if role.view is View.CHUNK else BATCH)}
-        case Derivative.BACKWARD if role.view is not View.BATCH:
+        case Derivative.BACKWARD if role.view is View.CHUNK:
             derived = {role: _backward(view)}
         case _:
             parts = _in_parts(view, 1 if is_head(block) or role.view is View.CHUNK else COPIES)

@@ -9,13 +9,12 @@ import torch
 from prge.files.signatures import (
     ALL_ROLES,
     BACK,
-    DECODE,
+    PREFILL,
+    PREFILL_BACK,
     ROLE_OF,
     STACK,
     BlockPorts,
     Derivative,
-    Part,
-    Port,
     Role,
     View,
     signature,
@@ -28,7 +27,7 @@ from tests.server_export.derive.test_blocks import chain_of, with_weights
 
 torch.set_num_threads(1)
 
-SEQUENCES, PAST, RANK = 2, 4, 3
+TOKENS, PAST, RANK = 5, 4, 3
 
 
 def names(block: Block) -> tuple[set[str], list[str]]:
@@ -55,43 +54,43 @@ def test_graphs_have_the_ports_that_the_signature_of_their_role_says(tmp_path: P
 
 
 def test_a_role_that_no_program_has_yet_is_a_combination(tmp_path: Path) -> None:
-    """The backward pass of one token of each sequence, after others, is autograd's through `decode`."""
-    role = Role(View.TOKEN, Derivative.BACKWARD)
-    assert role not in ROLE_OF.values()
+    """A chunk's forward pass that answers residuals, and the backward pass from these."""
+    save, back = (Role(View.CHUNK, each) for each in (Derivative.SAVE, Derivative.BACKWARD_SAVED))
+    assert not {save, back} & {*ROLE_OF.values()}
     chain = chain_of("llama", tmp_path, "fp32", RANK)
     block = with_weights(chain, 1)
-    forward, backward = derive(block, {DECODE})[DECODE], derive_together(block, role)[role]
-    inputs = {}
-    for place, (port, node) in enumerate(forward.inputs.items()):
-        sizes = {markers.COPIES: SEQUENCES, markers.PAST: PAST}
-        shape = [
-            next((n // m * s for m, s in sizes.items() if n % m == 0), n) for n in node.meta["val"].shape
-        ]
-        inputs[port.name] = 0.3 * random(*shape, seed=place).float()
-    inputs["own"] = torch.eye(1, PAST)[None]
+    known, derived = derive(block, {PREFILL, PREFILL_BACK}), derive_together(block, save)
+    inputs = {"ones": torch.ones(1, TOKENS, 1)}
+    for name in (
+        "state",
+        "past_keys",
+        "past_values",
+        "seen",
+        "causal",
+        "slope",
+        "slope_keys",
+        "slope_values",
+    ):
+        port = next(port for port in known[PREFILL_BACK].inputs if port.name == name)
+        sized = known[PREFILL_BACK].sized((markers.TOKENS, TOKENS), (markers.PAST, PAST))
+        inputs[name] = 0.3 * random(*sized.inputs[port].meta["val"].shape, seed=len(name)).float()
+    tables = enumerate(chain.blocks[1].tables)
+    inputs |= {f"table.{place}": chain.tables.all[table].of(TOKENS) for place, table in tables}
+    for port, node in block.inputs.items():
+        if port.is_adapter:
+            inputs[port.name] = random(1, *node.meta["val"].shape[1:]).float()
     for number, module in enumerate(chain.blocks[1].modules):
-        inputs[f"lora_a.{number}"] = chain.lora_a[module].expand(SEQUENCES, -1, -1)
-    wanted = {
-        port.name: inputs[port.name].clone().requires_grad_() for port in backward.inputs if port.changes
-    }
-    answers = forward.call({**inputs, **wanted})
-    gradients = {name: torch.randn(answer.shape) for name, answer in answers.items()}
-    changing = [port.name for port in differentiated(backward)]
-    expected = torch.autograd.grad(
-        list(answers.values()), [wanted[name] for name in changing], list(gradients.values())
-    )
-    given = dict(zip(("slope", "slope_keys", "slope_values"), gradients.values(), strict=True))
-    found = backward.call({**inputs, **given})
-    ports = BlockPorts(modules=len(chain.blocks[1].modules), attends=True)
-    assert list(found) == signature(ports, role).answers
-    for ours, theirs in zip(found.values(), expected, strict=True):
-        assert relative_difference(ours, theirs) < 1e-4
-
-
-def differentiated(block: Block) -> list[Port]:
-    """The inputs whose gradients a block answers, in order."""
-    values = {(port.kind, port.index): port for port in block.inputs if port.part is Part.VALUE}
-    return [values[port.kind, port.index] for port in block.outputs]
+        inputs[f"lora_a.{number}"] = chain.lora_a[module][None]
+    answers = derived[save].call(inputs)
+    residuals = {name: value for name, value in answers.items() if name.startswith("saved.")}
+    ports = BlockPorts(modules=len(chain.blocks[1].modules), attends=True, saved=len(residuals))
+    assert residuals and list(answers) == signature(ports, save).answers
+    for name, value in known[PREFILL].call(inputs).items():
+        assert relative_difference(answers[name], value) < 1e-5
+    found = derived[back].call({**inputs, **residuals})
+    assert list(found) == signature(ports, back).answers
+    for name, value in known[PREFILL_BACK].call(inputs).items():
+        assert relative_difference(found[name], value) < 1e-5
 
 
 def test_an_export_without_the_backward_pass_derives_none(tmp_path: Path) -> None:
