@@ -15,7 +15,6 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from prge.errors import told_as_bundle_error
 from prge.files.chain import (
     PAST_KEYS,
     PAST_ONES,
@@ -61,7 +60,6 @@ from server_export.lower.kind import LoweredKind, lower_kind
 from server_export.lower.sizes import Size, dynamic_program, tensor_specs
 from server_export.trace.cutting import STATE, TABLE_PREFIX, TAKEN_PREFIX
 
-_REMEDY = "leave the role out of --roles, and please report it with the name of the model"
 # What names of shared values, and of what is carried, begin with, in graphs.
 _SHARED = ("taken", "d_taken", "slope_given", "carried", "d_carried", "slope_carried")
 
@@ -118,8 +116,7 @@ def lower_roles(
         BundleError: an operator has no derivative, or ExecuTorch refuses a method.
     """
     sharing = sharing or Sharing()
-    with told_as_bundle_error("what a role computes can't be written", _REMEDY):
-        graphs = role_graphs(graph_module, adapter, roles, is_head, sharing, saves)
+    graphs = role_graphs(graph_module, adapter, roles, is_head, sharing, saves)
     methods = {role: _interface(graph, role, adapter, is_head, sharing) for role, graph in graphs.items()}
     shared = {*stored, *(name for weight in stored for name in transposed_names(weight))}
     constants: dict[str, torch.Tensor] = {}
