@@ -20,7 +20,7 @@ from prge.host.children import BoundedChild, LimitError
 _LARGEST = (1 << 63) - 1
 # Of so many entries a list takes milliseconds.
 _READ_AT_ONCE = 1 << 20
-_SECONDS, _MEMORY = 10.0, 256 << 20
+_SECONDS, _MEMORY = 3.0, 256 << 20
 # Models have thousands.
 _MOST_MODULES = 1 << 16
 _MOST_PROBLEMS = 5
@@ -50,7 +50,7 @@ def check_cost(config: Mapping[str, Any], path: str) -> None:
         path: of it, for messages.
 
     Raises:
-        Refusal: it takes more than 10 seconds of CPU time or 256 MiB.
+        Refusal: it takes more than 3 seconds of CPU time or 256 MiB.
     """
     from transformers import CONFIG_MAPPING
 

@@ -448,6 +448,8 @@ def _check_kind(config: Any, whole: Any, name: str) -> None:
         reason = "a model of more than texts, whose text part transformers has no class of its own for"
     elif getattr(config, _STREAMS, None):
         code, reason = "several-streams", "a model whose layers carry a stream of states for each next token"
+    elif not getattr(config, "hidden_size", None):
+        code, reason = "no-width", "a model whose configuration has no hidden_size of its text part"
     elif not getattr(config, "vocab_size", None):
         code, reason = "not-a-text-model", "not a text model"
     if code:
