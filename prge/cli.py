@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,18 +69,31 @@ ABOUT = (
     "`prge --version` tells the version."
 )
 BROKEN_PIPE = 141
+DEFECT = 1
+# A flag without its value, which may say something of the user.
+_FLAG = re.compile(r"--[a-z][a-z0-9-]*(?==|$)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code. Errors that a user can act on are printed without a traceback.
 
-    With PRGE_DEBUG=1 in the environment every error keeps its traceback.
+    Any other exception is a defect of prge: the command line prints its traceback and asks to report it, and
+    a caller in Python, who gives `argv`, gets the exception. With PRGE_DEBUG=1 in the environment every error
+    keeps its traceback.
     """
     end_with_starter()
     try:
         open_standard_files()
         with one_interrupt(restored=argv is not None):
-            return _main(words_of_help(sys.argv[1:]) if argv is None else list(argv))
+            if argv is not None:
+                return _main(list(argv))
+            words = words_of_help(sys.argv[1:])
+            try:
+                return _main(words)
+            except Exception as error:
+                if os.environ.get("PRGE_DEBUG"):
+                    raise
+                return _print_defect(error, words)
     except KeyboardInterrupt:  # before a verb has begun
         return _interrupted("prge")
 
@@ -87,8 +102,26 @@ def _main(words: list[str]) -> int:
     if words[:1] in (["-V"], ["--version"]):
         return _guarded("prge", lambda: print(f"prge {__version__}"))
     actions = {name: Action(verb.help, partial(_start, verb)) for name, verb in VERBS.items()}
-    prog = " ".join(["prge", *(name for name in words[:1] if name in VERBS)])
-    return _guarded(prog, lambda: run_action(words, actions, "prge", ABOUT))
+    return _guarded(_prog(words), lambda: run_action(words, actions, "prge", ABOUT))
+
+
+def _prog(words: Sequence[str]) -> str:
+    return " ".join(["prge", *(name for name in words[:1] if name in VERBS)])
+
+
+def _print_defect(error: Exception, words: Sequence[str]) -> int:
+    """Print the traceback of a defect and ask to report it; values of flags are left out."""
+    prog = _prog(words)
+    flags = (match[0] for word in words if (match := _FLAG.match(word)))
+    flush(sys.stdout)
+    with best_effort(sys.stderr):
+        traceback.print_exception(error)
+    return _tell(
+        prog,
+        f"this is a defect of prge {__version__}: please report it with the traceback above and the command "
+        f"`{' '.join(dict.fromkeys([prog, *flags]))}`",
+        DEFECT,
+    )
 
 
 def _start(verb: Verb, argv: list[str]) -> int:

@@ -79,21 +79,6 @@ class BundleError(PrgeError):
     """A bundle, manifest or program that is missing, damaged, or not what it says."""
 
 
-@contextmanager
-def told_as_bundle_error(what: str, remedy: str) -> Iterator[None]:
-    """Tell what a library raises inside as a BundleError: what can't be done, the library's first line.
-
-    Memory that runs out is told as that.
-    """
-    try:
-        yield
-    except (PrgeError, MemoryError):
-        raise
-    except Exception as error:
-        lines = str(error).strip().splitlines() or ["it says nothing more"]
-        raise BundleError(f"{what}: {type(error).__name__}: {lines[0]}", remedy=remedy) from error
-
-
 class Refusal(BundleError):  # noqa: N818
     """A model, or a combination of settings, that an export knows that it can't carry out.
 
@@ -112,6 +97,35 @@ class Refusal(BundleError):  # noqa: N818
         self.code = code
         self.operator = operator
         self.module = module
+
+
+@contextmanager
+def refused_as(
+    code: str,
+    what: str,
+    errors: type[Exception] | tuple[type[Exception], ...],
+    *,
+    remedy: str = "",
+) -> Iterator[None]:
+    """Raise a Refusal where a library raises one of its own exceptions, whose first line it quotes.
+
+    Calls of that library alone belong inside; every other exception is a defect and passes.
+
+    Args:
+        code: of the refusal.
+        what: what can't be done, in a sentence.
+        errors: types that the library raises where it knows why.
+        remedy: what a user may do.
+
+    Raises:
+        Refusal: one of these was raised inside.
+    """
+    try:
+        yield
+    except PrgeError:
+        raise
+    except errors as error:
+        raise Refusal(code, f"{what}: {type(error).__name__}: {first_line(error)}", remedy=remedy) from error
 
 
 class AdapterError(ProblemsError):

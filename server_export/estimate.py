@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
         argv,
         "prge estimate",
     )
+    from server_export.check.own_forward import blame_own_forward
     from server_export.checkpoint.files import ConfigurationAlone
     from server_export.checkpoint.random_models import with_random_model
     from server_export.lower.chain import check_operators
@@ -44,7 +45,9 @@ def main(argv: Sequence[str]) -> int:
         report = report_of(config, estimate_of(settled, source))
         # In seconds, and not after minutes of an export.
         graphs = replace(source, files=ConfigurationAlone(**vars(source.files)))
-        check_operators(graphs.chain("fp32", source.longest), config.roles)
+        with blame_own_forward(source.loaded):
+            chain = graphs.chain("fp32", source.longest)
+        check_operators(chain, config.roles)
     print(json.dumps(report, indent=2) if config.json else "\n".join(_text(config, report)))
     return 0
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prge.errors import BundleError, RunError
+from prge.errors import RunError
 from prge.files.adapter import adapter_size
 from prge.host.atomic import check_place, new_folder
 from prge.host.threads import let_threads_sleep
@@ -96,7 +96,7 @@ def _export(config: ExportConfig, out: Path) -> Path:
         _hint_about_bos(config, source, tokenizer)
         _tell_no_end(source, block)
         if source.start.parameters <= MOST_COMPARED:
-            _compare(config, chain)
+            _compare(config, source, chain)
         calibration = _calibrated(config, chain, rows, folder) if rows else None
         manifest = _write(config, folder, source, tokenizer, block, context, chain, calibration)
     _summarize(out, manifest)
@@ -104,15 +104,17 @@ def _export(config: ExportConfig, out: Path) -> Path:
 
 
 def _traced(config: ExportConfig, source: Source, context: int) -> ModelChain:
-    """The model's blocks; a model that no decoder is refused as such, whatever tracing says of it."""
+    """The model's blocks; a model that no decoder is refused as such, whatever tracing raises of it."""
     from server_export.check.chain import check_causal
+    from server_export.check.own_forward import blame_own_forward
 
-    try:
-        return source.chain(config.quantize, context)
-    except BundleError:
-        if source.loaded.is_decoder and source.start.parameters <= MOST_COMPARED:
-            check_causal(config.model, config.revision)
-        raise
+    with blame_own_forward(source.loaded):
+        try:
+            return source.chain(config.quantize, context)
+        except Exception:
+            if source.loaded.is_decoder and source.start.parameters <= MOST_COMPARED:
+                check_causal(config.model, config.revision)
+            raise
 
 
 def _tokenizer(config: ExportConfig, source: Source) -> tuple[Any, dict[str, Any]]:
@@ -136,6 +138,7 @@ def _from_rows(
     config: ExportConfig, source: Source, tokenizer: Any, context: int, note: Callable[[str], None]
 ) -> Source:
     """The same model with an adapter from rows."""
+    from server_export.check.own_forward import blame_own_forward
     from server_export.model.eva import principal_start
     from server_export.model.row_tokens import row_tokens
 
@@ -149,7 +152,8 @@ def _from_rows(
         tokenizer=reader,
         model=model,
     )
-    thin = source.thin_chain("fp32", context)
+    with blame_own_forward(source.loaded):
+        thin = source.thin_chain("fp32", context)
     start, explained = principal_start(source.start, thin, rows, config.spread_ranks)
     shares = sorted(explained.values())
     ranks = sorted(map(len, start.lora_a.values()))
@@ -206,10 +210,11 @@ def _calibrated(
     return found
 
 
-def _compare(config: ExportConfig, chain: ModelChain) -> None:
+def _compare(config: ExportConfig, source: Source, chain: ModelChain) -> None:
     from server_export.check.chain import difference_from_model
+    from server_export.check.own_forward import blame_own_forward
 
-    with stage("comparing") as note:
+    with stage("comparing") as note, blame_own_forward(source.loaded):
         part = difference_from_model(chain, config.model, config.revision)
         note(f"the blocks in float32 and the whole model differ by {part:.2g}")
     give_back_freed()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 
-from prge.errors import told_as_bundle_error
 from prge.learning.costs import Outline
 from server_export.adapter.start import StartAdapter, start_adapter
 from server_export.checkpoint.files import ModelFiles, fetch_weights, find_files
@@ -18,8 +17,6 @@ from server_export.quiet import quiet_libraries
 from server_export.settings import ExportConfig
 from server_export.trace.positions import longest_row
 from server_export.trace.readout import readout_of
-
-_REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
 
 
 @dataclass(frozen=True)
@@ -66,13 +63,9 @@ class Source:
         """The model's blocks, for texts of up to `context` tokens; they can be made once.
 
         Raises:
-            BundleError: the model can't be traced, or its graph can't be written in blocks.
+            BundleError: the model can't be written in blocks.
         """
         start = self.start
-        with told_as_bundle_error("the model's graph can't be written in blocks", _REMEDY):
-            return self._chain(start, scheme, context)
-
-    def _chain(self, start: StartAdapter, scheme: str, context: int) -> ModelChain:
         return build_chain(
             self.loaded,
             self.files,
@@ -108,5 +101,4 @@ def open_source(config: ExportConfig) -> Source:
     longest = longest_row(loaded, config.sequence_length)
     transposed = plain_layers(loaded.model)
     start = start_adapter(config, loaded, bool(transposed))
-    with told_as_bundle_error(f"{config.model} can't be told in numbers", _REMEDY):
-        return Source(files, readout, longest, transposed, start, outline_of(start, longest))
+    return Source(files, readout, longest, transposed, start, outline_of(start, longest))

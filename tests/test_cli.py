@@ -197,6 +197,26 @@ def test_mistakes_of_prge_keep_their_traceback(error: Exception, monkeypatch: py
         main(["inspect"])
 
 
+def test_the_command_line_asks_to_report_a_defect_without_what_the_user_gave() -> None:
+    code = (
+        "import sys; from prge import cli; import device_runner.inspect_bundle as module; "
+        "module.main = lambda argv: {}['a defect']; "
+        "sys.argv[1:] = ['inspect', '--bundle', '/secret', '--json=secret', '--not a flag', '--json']; "
+        "sys.exit(cli.main())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PRGE_DEBUG"}
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60, env=environment
+    )
+    assert (child.returncode, child.stdout) == (1, "")
+    *lines, last = child.stderr.splitlines()
+    assert lines[0].startswith("Traceback") and lines[-1] == "KeyError: 'a defect'"
+    assert last == (
+        f"prge inspect: this is a defect of prge {__version__}: please report it with the traceback above "
+        "and the command `prge inspect --bundle --json`"
+    )
+
+
 def test_interruption_in_a_child_process_is_130(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from prge import cli; import device_runner.inspect_bundle as module; "

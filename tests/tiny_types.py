@@ -137,23 +137,77 @@ def make_classifier(model_type: str, classes: int, seed: int = 0, **changes: Any
 
 
 def family(model_type: str, model: Any) -> str:
-    """What a type has beside attention and layers for all tokens; without such decoder or encoder.
+    """What a type has apart from attention and layers for all tokens; without such decoder or encoder.
 
-    What transformers calls a causal language model and isn't one is neither.
+    A recurrent decoder keeps a state whose size doesn't depend on how many tokens it has read. What
+    transformers calls a causal language model and isn't one is neither.
     """
     config = model.config
     if config.is_encoder_decoder:
         return "encoder-decoder"
-    kinds = {type(module).__name__ for module in model.modules()}
-    if any("Conv1d" in kind for kind in kinds) or not any("ttention" in kind for kind in kinds):
+    if text_types()[model_type] and _keeps_state(model):
         return "recurrent"
     if any("expert" in name for name, _ in model.named_modules()):
         return "experts"
-    if config.get_text_config(decoder=True) is not config:
+    if _has_other_parts(model_type, config):
         return "multimodal"
     if text_types()[model_type] and _reads_ahead(model):
         return "reads ahead"
     return "decoder" if text_types()[model_type] else "encoder"
+
+
+def _has_other_parts(model_type: str, config: Any) -> bool:
+    """Whether a model reads images or sounds too."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES as ENCODERS
+
+    is_part = config.get_text_config(decoder=True) is not config and model_type not in ENCODERS
+    return is_part or hasattr(config, "vision_config") or hasattr(config, "audio_config")
+
+
+def _keeps_state(model: Any) -> bool:
+    """Whether a decoder that goes on with a text needs more of it than keys and values of each token."""
+    import torch
+
+    # Fewer tokens than a sliding window, which has a bound too, keeps.
+    short, longer = (torch.arange(3, 3 + count)[None] for count in (WINDOW - 3, WINDOW - 2))
+    with torch.no_grad():
+        kept, more = (
+            _shapes([dict(model(input_ids=tokens, use_cache=True)), _own_tensors(model)])
+            for tokens in (short, longer)
+        )
+    return any(len(shape) > 2 and shape[-2:] != (1, 1) and shape in more for shape in kept)
+
+
+def _own_tensors(model: Any) -> list[Any]:
+    """Tensors that modules keep and that are neither parameters nor buffers."""
+    import torch
+
+    values = (value for module in model.modules() for value in vars(module).values())
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _shapes(values: Any) -> list[tuple[int, ...]]:
+    return [tuple(each.shape) for each in _tensors(values, set())]
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Any]:
+    """The tensors that an object of transformers holds, at any depth; parameters are none of them."""
+    import torch
+
+    if isinstance(value, torch.nn.Parameter | torch.nn.Module):
+        return
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            inner: Any = value.values()
+        elif isinstance(value, list | tuple):
+            inner = value
+        else:
+            inner = vars(value).values() if type(value).__module__.startswith("transformers.") else ()
+        for each in inner:
+            yield from _tensors(each, seen)
 
 
 def _reads_ahead(model: Any) -> bool:

@@ -1,7 +1,7 @@
 """Every text model type that transformers has: made tiny, exported, trained, spoken with and published.
 
-    python scripts/studies/architectures.py --json sweep.json [--types llama bert] [--quantize 8da4w]
-        [--roles stack back] [--markdown docs/architectures.md]
+    python scripts/studies/architectures.py --json docs/architectures.json [--types llama bert]
+        [--quantize 8da4w] [--roles stack back] [--markdown docs/architectures.md]
 
 Types and classes are those of transformers' own tables; tests/tiny_types.py makes the models. A child process
 with a time limit tries each:
@@ -12,7 +12,10 @@ with a time limit tries each:
     tangent_error   the same of tangents
     spoke           eight tokens are those of transformers' greedy generation
     published       PEFT computes what was trained, with the published adapter
-    why_not         the sentence that refused it; `traceback: ...` is a defect
+    code, why_not   of the refusal: a short name, and its sentence
+    defect          of an exception that is no refusal: type, message and line
+    only_graphs     the graphs of all roles were compared with autograd and the model, and no engine ran
+    commit          that it was tried with
 
 With --quantize the errors say how far rounding goes. What the file has already isn't tried again.
 """
@@ -34,16 +37,30 @@ from typing import Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
-FIGURES = ("exported", "gradient_error", "tangent_error", "spoke", "published", "why_not", "seconds")
+FIGURES = (
+    *("exported", "gradient_error", "tangent_error", "spoke", "published", "code", "why_not", "defect"),
+    *("only_graphs", "seconds", "commit"),
+)
+OUTCOMES = ("works", "only graphs", "wrong", "refused", "defect", "not made")
+# The code of a type of which the rules of tests/tiny_types.py make no tiny model.
+NOT_MADE, TOO_SLOW = "not-made-tiny", "too-slow"
 TOLERANCE = 1e-4
 _LENGTH, _PIECE, _WRITTEN = 24, 8, 8
 _LONGEST_SENTENCE = 300
 _PAGE = """\
-What `scripts/studies/architectures.py --markdown` found with transformers {version}: of every text model type
-a tiny model with random weights, in float32. A type works if it is exported with all roles, exact gradients
-and tangents of whole rows and of rows in pieces differ from autograd's by less than 1e-4 of the largest,
-eight tokens are those of transformers' greedy generation, and PEFT computes the same with the published
-adapter.
+# Architectures
+
+Written by `python scripts/studies/architectures.py --json docs/architectures.json --markdown
+docs/architectures.md`, which says of every text model type of transformers {version} what became of a tiny
+model with random weights, in float32. A type works if it is exported with all roles, exact gradients and
+tangents of whole rows and of rows in pieces differ from autograd's by less than 1e-4 of the largest, eight
+tokens are those of transformers' greedy generation, and PEFT computes the same with the published adapter.
+
+A refusal has a code and a sentence, which a user meets. A defect is an exception that is no refusal: it is
+ours to mend. Of a type with only graphs, the graphs of all roles were compared with autograd and with the
+model, to 1e-5 of the largest, and no engine ran them yet. A recurrent decoder keeps a state whose size
+doesn't depend on how many tokens it has read. `docs/architectures.json` has the commit that each type was
+last tried with: a change of one architecture tries that one again.
 """
 
 
@@ -106,15 +123,21 @@ def in_child(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 env=environment,
             )
             last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-            found |= json.loads(result.read_text()) if result.exists() else {"why_not": f"traceback: {last}"}
+            found |= json.loads(result.read_text()) if result.exists() else {"defect": last}
         except subprocess.TimeoutExpired:
-            found["why_not"] = f"took more than {arguments.limit:.0f} seconds"
-    return {**found, "seconds": round(time.monotonic() - begun, 1)}
+            found |= {"code": TOO_SLOW, "why_not": f"took more than {arguments.limit:.0f} seconds"}
+    return {**found, "seconds": round(time.monotonic() - begun, 1), "commit": commit()}
+
+
+def commit() -> str:
+    """The commit of this checkout; `-dirty` where files differ from it."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def tried(name: str, scheme: str, roles: Sequence[str] | None) -> dict[str, Any]:
     """All that is found out about a type, up to what refuses it."""
-    from prge.errors import PrgeError
+    from prge.errors import PrgeError, Refusal
     from tests.tiny_models import make_tokenizer
     from tests.tiny_types import family, make_tiny
 
@@ -124,7 +147,7 @@ def tried(name: str, scheme: str, roles: Sequence[str] | None) -> dict[str, Any]
         try:
             model = make_tiny(name)
         except ValueError as error:
-            return {"why_not": f"not made tiny: {error}"}
+            return {"code": NOT_MADE, "why_not": str(error)}
         found["family"] = family(name, model)
         model.save_pretrained(folder / "model")
         make_tokenizer().save_pretrained(folder / "model")
@@ -133,11 +156,12 @@ def tried(name: str, scheme: str, roles: Sequence[str] | None) -> dict[str, Any]
         except PrgeError as error:
             sentence = " ".join(str(error).split()).replace(f"{folder}/", "")
             found["why_not"] = sentence[:_LONGEST_SENTENCE]
+            found["code"] = error.code if isinstance(error, Refusal) else type(error).__name__
         except Exception as error:
             (*_, last) = traceback.extract_tb(error.__traceback__)
             text = " ".join(str(error).split())[:_LONGEST_SENTENCE]
-            place = Path(last.filename).name
-            found["why_not"] = f"traceback: {type(error).__name__}: {text} ({place}:{last.lineno})"
+            file = Path(last.filename).name
+            found["defect"] = f"{type(error).__name__}: {text} ({file}:{last.lineno})"
     return found
 
 
@@ -174,6 +198,8 @@ def checked(folder: Path, found: dict[str, Any], scheme: str, roles: Sequence[st
 
 def told(figures: Mapping[str, Any]) -> str:
     """A type's figures in a line."""
+    if figures["defect"]:
+        return str(figures["defect"])
     if figures["why_not"]:
         return str(figures["why_not"])
     errors = (f"{name} {figures[name]:.1g}" for name in FIGURES[1:3] if figures[name] is not None)
@@ -181,28 +207,20 @@ def told(figures: Mapping[str, Any]) -> str:
     return ", ".join([*errors, *said, f"{figures['seconds']} s"])
 
 
-def works(figures: Mapping[str, Any]) -> bool:
-    """Whether a type was exported and all that was tried of it is right."""
+def outcome(figures: Mapping[str, Any]) -> str:
+    """One of OUTCOMES."""
+    if figures["defect"]:
+        return "defect"
+    if figures["code"] == NOT_MADE:
+        return "not made"
+    if figures["why_not"]:
+        return "refused"
+    if figures["only_graphs"]:
+        return "only graphs"
     errors = [figures[name] for name in FIGURES[1:3] if figures[name] is not None]
     said = [figures[name] for name in FIGURES[3:5] if figures[name] is not None]
-    return (
-        bool(figures["exported"])
-        and not figures["why_not"]
-        and all(said)
-        and max(errors, default=0) < TOLERANCE
-    )
-
-
-def outcome(figures: Mapping[str, Any]) -> str:
-    """A word for a type."""
-    reason = figures["why_not"] or ""
-    if works(figures):
-        return "works"
-    if reason.startswith("not made tiny"):
-        return "not made"
-    if reason.startswith("traceback"):
-        return "traceback"
-    return "refused" if reason else "wrong"
+    is_right = all(said) and max(errors, default=0) < TOLERANCE
+    return "works" if figures["exported"] and is_right else "wrong"
 
 
 def totals(known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -222,32 +240,39 @@ def write(path: Path, version: str, known: Mapping[str, Mapping[str, Any]]) -> N
 
 
 def markdown(version: str, known: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table as a page."""
+    """The results as a page."""
     rows = sorted(known.items())
     counts = totals(known)
-    names = sorted({name for each in counts.values() for name in each})
+    names = [name for name in OUTCOMES if any(name in each for each in counts.values())]
     lines = [
-        "# Architectures",
-        "",
         _PAGE.format(version=version),
-        "",
         f"| family | {' | '.join(names)} |",
         f"| --- |{' --- |' * len(names)}",
         *(
             f"| {family} | {' | '.join(str(each.get(name, 0)) for name in names)} |"
             for family, each in counts.items()
         ),
-        "",
     ]
-    for family in counts:
-        working = [name for name, each in rows if (each["family"] or "not made") == family and works(each)]
-        if working:
-            lines += [f"**{family}** that work: {', '.join(working)}.", ""]
-    lines += ["| type | family | why not |", "| --- | --- | --- |"]
-    for name, figures in rows:
-        if not works(figures):
-            reason = (figures["why_not"] or told(figures)).replace("|", "\\|").replace("](", "] (")
-            lines.append(f"| {name} | {figures['family'] or 'not made'} | {reason} |")
+    for heading in ("works", "only graphs"):
+        if heading in names:
+            lines += ["", f"## {heading.capitalize()}", ""]
+        for family in counts:
+            types = [
+                name
+                for name, each in rows
+                if (each["family"] or "not made") == family and outcome(each) == heading
+            ]
+            if types:
+                lines.append(f"- **{family}**: {', '.join(types)}")
+    for heading in ("wrong", "refused", "defect", "not made"):
+        if heading not in names:
+            continue
+        lines += ["", f"## {heading.capitalize()}", ""]
+        lines += ["| type | family | code | why |", "| --- | --- | --- | --- |"]
+        for name, figures in rows:
+            if outcome(figures) == heading:
+                why = told(figures).replace("|", "\\|").replace("](", "] (")
+                lines.append(f"| {name} | {figures['family'] or '-'} | {figures['code'] or '-'} | {why} |")
     return "\n".join([*lines, ""])
 
 

@@ -21,12 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from prge.errors import AdapterError, BundleError, ConfigError
+from prge.errors import AdapterError, ConfigError, Refusal
 from prge.files.peft import PeftAdapter
 from prge.model_spec import AdaptedModule
 from server_export.adapter.blocks import block_names
 from server_export.checkpoint.experts import expert_layers
 from server_export.checkpoint.indexers import indexers
+from server_export.library_errors import TRANSFORMERS_ERRORS
 
 ALL_LINEAR = "all-linear"
 # No number of anything else.
@@ -83,7 +84,8 @@ class StackedLoraLinear(nn.Module):
         *given, lora_b = (self.inputs.adapter[matrix.name] for matrix in self.module.matrices)
         copies, rank, _ = lora_b.shape
         if x.shape[0] % copies:
-            raise BundleError(
+            raise Refusal(
+                "layer-not-per-token",
                 f"{self.module.name} can't be adapted: the model gives it other numbers than a state of "
                 "each token of each row in turn",
                 remedy="name other layers with --target-modules, or take another checkpoint",
@@ -244,7 +246,7 @@ def read_by_rows(model: nn.Module, names: Sequence[str]) -> list[str]:
 
     hooks = [model.get_submodule(name).register_forward_pre_hook(watching(name)) for name in names]
     tokens = torch.zeros(_SOME_ROWS, 2, dtype=torch.long, device="meta")
-    with suppress(Exception), torch.no_grad():  # what can't run without numbers is found out later
+    with suppress(*TRANSFORMERS_ERRORS), torch.no_grad():  # what needs numbers is found out later
         model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
         others |= set(names) - asked
     for hook in hooks:

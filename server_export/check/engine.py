@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
-from prge.errors import told_as_bundle_error
+from prge.errors import refused_as
 from server_export.quiet import quiet_engine
 
 Answers = tuple[torch.Tensor, ...]
@@ -24,17 +25,23 @@ def opened_method(path: Path, method: str) -> Callable[..., Answers]:
     """A method of a `.pte`, to be called with contiguous inputs. What it keeps in buffers lasts.
 
     Raises:
-        BundleError: the engine refuses the program, or, when it is called, the inputs.
+        Refusal: the engine refuses the program, or, when it is called, the inputs.
     """
     from executorch.runtime import Runtime
 
-    refusal = "the engine refuses the program that was just lowered"
-    remedy = "please report it with the name of the model"
-    with told_as_bundle_error(refusal, remedy), quiet_engine():
+    def refusal() -> AbstractContextManager[None]:
+        return refused_as(
+            "engine-refuses-program",
+            "the engine refuses the program that was just lowered",
+            RuntimeError,
+            remedy="please report it with the name of the model",
+        )
+
+    with refusal(), quiet_engine():
         loaded = Runtime.get().load_program(path).load_method(method)
 
     def call(*inputs: torch.Tensor) -> Answers:
-        with told_as_bundle_error(refusal, remedy):
+        with refusal():
             return tuple(loaded.execute(inputs))
 
     return call

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prge.errors import BundleError
+from prge.errors import Refusal
 from prge.files.peft import HASH_MARK, named_base
 from server_export.checkpoint.files import CONFIG, is_local
 from server_export.checkpoint.gguf.header import SUFFIX
@@ -81,12 +81,16 @@ class BaseModel:
 
         if self.revision is None and not is_local(self.name):
             content = f" with the content {self.sha256}" if self.sha256 else ""
-            raise BundleError(f"there is no folder or file {self.name}{content}")
+            raise Refusal("base-missing", f"there is no folder or file {self.name}{content}")
         if self.sha256 is None and is_local(self.name):
-            raise BundleError(f"{self.name} is named without its SHA-256, and lies on this machine")
+            raise Refusal(
+                "base-without-hash", f"{self.name} is named without its SHA-256, and lies on this machine"
+            )
         loaded = load_model(self.name, pooled=pooled, revision=self.revision, own_head=own_head)
         if self.sha256 is not None and loaded.sha256 != self.sha256:
-            raise BundleError(f"the content of {self.name} is another than it was: its SHA-256 differs")
+            raise Refusal(
+                "base-changed", f"the content of {self.name} is another than it was: its SHA-256 differs"
+            )
         return loaded
 
 

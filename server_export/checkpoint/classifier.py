@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from server_export.library_errors import TRANSFORMERS_ERRORS
+
 _ARCHITECTURE = "ForSequenceClassification"
 _KIND = "single_label_classification"
 # No number of anything else.
@@ -69,7 +71,8 @@ def part_classifier(model: Any) -> Classifier | None:
         hook.remove()
     if not found:
         return None
-    labels = tuple(str(model.config.id2label[number]) for number in range(model.config.num_labels))
+    names = model.config.id2label
+    labels = tuple(str(names.get(number, number)) for number in range(model.config.num_labels))
     classifier = Classifier(found[-1], layers[found[-1]], labels)
     without_last(model, classifier)
     read = _answer(model)
@@ -124,7 +127,7 @@ def _answer(model: Any) -> torch.Tensor | None:
     seen, added = torch.ones_like(tokens), torch.zeros(_SOME_ROWS, 1, 1, 2, device="meta")
     # Most look whether there is padding, unless they are given what is added to scores.
     for mask, given in ((seen, {"attention_mask": added}), (seen, {}), (None, {})):
-        with suppress(Exception), torch.no_grad(), given_to_base(model, given):
+        with suppress(*TRANSFORMERS_ERRORS), torch.no_grad(), given_to_base(model, given):
             answer: torch.Tensor = model(input_ids=tokens, attention_mask=mask).logits
             return answer
     return None

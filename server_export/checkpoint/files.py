@@ -18,7 +18,7 @@ from typing import Any
 
 import safetensors
 
-from prge.errors import BundleError, first_line, shown
+from prge.errors import Refusal, first_line, shown
 from prge.files.bundle import file_sha256
 from prge.files.documents import MOST_JSON_BYTES, DocumentError, read_json
 from prge.files.peft import CONFIG as ADAPTER_CONFIG
@@ -86,7 +86,8 @@ class ModelFiles:
         if not (self.folder / INDEX).is_file():
             pickled = next((path.name for kind in _PICKLED for path in self.folder.glob(kind)), None)
             reason = f"{pickled} is a pickle, which may run code" if pickled else f"it has no {WEIGHTS}"
-            raise BundleError(
+            raise Refusal(
+                "no-weights",
                 f"{self.name} has no weights that can be read: {reason}",
                 remedy="save the model again with `save_pretrained`, which writes safetensors",
             )
@@ -118,7 +119,8 @@ def _check_documents(folder: Path) -> None:
     """Raise BundleError for a configuration or tokenizer file that is too large to be read."""
     for path in sorted(folder.iterdir()):
         if path.suffix in _DOCUMENTS and path.is_file() and path.stat().st_size > MOST_TOKENIZER_BYTES:
-            raise BundleError(
+            raise Refusal(
+                "file-too-large",
                 f"{path} has {path.stat().st_size:,} bytes, at most {MOST_TOKENIZER_BYTES:,} are read",
                 remedy="download the model again, or save it again with `save_pretrained`",
             )
@@ -141,7 +143,8 @@ def find_files(name: str, revision: str | None = None) -> ModelFiles:
         if (folder / ADAPTER_CONFIG).is_file():
             reason = f"its {ADAPTER_CONFIG} makes it an adapter"
         if reason:
-            raise BundleError(
+            raise Refusal(
+                "not-a-transformers-model",
                 f"{name} is not a transformers model: {reason}",
                 remedy="give the folder that `save_pretrained` wrote",
             )
@@ -149,10 +152,11 @@ def find_files(name: str, revision: str | None = None) -> ModelFiles:
         return ModelFiles(name, folder, None)
     if folder.is_absolute() or name.startswith(".") or name.count("/") > 1:
         reason = "a folder has no revisions" if folder.is_dir() else f"there is no folder {name}"
-        raise BundleError(reason, remedy="give a folder with a transformers model, or a hub id")
+        raise Refusal("no-such-model", reason, remedy="give a folder with a transformers model, or a hub id")
     config = _from_hub(name, CONFIG, revision)
     if config is None:
-        raise BundleError(
+        raise Refusal(
+            "no-such-model",
             f"{name} can't be read as a transformers model: its {CONFIG} is neither here nor to be reached",
             remedy="give a folder with a transformers model, or a hub id that can be reached or is cached",
         )
@@ -196,7 +200,9 @@ def sentence_modules(folder: Path) -> list[dict[str, str]]:
         isinstance(each, dict) and isinstance(each.get("type"), str) and isinstance(each.get("path"), str)
         for each in content
     ):
-        raise BundleError(f"{path} can't be read: it lists no modules", remedy="copy the model again")
+        raise Refusal(
+            "file-damaged", f"{path} can't be read: it lists no modules", remedy="copy the model again"
+        )
     return content
 
 
@@ -220,7 +226,8 @@ def stored_pooling(files: ModelFiles) -> str | None:
     modes |= {content["pooling_mode"]} if isinstance(content.get("pooling_mode"), str) else set()
     found = {_POOLINGS.get(mode, mode) for mode in modes if mode in _POOLINGS or f"{_MODE}{mode}" in content}
     if len(found) != 1 or not found <= {*_POOLINGS.values()}:
-        raise BundleError(
+        raise Refusal(
+            "pooling-not-supported",
             f"{path} pools by {shown(', '.join(sorted(found)))}, a bundle can by the mean or the first token",
             remedy="choose one with --pooling mean or --pooling first",
         )
@@ -242,10 +249,11 @@ def shard_names(index: Path) -> list[str]:
     places = content.get("weight_map") if isinstance(content, dict) else None
     names = set(places.values()) if isinstance(places, dict) and _are_texts(places) else set()
     if not names:
-        raise BundleError(f"{index} names no file of weights", remedy="copy the model again")
+        raise Refusal("file-damaged", f"{index} names no file of weights", remedy="copy the model again")
     for name in sorted(names):
         if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
-            raise BundleError(
+            raise Refusal(
+                "index-leaves-folder",
                 f"{index} names {shown(name)}, which is no safetensors file beside it",
                 remedy="copy the model again",
             )
@@ -263,12 +271,18 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
     # Bounds of time steps are infinite where a model has none.
     config = _json_of(path, infinite=True)
     if not isinstance(config, dict):
-        raise BundleError(f"{place} can't be read: it is no JSON object", remedy="copy the model again")
+        raise Refusal(
+            "file-damaged", f"{place} can't be read: it is no JSON object", remedy="copy the model again"
+        )
     problems = config_problems(config)
     if "transformers_weights" in config:
         problems.append("transformers_weights names other weights than those beside it")
     if problems:
-        raise BundleError(f"{place} describes no model: {'; '.join(problems)}", remedy="give another one")
+        raise Refusal(
+            "config-out-of-bounds",
+            f"{place} describes no model: {'; '.join(problems)}",
+            remedy="give another one",
+        )
     return config
 
 
@@ -291,7 +305,8 @@ def end_tokens(files: ModelFiles) -> list[int]:
         named = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
         tokens = named if isinstance(named, list) else [] if named is None else [named]
         if any(type(token) is not int for token in tokens):
-            raise BundleError(
+            raise Refusal(
+                "file-damaged",
                 f"{path} has the eos_token_id {shown(named)}, must be one token or several",
                 remedy="correct it",
             )
@@ -315,20 +330,25 @@ def stored_numbers(files: ModelFiles, names: Collection[str] | None = None) -> i
     total = 0
     for path in files.weights:
         if not path.is_file():
-            raise BundleError(f"{files.name} lacks its file {path.name}", remedy="copy the model again")
+            raise Refusal(
+                "weights-missing", f"{files.name} lacks its file {path.name}", remedy="copy the model again"
+            )
         try:
             with safetensors.safe_open(str(path), framework="numpy") as weights:
                 for name in weights.keys() if names is None else {*weights.keys()}.intersection(names):
                     tensor = weights.get_slice(name)
                     is_table = tensor.get_dtype() == _NUMBERS and not name.endswith(_WEIGHT)
                     if not (is_table or tensor.get_dtype() in _FLOATS or BUFFERS.search(name)):
-                        raise BundleError(
+                        raise Refusal(
+                            "quantized-already",
                             f"{name} in {path} is {tensor.get_dtype()}: the model is quantized already",
                             remedy=UNQUANTIZED,
                         )
                     total += math.prod(tensor.get_shape())
         except (safetensors.SafetensorError, OSError, ValueError) as error:
-            raise BundleError(f"{path} is damaged: {error}", remedy="copy the model again") from None
+            raise Refusal(
+                "weights-damaged", f"{path} is damaged: {error}", remedy="copy the model again"
+            ) from None
     return total
 
 
@@ -336,7 +356,9 @@ def _json_of(path: Path, most_bytes: int = MOST_JSON_BYTES, infinite: bool = Fal
     try:
         return read_json(path, most_bytes, infinite)
     except (OSError, DocumentError) as error:
-        raise BundleError(f"{path} can't be read: {error}", remedy="copy the model again") from None
+        raise Refusal(
+            "file-damaged", f"{path} can't be read: {error}", remedy="copy the model again"
+        ) from None
 
 
 def _are_texts(mapping: Mapping[str, object]) -> bool:
@@ -354,7 +376,8 @@ def _from_hub(name: str, file: str, revision: str | None) -> Path | None:
     except EntryNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise BundleError(
+        raise Refusal(
+            "hub-unreachable",
             f"{name} can't be read as a transformers model: {first_line(error)}",
             remedy="give a folder with a transformers model, or a hub id that can be reached or is cached",
         ) from None
@@ -363,6 +386,7 @@ def _from_hub(name: str, file: str, revision: str | None) -> Path | None:
 @lru_cache(maxsize=1)
 def hub_answers() -> bool:
     """Whether the hub can be asked: one question, once, where its library tries again and again."""
+    from httpx import HTTPError, InvalidURL
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -370,6 +394,6 @@ def hub_answers() -> bool:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=_SECONDS)
-    except Exception:  # the library's client changed its exceptions with its version
+    except (HTTPError, InvalidURL, OSError):
         return False
     return True

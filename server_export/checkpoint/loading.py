@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
-from prge.errors import BundleError, first_line, shown
+from prge.errors import Refusal, first_line, refused_as, shown
 from server_export.checkpoint.classifier import (
     Classifier,
     chooses_a_class,
@@ -20,6 +21,7 @@ from server_export.checkpoint.classifier import (
     part_classifier,
     without_last,
 )
+from server_export.checkpoint.config_bounds import check_cost, counted_modules
 from server_export.checkpoint.experts import expert_layers
 from server_export.checkpoint.files import (
     BUFFERS,
@@ -33,6 +35,7 @@ from server_export.checkpoint.files import (
 )
 from server_export.checkpoint.stored import stored_tensors
 from server_export.checkpoint.weights import stored_of, stored_part
+from server_export.library_errors import TRANSFORMERS_ERRORS
 
 _DECODER_HEADS = ("ForCausalLM", "LMHeadModel")
 # Heads that a model without one has no use for.
@@ -43,6 +46,8 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _MOST_BUFFER_BYTES = 1 << 30
 _MOST_NAMES = 5
 _HALVES = "rescale_every"
+# How many tokens ahead ProphetNet predicts, each in a stream of states of its own.
+_STREAMS = "ngram"
 
 
 @dataclass
@@ -95,11 +100,16 @@ def load_model(
     fetch_weights(files)
     check_size(files, outline, opened.part_of)
     given: dict[str, Any] = {"config": opened.config, "use_safetensors": True}
-    try:
-        loader = _loader(opened)
-        if opened.part_of is not None or files.gguf:
-            # transformers finds the text part of some checkpoints only, and saves no model of a GGUF file.
-            loader, given["state_dict"] = type(outline), stored_part(files, outline)
+    loader = _loader(opened)
+    if opened.part_of is not None or files.gguf:
+        # transformers finds the text part of some checkpoints only, and saves no model of a GGUF file.
+        loader, given["state_dict"] = type(outline), stored_part(files, outline)
+    with refused_as(
+        "not-loadable",
+        f"{name_or_path} can't be loaded as {opened.kind}",
+        (*TRANSFORMERS_ERRORS, SafetensorError),
+        remedy="give the folder or hub id of a complete transformers checkpoint",
+    ):
         model, report = loader.from_pretrained(
             None if "state_dict" in given else str(files.folder),
             dtype=torch.float32,
@@ -109,15 +119,10 @@ def load_model(
             output_loading_info=True,
             **given,
         )
-    except BundleError:
-        raise
-    except Exception as error:  # transformers raises what its parts raise
-        raise BundleError(
-            f"{name_or_path} can't be loaded as {opened.kind}: {first_line(error)}",
-            remedy="give the folder or hub id of a complete transformers checkpoint",
-        ) from None
-    if "state_dict" in given and (files.folder / GENERATION_CONFIG).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(str(files.folder), local_files_only=True)
+        if "state_dict" in given and (files.folder / GENERATION_CONFIG).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(
+                str(files.folder), local_files_only=True
+            )
     _check_weights(name_or_path, model, report, opened, stored_tensors(files).names)
     if classifier is not None:
         classifier = without_last(model, classifier)
@@ -201,7 +206,8 @@ def _opened(files: ModelFiles, pooled: bool | None, own_head: bool) -> tuple[_Op
     """What a model is, its outline, and the last layer of its own classification head."""
     opened = _open_config(files, pooled)
     if pooled is None and opened.is_decoder and classifies(opened.config):
-        raise BundleError(
+        raise Refusal(
+            "classifying-decoder",
             f"{files.name} ({opened.config.model_type}) is a decoder that was trained for classes: its head "
             "reads the state of a row's last token, which no program answers",
             remedy="take the language model that it was made of, and a task with a word for each class",
@@ -218,34 +224,31 @@ def _open_config(files: ModelFiles, pooled: bool | None) -> _Opened:
     """The configuration of a model, or of the text part of one."""
     from transformers import AutoConfig
 
-    read_config(files)
-    try:
+    check_cost(read_config(files), files.config_path)
+    with refused_as(
+        "not-a-transformers-model",
+        f"{files.name} can't be read as a transformers model",
+        TRANSFORMERS_ERRORS,
+        remedy="give a folder with a transformers model, or a hub id",
+    ):
         whole = AutoConfig.from_pretrained(str(files.folder), trust_remote_code=False, local_files_only=True)
-        if _is_encoder_alone(whole):
-            whole.is_encoder_decoder = False
-        config = _text_part(whole)
-        _check_kind(config, whole, files.name)
-        is_decoder = not pooled if pooled is not None else _is_decoder(config)
-        return _Opened(config, is_decoder, None if config is whole else whole.model_type)
-    except BundleError:
-        raise
-    except Exception as error:  # any number or name of a configuration may be what a class can't take
-        raise BundleError(
-            f"{files.name} can't be read as a transformers model: {first_line(error)}",
-            remedy="give a folder with a transformers model, or a hub id",
-        ) from None
+        text = whole if whole.is_encoder_decoder else whole.get_text_config()
+    if _is_encoder_alone(whole):
+        whole.is_encoder_decoder = False
+        text = whole
+    config = _text_part(whole, text)
+    _check_kind(config, whole, files.name)
+    is_decoder = not pooled if pooled is not None else _is_decoder(config)
+    return _Opened(config, is_decoder, None if config is whole else whole.model_type)
 
 
-def _text_part(config: Any) -> Any:
+def _text_part(config: Any, text: Any) -> Any:
     """The configuration of the text model of a checkpoint that holds more; any other one as it is."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
-    if getattr(config, "is_encoder_decoder", False):
-        return config
-    text = config.get_text_config()
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
     if text is config or not (text.model_type in known or _is_known(text)):
         return config
@@ -307,27 +310,27 @@ def _is_known(config: Any) -> bool:
 
 def _outline(files: ModelFiles, opened: _Opened) -> Any:
     """The model without memory for its numbers."""
-    try:
-        with torch.device("meta"):
-            model = _loader(opened).from_config(
-                copy.deepcopy(opened.config),
-                dtype=torch.float32,
-                attn_implementation="eager",
-                trust_remote_code=False,
-            )
-    except Exception as error:
-        raise BundleError(
-            f"{files.name} isn't {opened.kind}: {first_line(error)}",
-            remedy="give a folder with a transformers model's config.json, or a hub id",
-        ) from None
+    loader, config = _loader(opened), copy.deepcopy(opened.config)
+    refusal = refused_as(
+        "model-not-made",
+        f"{files.name} isn't {opened.kind}",
+        TRANSFORMERS_ERRORS,
+        remedy="give a folder with a transformers model's config.json, or a hub id",
+    )
+    with refusal, counted_modules(files.config_path), torch.device("meta"):
+        model = loader.from_config(
+            config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        )
     for name, parameter in model.named_parameters():
         if parameter.numel() == 0:
-            raise BundleError(
+            raise Refusal(
+                "empty-parameter",
                 f"{files.name} describes no model: {name} would be {list(parameter.shape)}",
                 remedy="correct its config.json",
             )
     if not expert_layers(model) and _has_experts(model, opened.config):
-        raise BundleError(
+        raise Refusal(
+            "experts-not-supported",
             f"{files.name} ({opened.config.model_type}) is a mixture of experts that transformers calls in a "
             "way of its own",
             remedy="take a checkpoint of another type, such as qwen3_moe, olmoe, granitemoe or mixtral",
@@ -360,8 +363,10 @@ def _has_experts(model: nn.Module, config: Any) -> bool:
     from transformers import PretrainedConfig
 
     parts = [config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig))]
-    counts = (getattr(part, name, None) or 0 for part in parts for name in _EXPERTS)
-    return max(counts) > 1 and any(hasattr(module, "experts") for module in model.modules())
+    counts = (getattr(part, name, None) for part in parts for name in _EXPERTS)
+    return any(isinstance(count, int) and count > 1 for count in counts) and any(
+        hasattr(module, "experts") for module in model.modules()
+    )
 
 
 def check_size(files: ModelFiles, outline: nn.Module, part_of: str | None = None) -> None:
@@ -375,13 +380,15 @@ def check_size(files: ModelFiles, outline: nn.Module, part_of: str | None = None
     stored = stored_numbers(files, stored_of(files, outline) if part_of is not None else None)
     buffers = sum(buffer.numel() * buffer.itemsize for buffer in outline.buffers())
     if needed > stored:
-        raise BundleError(
+        raise Refusal(
+            "weights-of-another-model",
             f"{files.name} has weights for another model: its {files.config_name} describes {needed:,} "
             f"numbers, the weights hold {stored:,}",
             remedy="copy the model again",
         )
     if buffers > _MOST_BUFFER_BYTES:
-        raise BundleError(
+        raise Refusal(
+            "tables-too-large",
             f"{files.name} has tables of {buffers:,} bytes, at most {_MOST_BUFFER_BYTES:,} can be exported",
             remedy="correct its config.json",
         )
@@ -412,7 +419,8 @@ def _check_weights(
     texts = [f"it {what} {_listed(sorted(keys))}" for what, keys in problems.items() if keys]
     texts += [first_line(ValueError(message)) for message in report.get("error_msgs", ())]
     if texts:
-        raise BundleError(
+        raise Refusal(
+            "weights-incomplete",
             f"the weights of {name} are not those of its config.json: {'; '.join(texts)}",
             remedy="give a complete checkpoint of the model",
         )
@@ -425,21 +433,28 @@ def _listed(names: Sequence[str]) -> str:
 
 def _check_kind(config: Any, whole: Any, name: str) -> None:
     """Refuse what has no single text stack with linear layers; `config` is the text part of `whole`."""
-    reason, remedy = "", "take another checkpoint"
+    code, reason, remedy = "", "", "take another checkpoint"
     codes = getattr(config, "quantization_config", None) or getattr(whole, "quantization_config", None)
     if getattr(config, "is_encoder_decoder", False):
-        reason = "an encoder-decoder model"
+        code, reason = "encoder-decoder", "an encoder-decoder model"
         if hasattr(config, "hidden_size") and (name_of_encoder := _encoder_class(config)):
             remedy += f', or its encoder: write "architectures": ["{name_of_encoder}"] into its config.json'
     elif codes:
         method = codes.get("quant_method") if isinstance(codes, Mapping) else None
-        reason, remedy = f"quantized already{f' ({shown(method)})' if method else ''}", UNQUANTIZED
+        code, remedy = "quantized-already", UNQUANTIZED
+        reason = f"quantized already{f' ({shown(method)})' if method else ''}"
     elif config is whole and _needs_other_parts(config):
+        code = "more-than-texts"
         reason = "a model of more than texts, whose text part transformers has no class of its own for"
+    elif getattr(config, _STREAMS, None):
+        code, reason = "several-streams", "a model whose layers carry a stream of states for each next token"
+    elif not getattr(config, "hidden_size", None):
+        code, reason = "no-width", "a model whose configuration has no hidden_size of its text part"
     elif not getattr(config, "vocab_size", None):
-        reason = "not a text model"
-    if reason:
-        raise BundleError(
+        code, reason = "not-a-text-model", "not a text model"
+    if code:
+        raise Refusal(
+            code,
             f"{name} ({whole.model_type}) is {reason}; "
             "a program needs a plain causal language model or text encoder",
             remedy=remedy,

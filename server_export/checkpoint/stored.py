@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from prge.errors import BundleError, first_line
+from prge.errors import Refusal, first_line
 from server_export.checkpoint.files import ModelFiles
 from server_export.checkpoint.gguf.files import GgufModel, open_gguf
 from server_export.checkpoint.gguf.weights import GgufTensors
@@ -53,8 +53,10 @@ class SafetensorsTensors:
                 with safe_open(str(path), framework="pt") as reader:
                     self._paths.update(dict.fromkeys(reader.keys(), path))
             except (OSError, ValueError, RuntimeError) as error:
-                raise BundleError(
-                    f"{path} can't be read: {first_line(error)}", remedy="copy the model again"
+                raise Refusal(
+                    "weights-damaged",
+                    f"{path} can't be read: {first_line(error)}",
+                    remedy="copy the model again",
                 ) from None
 
     @property

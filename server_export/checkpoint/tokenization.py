@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from prge.errors import BundleError, ConfigError, PrgeError, first_line
+from prge.errors import ConfigError, PrgeError, Refusal, first_line
 from prge.rows.tokenization.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer, read_backend
 from prge.rows.tokenization.tokenizer import load_tokenizer as read_tokenizer
 from prge.text.prompts import Prompts
@@ -35,20 +35,20 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
     folder = local_folder(name_or_path, revision)
     if folder is not None and (path := Path(folder) / TOKENIZER_FILE).is_file():
         read_backend(path)  # which may end the process if nobody tried it
+    is_local = folder is not None or not hub_answers()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            folder or name_or_path,
-            revision=revision,
-            trust_remote_code=False,
-            local_files_only=folder is not None or not hub_answers(),
+            folder or name_or_path, revision=revision, trust_remote_code=False, local_files_only=is_local
         )
-    except Exception as error:  # transformers raises many kinds here, ImportError included
-        raise BundleError(
+    except Exception as error:  # `tokenizers` raises Exception itself, and transformers many of its own
+        raise Refusal(
+            "no-tokenizer",
             f"{name_or_path} has no tokenizer that can be loaded: {first_line(error)}",
             remedy="put the model's tokenizer.json beside it",
         ) from None
     if not getattr(tokenizer, "is_fast", False):
-        raise BundleError(
+        raise Refusal(
+            "slow-tokenizer",
             f"the tokenizer of {name_or_path} ({type(tokenizer).__name__}) has no fast form, and a device "
             "reads tokenizer.json only",
             remedy="convert it to a tokenizer.json and put that beside the model",
@@ -101,7 +101,8 @@ def check_tokenizer(tokenizer: Any, path: Path) -> None:
             expected = tokenizer.encode(text, add_special_tokens=special)
             actual = written.encode(text, add_special_tokens=special).ids
             if actual != expected:
-                raise BundleError(
+                raise Refusal(
+                    "tokenizer-not-preserved",
                     f"the tokenizer doesn't survive being written: {text!r} is {expected}, "
                     f"but {actual} from tokenizer.json",
                     remedy="put a complete tokenizer.json beside the model",
@@ -127,7 +128,8 @@ def tokenizer_block(
     size = len(tokenizer)
     highest = max(tokenizer.get_vocab().values(), default=-1) + 1
     if max(size, highest) > vocabulary_size:
-        raise BundleError(
+        raise Refusal(
+            "tokenizer-larger-than-model",
             f"the tokenizer has {max(size, highest)} tokens, the model has embeddings for {vocabulary_size}",
             remedy="tokenizer and model don't belong together, or the model's embeddings need to be resized",
         )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from prge.errors import BundleError
+from prge.errors import Refusal
 from server_export.checkpoint.classifier import Classifier
 from server_export.checkpoint.files import ModelFiles
 from server_export.checkpoint.names import Outline, key_mapping, sources
@@ -62,7 +62,8 @@ class Weights:
             tensor = source.made(self._stored.read, self._outline, rows)[known]
         tensor = tensor.to(torch.float32)
         if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
-            raise BundleError(
+            raise Refusal(
+                "weights-not-finite",
                 f"{name} of {self.files.name} has numbers that aren't finite",
                 remedy="give a complete checkpoint",
             )
@@ -91,13 +92,16 @@ class Weights:
         """The name that a parameter's source has; None for a number that the architecture says."""
         known = next((known for known in (name, *self._tied.get(name, ())) if known in self._sources), None)
         if known is None and name not in self.buffers:
-            raise BundleError(f"{self.files.name} lacks {name}", remedy="give a complete checkpoint")
+            raise Refusal(
+                "weights-incomplete", f"{self.files.name} lacks {name}", remedy="give a complete checkpoint"
+            )
         return known
 
     def _check_shape(self, name: str, shape: Sequence[int]) -> None:
         described = self._outline.shapes.get(name, tuple(shape))
         if tuple(shape) != described:
-            raise BundleError(
+            raise Refusal(
+                "weights-of-another-shape",
                 f"{name} of {self.files.name} is {list(shape)}, its {self.files.config_name} describes "
                 f"{list(described)}",
                 remedy="copy the model again",

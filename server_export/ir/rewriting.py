@@ -21,10 +21,11 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from prge.errors import told_as_bundle_error
+from prge.errors import refused_as
 from server_export.ir.constants import Constants
 from server_export.ir.modules import attribute, remove_unused_attributes
 from server_export.ir.writer import Rule, Writer, apply_rules, registrar
+from server_export.library_errors import torch_export_errors
 
 aten = torch.ops.aten
 
@@ -51,16 +52,15 @@ def rewritten_graph(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Grap
     """The graph of a module for inputs of these shapes, in operators that XNNPACK takes.
 
     Raises:
-        BundleError: torch.export can't trace it.
+        Refusal: torch.export can't trace it.
     """
-    refusal = told_as_bundle_error(
-        "torch.export can't trace the program",
-        "the architecture isn't supported; take another checkpoint, and please report it",
-    )
-    with refusal, torch.no_grad():
-        graph_module: GraphModule = torch.export.export(module, inputs, strict=False).module(
-            check_guards=False
-        )
+    remedy = "the architecture isn't supported; take another checkpoint, and please report it"
+    with torch.no_grad():
+        with refused_as(
+            "not-traceable", "torch.export can't trace the program", torch_export_errors(), remedy=remedy
+        ):
+            exported = torch.export.export(module, inputs, strict=False)
+        graph_module: GraphModule = exported.module(check_guards=False)
         rewrite(graph_module)
     return graph_module
 

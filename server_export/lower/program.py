@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from prge.errors import told_as_bundle_error
+from prge.errors import refused_as
 from server_export.ir.core import write_core_operators
 from server_export.ir.rewriting import quantize_apart, rewritten_graph
+from server_export.library_errors import executorch_errors
 
 if TYPE_CHECKING:
     from executorch.exir import ExecutorchBackendConfig
@@ -66,8 +67,11 @@ def lowered(
 
     from server_export.lower.xnnpack import BlockPartitioner
 
-    refusal = told_as_bundle_error(
-        "ExecuTorch can't lower the program", "please report it with the name of the model"
+    refusal = refused_as(
+        "not-lowered",
+        "ExecuTorch can't lower the program",
+        executorch_errors(),
+        remedy="please report it with the name of the model",
     )
     with refusal, _collector_paused(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about torch's own use of torch

@@ -10,7 +10,6 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from prge.errors import told_as_bundle_error
 from prge.files.chain import Bounds, Interface
 from prge.files.signatures import DECODE, PREFILL, ROLE_OF, TAKEN, Derivative, View
 from server_export.derive.backprop.layers import transposed_names, with_transposed
@@ -22,8 +21,6 @@ from server_export.ir.modules import attribute, copied
 from server_export.lower.cache import ProgramCache
 from server_export.lower.kind import LoweredKind, lower_kind
 from server_export.lower.sizes import Size, dynamic_program, tensor_specs
-
-_REMEDY = "leave the role out of --roles, and please report it with the name of the model"
 
 
 @dataclass(frozen=True)
@@ -73,9 +70,7 @@ def lower_roles(
     Raises:
         BundleError: an operator has no derivative, or ExecuTorch refuses a method.
     """
-    with told_as_bundle_error("what a role computes can't be written", _REMEDY):
-        derived = derive(block, roles, saves)
-        past = past_of(block, roles)
+    derived, past = derive(block, roles, saves), past_of(block, roles)
     shared = {*stored, *(name for weight in stored for name in transposed_names(weight))}
     constants: dict[str, torch.Tensor] = {}
     methods, programs, every = dict[str, Interface](), dict[str, ExportedProgram](), set[Size]()

@@ -20,10 +20,11 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from prge.errors import BundleError, told_as_bundle_error
+from prge.errors import BundleError, refused_as
 from prge.files.chain import TensorSpec
 from server_export.ir.modules import attribute
 from server_export.ir.shapes import Shapes, without_memory
+from server_export.library_errors import torch_export_errors
 
 aten = torch.ops.aten
 
@@ -88,8 +89,8 @@ def dynamic_program(graph_module: GraphModule, sizes: Mapping[str, Size]) -> Exp
         {index: dimension for index, number in enumerate(shape) if (dimension := markers.dimension(number))}
         for shape in inputs
     )
-    refusal = told_as_bundle_error("torch.export can't trace the program with unknown sizes", _REMEDY)
-    with refusal, torch.no_grad():
+    what = "torch.export can't trace the program with unknown sizes"
+    with refused_as("sizes-not-dynamic", what, torch_export_errors(), remedy=_REMEDY), torch.no_grad():
         return torch.export.export(
             GraphModule(graph_module, dynamic.graph),
             examples,

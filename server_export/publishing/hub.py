@@ -116,7 +116,7 @@ def _told(name: str, token: str, further: str = "") -> Iterator[None]:
         remedy = _REMEDIES.get(code, "look at the hub's own pages, or try again later")
         what = f"{name} can't be pushed to: the hub answers {code}: {_first_line(error)}"
         raise PrgeError(what.replace(token, "***"), remedy=f"{remedy}{further}") from None
-    except Exception as error:  # the library raises what its parts raise
+    except Exception as error:  # of whatever class: a traceback might show the token
         what = f"{name} can't be pushed to: {type(error).__name__}: {_first_line(error)}"
         where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         raise PrgeError(

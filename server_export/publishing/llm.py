@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from prge.errors import BundleError, ConfigError, told_as_bundle_error
+from prge.errors import BundleError, ConfigError, refused_as
 from server_export.adapter.layers import convert_conv1d, replace_module
 from server_export.check.engine import opened_method
 from server_export.checkpoint.experts import expert_layers
 from server_export.checkpoint.loading import LoadedModel
+from server_export.library_errors import TRANSFORMERS_ERRORS, torch_export_errors
 from server_export.lower.program import lowered
 from server_export.model.quantization import NO_LAYERS, BundleLayers
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, quantized_and_checked
@@ -174,7 +176,7 @@ def _exportable(model: Any, spec: LlmSpec) -> Any:
     for name in [name for name, module in model.named_modules() if type(module).__name__ == "GELUTanh"]:
         replace_module(model, name, TanhGelu())
     attention.register()
-    with _refused():
+    with _refused(TRANSFORMERS_ERRORS):
         model.set_attn_implementation(attention.CACHED)
         model.config.use_cache = model.generation_config.use_cache = True
         model.generation_config.cache_implementation = "static"
@@ -187,7 +189,7 @@ def _exported(exportable: Any, spec: LlmSpec) -> torch.export.ExportedProgram:
     """The module as a graph of any number of tokens."""
     example = _tokens(0, _EXAMPLE, exportable.model.config.vocab_size)
     tokens = torch.export.Dim("tokens", min=1, max=spec.at_once)
-    with _refused(), warnings.catch_warnings():
+    with _refused(torch_export_errors()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # Not traced by Dynamo, the buffers of the cache would be constants.
         return torch.export.export(
@@ -199,10 +201,12 @@ def _exported(exportable: Any, spec: LlmSpec) -> torch.export.ExportedProgram:
         )
 
 
-def _refused() -> Any:
-    return told_as_bundle_error(
+def _refused(errors: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
+    return refused_as(
+        "no-program-with-cache",
         "transformers can't make a program with a cache of this architecture",
-        "publish it as merged instead",
+        errors,
+        remedy="publish it as merged instead",
     )
 
 

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
-from prge.errors import BundleError, PrgeError, told_as_bundle_error
+from prge.errors import BundleError, PrgeError
 from prge.model_spec import Matrix
 from server_export.adapter.layers import CallInputs
 from server_export.checkpoint.classifier import given_to_base, states_of
@@ -46,7 +46,6 @@ _LAID_OUT = {
 _LEAST_SEEN = -1
 # What a graph's names of weights have before transformers' own.
 WHOLE_PREFIX = "model."
-_REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ def trace(
             return _Whole(model, inputs, tables, adapter, first_position, has_own_masks, has_classes).eval()
 
         longer = any_length(model, TOKENS, first_position + 1)
-        with told_as_bundle_error("the model can't be traced", _REMEDY), longer as own:
+        with longer as own:
             exported = _exported(model, tables, whole, given)
     graph_module = functional_graph(exported)
     _put_back(graph_module, own)

@@ -203,7 +203,7 @@ def test_standard_files_that_are_closed_end_no_run(run_words: list[object], tmp_
 
 @pytest.mark.parametrize("megabytes", [150, *rest(140, 160, 170)])
 def test_memory_that_runs_out_is_said_as_that(run_words: list[object], megabytes: int) -> None:
-    """How much is too little depends on the machine; what is said then doesn't."""
+    """Python, numpy and the engine alone take more addresses than this; where they run out differs."""
     limit = megabytes << 20
     done = subprocess.run(
         [sys.executable, "-m", "prge.cli", "run", *map(str, run_words)],
@@ -214,7 +214,7 @@ def test_memory_that_runs_out_is_said_as_that(run_words: list[object], megabytes
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
     )
-    assert done.returncode == 0 or (done.returncode == 2 and "memory" in done.stderr), done.stderr
+    assert done.returncode == 2 and "there is not enough memory" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and "damaged" not in done.stderr
 
 

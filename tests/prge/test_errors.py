@@ -8,15 +8,15 @@ import pytest
 
 from prge import errors
 from prge.errors import (
-    BundleError,
     ConfigError,
     PrgeError,
     ProblemsError,
+    Refusal,
     RunError,
     printable,
+    refused_as,
     shortened,
     shown,
-    told_as_bundle_error,
 )
 
 CLASSES = [
@@ -43,7 +43,10 @@ def test_problems_are_listed_one_a_line() -> None:
 def test_every_error_is_one_family_with_exit_code_2(kind: type[PrgeError]) -> None:
     assert issubclass(kind, PrgeError)
     assert kind.exit_code == 2
-    error = kind("what", ["a problem"]) if issubclass(kind, ProblemsError) else kind("what")
+    if issubclass(kind, Refusal):
+        error: PrgeError = kind("a-code", "what")
+    else:
+        error = kind("what", ["a problem"]) if issubclass(kind, ProblemsError) else kind("what")
     assert str(error).startswith("what")
 
 
@@ -87,18 +90,24 @@ def test_of_many_problems_the_first_are_listed() -> None:
     ("raised", "told"),
     [
         (ValueError("first\nsecond"), "it can't be done: ValueError: first\n  do it otherwise"),
-        (KeyError(), "it can't be done: KeyError: it says nothing more\n  do it otherwise"),
+        (KeyError(), "it can't be done: KeyError: KeyError\n  do it otherwise"),
     ],
 )
-def test_what_a_library_raises_is_told_by_its_first_line(raised: Exception, told: str) -> None:
-    with pytest.raises(BundleError) as caught, told_as_bundle_error("it can't be done", "do it otherwise"):
+def test_a_library_s_own_exception_is_a_refusal_with_its_first_line(raised: Exception, told: str) -> None:
+    known = (ValueError, KeyError)
+    with (
+        pytest.raises(Refusal) as caught,
+        refused_as("a-code", "it can't be done", known, remedy="do it otherwise"),
+    ):
         raise raised
-    assert str(caught.value) == told
+    assert (caught.value.code, str(caught.value)) == ("a-code", told)
     assert caught.value.__cause__ is raised
 
 
-@pytest.mark.parametrize("raised", [ConfigError("known already", []), MemoryError(), KeyboardInterrupt()])
-def test_what_is_told_elsewhere_is_left_alone(raised: BaseException) -> None:
-    with pytest.raises(type(raised)) as caught, told_as_bundle_error("what", "remedy"):
+@pytest.mark.parametrize(
+    "raised", [ConfigError("known already", []), TypeError("a defect"), MemoryError(), KeyboardInterrupt()]
+)
+def test_every_other_exception_passes(raised: BaseException) -> None:
+    with pytest.raises(type(raised)) as caught, refused_as("a-code", "what", ValueError):
         raise raised
     assert caught.value is raised

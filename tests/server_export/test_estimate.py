@@ -15,6 +15,7 @@ from server_export.check.estimation import announce, estimate
 from server_export.derive.tangent.rules import RULES
 from server_export.estimate import main
 from server_export.settings import EstimateConfig
+from tests.refusals import refusal
 from tests.tiny_models import save_model
 
 
@@ -114,7 +115,7 @@ def test_roles_cost_and_are_needed(outline_folder: Path, capsys: pytest.CaptureF
 
 
 def test_what_an_export_refuses_is_refused(outline_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="there is no folder"):
+    with refusal("no-such-model"):
         main(["--model", str(tmp_path / "none")])
     with pytest.raises(ConfigError, match="must be one of fp32"):
         main(["--model", str(outline_folder), "--quantize", "int3"])

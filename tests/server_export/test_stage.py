@@ -58,5 +58,10 @@ def test_a_stage_that_fails_leaves_its_line_to_the_error() -> None:
     assert stream.getvalue() == "lowering  \n"
 
 
-def test_who_counts_without_a_stage_disturbs_nobody() -> None:
+def test_parts_that_are_counted_without_a_stage_are_none_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_DOT_SECONDS", 0.02)
     count_parts(3)(2)
+    stream = io.StringIO()
+    with stage("lowering", stream):
+        time.sleep(0.1)
+    assert "%" not in stream.getvalue()

@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from prge.errors import BundleError, PrgeError, first_line, shown
+from prge.errors import Refusal, refused_as, shown
 from server_export.checkpoint.config_bounds import config_problems
 from server_export.checkpoint.gguf.header import EMBEDDING, GgufHeader
+from server_export.library_errors import TRANSFORMERS_ERRORS
 
 # Tensors of a file that a configuration describes: they are no parameters.
 ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS = (
@@ -64,31 +66,37 @@ def config_of(header: GgufHeader) -> Any:
     known = _by_tables(header)
     table = EMBEDDING in header.tensors and header.tensors[EMBEDDING].shape
     if not table:
-        raise BundleError(f"{header.path} holds no model: it has no {EMBEDDING}", remedy=_REMEDY)
+        raise Refusal(
+            "gguf-without-model", f"{header.path} holds no model: it has no {EMBEDDING}", remedy=_REMEDY
+        )
     known["vocab_size"] = table[0]
     _check(header, known)
-    try:
-        translation = _Translation(header, known)
-        config = translation.config()
-    except PrgeError:
-        raise
-    except Exception as error:  # transformers' classes refuse values in many ways
-        raise _unread(header, error) from None
+    config = _Translation(header, known).config()
     _check(header, config.to_dict())
     return config
 
 
-def _check(header: GgufHeader, config: Mapping[str, object]) -> None:
-    if problems := config_problems(config):
-        raise BundleError(
-            f"the header of {header.path} describes no model: {'; '.join(problems)}", remedy=_REMEDY
+def _check(header: GgufHeader, config: Mapping[str, Any]) -> None:
+    problems = config_problems(config)
+    layers = config.get("num_hidden_layers")
+    # Each has a tensor at least.
+    if isinstance(layers, int) and layers > len(header.tensors):
+        problems.append(f"it counts {layers:,} layers, and there are {len(header.tensors):,} tensors")
+    if problems:
+        raise Refusal(
+            "config-out-of-bounds",
+            f"the header of {header.path} describes no model: {'; '.join(problems)}",
+            remedy=_REMEDY,
         )
 
 
-def _unread(header: GgufHeader, error: Exception) -> BundleError:
-    return BundleError(
+def _refused(header: GgufHeader) -> AbstractContextManager[None]:
+    """Refuse a file that transformers, called inside, doesn't take."""
+    return refused_as(
+        "gguf-not-read",
         f"{header.path} holds a model of the architecture {shown(header.architecture)} that transformers "
-        f"can't read: {first_line(error)}",
+        "can't read",
+        TRANSFORMERS_ERRORS,
         remedy=_REMEDY,
     )
 
@@ -97,12 +105,10 @@ def _by_tables(header: GgufHeader) -> dict[str, Any]:
     """What transformers' tables make of a header, as keywords of a configuration."""
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config, read_gguf_metadata
 
-    try:
-        if header.architecture in GGUF_CONFIG_ARCHS:
+    if header.architecture in GGUF_CONFIG_ARCHS:
+        with _refused(header):
             return dict(get_gguf_config(*read_gguf_metadata(str(header.path))))
-        return _by_older_tables(header)
-    except Exception as error:  # what a table looks for may be missing, or of another type
-        raise _unread(header, error) from None
+    return _by_older_tables(header)
 
 
 def _by_older_tables(header: GgufHeader) -> dict[str, Any]:
@@ -127,7 +133,8 @@ def _by_older_tables(header: GgufHeader) -> dict[str, Any]:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        return dict(load_gguf_checkpoint(str(path), return_tensors=False)["config"])
+        with _refused(header):
+            return dict(load_gguf_checkpoint(str(path), return_tensors=False)["config"])
 
 
 class _Translation:
@@ -138,7 +145,8 @@ class _Translation:
 
         self._header, self._known = header, known
         self._kind = str(known["model_type"])
-        self._base = AutoConfig.for_model(**known)
+        with _refused(header):
+            self._base = AutoConfig.for_model(**known)
         self._more: dict[str, Any] = {}
         prefix = f"{header.architecture}."
         self._unread = {key.removeprefix(prefix) for key in header.fields if key.startswith(prefix)}
@@ -161,12 +169,14 @@ class _Translation:
             told = ", ".join(
                 f"{key} = {shown(self._header.of_model(key))}" for key in sorted(self._unread)[:5]
             )
-            raise BundleError(
+            raise Refusal(
+                "gguf-key-not-read",
                 f"{self._header.path} says of its model what transformers doesn't read from GGUF, so that it "
                 f"would be another model: {told}",
                 remedy=_REMEDY,
             )
-        config = AutoConfig.for_model(**{**self._known, **self._more})
+        with _refused(self._header):
+            config = AutoConfig.for_model(**{**self._known, **self._more})
         for name in ("layer_types",):
             if name in self._more:
                 setattr(config, name, self._more[name])
@@ -188,8 +198,8 @@ class _Translation:
         self._unread.discard(key)
         return self._header.of_model(key)
 
-    def _refuse(self, what: str) -> BundleError:
-        return BundleError(f"{self._header.path} can't be read: {what}", remedy=_REMEDY)
+    def _refuse(self, what: str) -> Refusal:
+        return Refusal("gguf-value-not-read", f"{self._header.path} can't be read: {what}", remedy=_REMEDY)
 
     def _take_attributes(self) -> None:
         # Qwen slides in some layers, and a header doesn't say in which.
@@ -211,28 +221,41 @@ class _Translation:
         if self._kind == "mamba" and self._header.of_model("attention.head_count") == 0:
             self._unread -= {"feed_forward_length", "attention.head_count"}
         if self._kind in _GEMMA_LARGEST:
-            is_largest = self._known["num_hidden_layers"] == _GEMMA_LARGEST[self._kind]
-            heads = self._known["num_attention_heads"]
+            is_largest = self._known.get("num_hidden_layers") == _GEMMA_LARGEST[self._kind]
             self._more["query_pre_attn_scalar"] = (
-                self._width() // heads if is_largest else self._header.of_model("attention.key_length")
+                self._width() // self._count("attention.head_count")
+                if is_largest
+                else self._header.of_model("attention.key_length")
             )
 
+    def _count(self, key: str) -> int:
+        """A value that the header must have, a whole number of at least 1."""
+        value = self._header.of_model(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self._refuse(f"{key} is {shown(value)}")
+        return value
+
     def _width(self) -> int:
-        return int(self._header.of_model("embedding_length"))
+        return self._count("embedding_length")
 
     def _head_width(self) -> int:
         given = (
             self._more.get("head_dim") or self._known.get("head_dim") or getattr(self._base, "head_dim", None)
         )
-        return int(given or self._width() // int(self._header.of_model("attention.head_count")))
+        if isinstance(given, int) and given > 0:
+            return given
+        return self._width() // self._count("attention.head_count")
 
     def _take_windows(self) -> None:
         pattern = self._take("attention.sliding_window_pattern")
         if pattern is None:
             return
-        layers = int(self._known["num_hidden_layers"])
-        slides = pattern if isinstance(pattern, list) else [bool((i + 1) % pattern) for i in range(layers)]
-        if len(slides) != layers or not hasattr(self._base, "layer_types"):
+        layers = self._count("block_count")
+        slides = pattern
+        if isinstance(pattern, int) and pattern > 0:
+            slides = [bool((i + 1) % pattern) for i in range(layers)]
+        is_known = isinstance(slides, list) and len(slides) == layers
+        if not is_known or not hasattr(self._base, "layer_types"):
             raise self._refuse(f"attention.sliding_window_pattern is {shown(pattern)}")
         self._more["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides]
 
@@ -242,10 +265,10 @@ class _Translation:
         self._take("rope.dimension_count")
         if turned is None or not self._header.of_model("attention.head_count"):
             return
-        share = turned / self._head_width()
+        share = self._count("rope.dimension_count") / self._head_width()
         parameters = getattr(self._base, "rope_parameters", None)
         given = parameters.get("partial_rotary_factor", 1.0) if isinstance(parameters, dict) else 1.0
-        if math.isclose(share, given):
+        if isinstance(given, int | float) and math.isclose(share, given):
             return
         if self._kind not in ("phi3", "stablelm", "nemotron"):
             raise self._refuse(f"it turns {turned} of the {self._head_width()} numbers of a head")
@@ -287,7 +310,9 @@ class _Translation:
 
     def _llama3(self, stored: Any) -> dict[str, Any]:
         """Llama 3's way, if the factors of a file are what it computes."""
-        factor, theta = float(stored.max()), float(self._known.get("rope_theta", 10_000.0))
+        factor, theta = float(stored.max()), self._known.get("rope_theta", 10_000.0)
+        if not isinstance(theta, int | float) or theta <= 0 or not factor > 0:
+            raise self._refuse(f"rope.freq_base is {shown(theta)}")
         turned = 2 * len(stored)
         lengths = 2 * math.pi * theta ** (np.arange(0, turned, 2) / turned)
         low, high, original = _LLAMA3.values()

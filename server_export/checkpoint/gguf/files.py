@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from prge.errors import BundleError, shown
+from prge.errors import Refusal, shown
 from prge.files.bundle import file_sha256
 from server_export.checkpoint.gguf.config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, config_of
 from server_export.checkpoint.gguf.header import (
@@ -73,7 +73,8 @@ def gguf_paths(name: str) -> tuple[Path, ...]:
         files = sorted(each for each in path.glob(f"*{SUFFIX}") if not each.name.startswith("mmproj"))
         whole = {_parts(each)[0] for each in files}
         if len(whole) > 1:
-            raise BundleError(
+            raise Refusal(
+                "gguf-several-files",
                 f"{name} holds {len(whole)} GGUF files: {', '.join(sorted(each.name for each in whole))}",
                 remedy="give one of them with --model",
             )
@@ -81,7 +82,8 @@ def gguf_paths(name: str) -> tuple[Path, ...]:
     if path.suffix != SUFFIX:
         return ()
     if not path.exists():
-        raise BundleError(
+        raise Refusal(
+            "no-such-model",
             f"there is no file {name}",
             remedy="give one that is there; `hf download OWNER/NAME FILE.gguf --local-dir .` brings one",
         )
@@ -95,10 +97,15 @@ def _parts(path: Path) -> tuple[Path, ...]:
         return (path,)
     count = int(match[3])
     if not 1 <= count <= _MOST_PARTS:
-        raise BundleError(f"{path} would be one of {count} parts", remedy="give a file of fewer parts")
+        raise Refusal(
+            "gguf-too-many-parts",
+            f"{path} would be one of {count} parts",
+            remedy="give a file of fewer parts",
+        )
     paths = tuple(path.with_name(f"{match[1]}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1))
     if missing := [each.name for each in paths if not each.exists()]:
-        raise BundleError(
+        raise Refusal(
+            "gguf-parts-missing",
             f"{path} is one of {count} parts, and {len(missing)} of them are missing: {missing[0]}",
             remedy="put all parts into one folder",
         )
@@ -114,7 +121,9 @@ def open_gguf(paths: Sequence[Path]) -> GgufModel:
     try:
         facts = tuple((path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
     except OSError as error:
-        raise BundleError(f"{paths[0]} can't be read: {error}", remedy="give another file") from None
+        raise Refusal(
+            "file-damaged", f"{paths[0]} can't be read: {error}", remedy="give another file"
+        ) from None
     return _open(tuple(paths), facts)
 
 
@@ -151,20 +160,23 @@ def _joined(headers: Sequence[GgufHeader]) -> GgufHeader:
     for number, header in enumerate(headers):
         told = header.get("split.no", number), header.get("split.count", len(headers))
         if told != (number, len(headers)):
-            raise BundleError(
+            raise Refusal(
+                "gguf-parts-differ",
                 f"{header.path} says that it is part {shown(told[0])} of {shown(told[1])}, and its name part "
                 f"{number} of {len(headers)}",
                 remedy="download the files again",
             )
         if twice := sorted(tensors.keys() & header.tensors.keys()):
-            raise BundleError(
+            raise Refusal(
+                "gguf-parts-differ",
                 f"{header.path} has {shown(twice[0])}, which another part has too",
                 remedy="download the files again",
             )
         tensors |= header.tensors
     total = first.get("split.tensors.count", len(tensors))
     if total != len(tensors):
-        raise BundleError(
+        raise Refusal(
+            "gguf-parts-differ",
             f"{first.path} says that its parts hold {shown(total)} tensors, they hold {len(tensors)}",
             remedy="download the files again",
         )

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from prge.errors import BundleError, PrgeError, shown
+from prge.errors import PrgeError, Refusal, shown
 from prge.host.packages import install_extra
 from prge.host.regular_files import open_regular
 
@@ -138,7 +138,7 @@ def read_header(path: Path) -> GgufHeader:
         with open_regular(path, "rb", follow=True, buffering=1 << 16) as stream:
             return _Reader(path, stream).header()
     except (OSError, struct.error) as error:
-        raise BundleError(f"{path} can't be read: {error}", remedy=_REMEDY) from None
+        raise Refusal("gguf-damaged", f"{path} can't be read: {error}", remedy=_REMEDY) from None
 
 
 def require_gguf() -> None:
@@ -189,7 +189,7 @@ class _Reader:
         return GgufHeader(self._path, version, fields, placed)
 
     def _refuse(self, what: str) -> NoReturn:
-        raise BundleError(f"{self._path} can't be read as GGUF: {what}", remedy=_REMEDY)
+        raise Refusal("gguf-damaged", f"{self._path} can't be read as GGUF: {what}", remedy=_REMEDY)
 
     def _take(self, count: int, what: str) -> bytes:
         """The next bytes, which must be there and within the bound of a header."""
@@ -277,7 +277,8 @@ class _Reader:
     def _block(self, name: str, kind: int) -> tuple[int, int]:
         sizes = _block_sizes(kind)
         if sizes is None:
-            raise BundleError(
+            raise Refusal(
+                "gguf-type-not-read",
                 f"{self._path} stores {shown(name)} in the ggml type {_kind_name(kind)}, which can't be "
                 "dequantized",
                 remedy="take a file of another quantization, such as Q8_0, Q4_K_M or F16",
@@ -319,7 +320,8 @@ class _Reader:
             self._refuse(f"it has no {ARCHITECTURE}")
         kind = fields[_KIND].value if _KIND in fields else "model"
         if kind != "model":
-            raise BundleError(
+            raise Refusal(
+                "gguf-without-model",
                 f"{self._path} holds no model: its {_KIND} is {shown(kind)}",
                 remedy="give the file of the language model itself",
             )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from prge.errors import BundleError, first_line, shown
+from prge.errors import Refusal, first_line, shown
 from server_export.checkpoint.gguf.header import TOKENS, GgufHeader
 
 _MODEL, _SPLIT, _PREFIX = (f"tokenizer.ggml.{name}" for name in ("model", "pre", "add_space_prefix"))
@@ -29,22 +30,31 @@ def tokenizer_of(header: GgufHeader) -> Any:
     Raises:
         BundleError: the file has none, or one that transformers can't make the same tokens with.
     """
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
     if TOKENS not in header.fields:
-        raise BundleError(f"{header.path} has no tokenizer", remedy=_REMEDY)
+        raise Refusal("no-tokenizer", f"{header.path} has no tokenizer", remedy=_REMEDY)
     split = _split(header)
-    try:
+    with _refused(header):
         architecture, told, settings = get_gguf_tokenizer(str(header.path))
         backend, _ = convert_gguf_tokenizer(architecture, told)
-        _put_right(header, backend, split)
-        backend = _of_file(backend, told)
+    _put_right(header, backend, split)
+    content = _content_of_file(backend, told)
+    with _refused(header):
+        backend = Tokenizer.from_str(json.dumps(content))
         return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
-    except (
-        Exception
-    ) as error:  # of transformers, of tokenizers, and of what a hostile vocabulary brings about
-        raise BundleError(
+
+
+@contextmanager
+def _refused(header: GgufHeader) -> Iterator[None]:
+    """Refuse a file whose tokenizer the libraries called inside don't take."""
+    try:
+        yield
+    except Exception as error:  # `tokenizers` raises Exception itself, and transformers many of its own
+        raise Refusal(
+            "tokenizer-not-read",
             f"{header.path} has a tokenizer that can't be read: {first_line(error)}",
             remedy=_REMEDY,
         ) from None
@@ -74,7 +84,8 @@ def _split(header: GgufHeader) -> str | None:
     split = header.get(_SPLIT)
     known = (*GGUF_PRE_TOKENIZER_SPLITS, *_AS_GPT2, *_DIGITS_APART, "default", None)
     if header.get(_MODEL) == "gpt2" and split not in known:
-        raise BundleError(
+        raise Refusal(
+            "tokenizer-split-not-read",
             f"{header.path} splits texts by the rule {shown(split)}, which transformers doesn't know: they "
             "would become other tokens",
             remedy=_REMEDY,
@@ -103,16 +114,14 @@ def _put_right(header: GgufHeader, backend: Any, split: str | None) -> None:
         )
 
 
-def _of_file(backend: Any, told: Mapping[str, Any]) -> Any:
-    """The tokenizer with the file's tokens and no others, and with its token for what is unknown.
+def _content_of_file(backend: Any, told: Mapping[str, Any]) -> dict[str, Any]:
+    """A `tokenizer.json` with the file's tokens and no others, and with its token for what is unknown.
 
     The classes that transformers takes for templates add tokens of their own, which a model has no rows for.
     """
-    from tokenizers import Tokenizer
-
     content, tokens = json.loads(backend.to_str()), told["tokens"]
     content["added_tokens"] = [each for each in content["added_tokens"] if each["id"] < len(tokens)]
     unknown = told.get("unk_token_id")
     if content["model"]["type"] == "BPE" and unknown is not None:
         content["model"]["unk_token"] = tokens[unknown]
-    return Tokenizer.from_str(json.dumps(content))
+    return dict(content)

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from prge.errors import BundleError, shown
+from prge.errors import Refusal, refused_as, shown
 from server_export.checkpoint.gguf.files import IN_CONFIGURATION, GgufModel
 from server_export.checkpoint.gguf.header import GgufTensor
 from server_export.checkpoint.names import sources
+from server_export.library_errors import TRANSFORMERS_ERRORS
 
 _REMEDY = "take the model's own folder with safetensors, such as its publisher's on the hub"
 
@@ -37,15 +38,12 @@ class GgufTensors:
         self._whole = _outline(model)
         self.conversions: list[Any] | None = None
         architecture = model.header.architecture
-        try:
+        self._processor, self._known = None, dict[str, str]()
+        what = f"{model.paths[0]} can't be read as {architecture}"
+        with refused_as("gguf-not-read", what, TRANSFORMERS_ERRORS, remedy=_REMEDY):
             self.conversions = _conversions(architecture, self._whole.config)
-            self._processor, self._known = None, dict[str, str]()
             if self.conversions is None:
                 self._processor, self._known = _older_tables(architecture, self._whole)
-        except Exception as error:  # tables look for what a configuration may lack
-            raise BundleError(
-                f"{model.paths[0]} can't be read as {architecture}: {error}", remedy=_REMEDY
-            ) from None
         self._parts = self._sorted()
         self._check()
 
@@ -77,12 +75,12 @@ class GgufTensors:
             return torch.from_numpy(values)
         # Some write what they make of several tensors into this mapping themselves.
         parsed: dict[str, Any] = {"tensors": dict(made)}
-        try:
+        # Sizes that don't fit each other are met by whatever statement uses them.
+        what = f"{part.name} of {part.path} can't be read"
+        with refused_as("gguf-tensor-not-read", what, TRANSFORMERS_ERRORS, remedy=_REMEDY):
             result = self._processor.process(
                 weights=values, name=part.name, tensor_key_mapping=self._known, parsed_parameters=parsed
             )
-        except Exception as error:  # sizes that don't fit each other
-            raise BundleError(f"{part.name} of {part.path} can't be read: {error}", remedy=_REMEDY) from None
         if result.name is None:
             tensor: torch.Tensor = parsed["tensors"][name]
             return tensor
@@ -100,7 +98,7 @@ class GgufTensors:
                 tensor_key_mapping=self._known,
                 parsed_parameters={"tensors": {}},
             )
-        except Exception:  # it needs the other sizes too
+        except TRANSFORMERS_ERRORS:  # it needs the other sizes too
             return False
         return result.name is not None and np.array_equal(result.weights, trial)
 
@@ -139,14 +137,16 @@ class GgufTensors:
             [name for name in self.names if name not in used and not name.startswith(predicted)]
         )
         if problems:
-            raise BundleError(
+            raise Refusal(
+                "gguf-incomplete",
                 f"{self._model.paths[0]} holds no whole model: {'; '.join(problems[:5])}",
                 remedy="download the file again",
             )
 
     def _refuse_spare(self, names: Sequence[str]) -> None:
         if names:
-            raise BundleError(
+            raise Refusal(
+                "gguf-spare-tensors",
                 f"{self._model.paths[0]} has tensors that transformers' {type(self._whole).__name__} has no "
                 f"place for, so that it would be another model: {shown(', '.join(sorted(names)[:5]))}",
                 remedy=_REMEDY,
@@ -162,13 +162,9 @@ def _outline(model: GgufModel) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(str(model.folder), local_files_only=True)
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except Exception as error:
-        raise BundleError(
-            f"{model.paths[0]} holds no causal language model: {error}", remedy=_REMEDY
-        ) from None
+    what = f"{model.paths[0]} holds no causal language model"
+    with refused_as("gguf-not-read", what, TRANSFORMERS_ERRORS, remedy=_REMEDY), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def _conversions(architecture: str, config: Any) -> list[Any] | None:

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from prge.errors import BundleError, told_as_bundle_error
+from prge.errors import BundleError, refused_as
 from server_export.derive.backprop.choosing import Gather, largest
 from server_export.derive.backprop.layers import FROZEN, Expansion, Layer, replace_layers
 from server_export.derive.backprop.rules import ONES, RULES
@@ -89,11 +89,13 @@ def backpropagate(
         given |= {name: given[name].detach().requires_grad_() for name in wanted}
         answers = _run(graph_module.graph, {name: given[name] for name in known} | tensors_of)
         inwards = [given[name] for name in slopes]
-        found = torch.autograd.grad(answers, [given[name] for name in wanted], inwards, allow_unused=True)
+        # PyTorch has one exception for an operator without a derivative and for what needs none.
+        with refused_as("no-backward-pass", "the program has no backward pass", RuntimeError, remedy=REMEDY):
+            found = torch.autograd.grad(answers, [given[name] for name in wanted], inwards, allow_unused=True)
         _check_used(wanted, found)
         return (*answers, *found) if with_answer else found
 
-    with told_as_bundle_error("the program has no backward pass", REMEDY), torch.enable_grad():
+    with torch.enable_grad():
         traced = make_fx(joint, decomposition_table=_plainer())(*tensors, *inputs.values())
     result = _rebuilt(graph_module, traced.graph, constants, list(inputs), layers)
     fill_in_values(result)

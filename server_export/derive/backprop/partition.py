@@ -21,7 +21,7 @@ import networkx
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from prge.errors import told_as_bundle_error
+from prge.errors import refused_as
 from prge.files.signatures import SAVED, Port
 from server_export.derive.backprop.joint import REMEDY, SLOPE
 from server_export.derive.backprop.rules import ONES
@@ -99,7 +99,8 @@ def _smallest_cut(
             flow.add_edge(_FORWARD, (node, 0))
         if any(user in of_slope for user in node.users):
             flow.add_edge((node, 1), _BACK)
-    with told_as_bundle_error("the way back has a layer whose answer has no rows of tokens", REMEDY):
+    what = "the way back has a layer whose answer has no rows of tokens"
+    with refused_as("layer-without-token-rows", what, networkx.NetworkXUnbounded, remedy=REMEDY):
         # Of all smallest cuts networkx tells the one next to the target.
         _, (before, behind) = networkx.minimum_cut(flow, _FORWARD, _BACK)
     return [node for node in graph.nodes if (node, 0) in before and (node, 1) in behind]

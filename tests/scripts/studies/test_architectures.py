@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,70 @@ FIGURES: dict[str, Any] = {
     "tangent_error": 1e-6,
     "spoke": True,
     "published": True,
+    "code": None,
     "why_not": None,
+    "defect": None,
+    "only_graphs": None,
     "seconds": 20.0,
+    "commit": "1234567",
 }
+RECORDED: dict[str, dict[str, Any]] = {
+    "llama": FIGURES,
+    "bert": {**FIGURES, "family": "encoder", "spoke": None},
+    "aria_text": {**dict.fromkeys(FIGURES), "family": "experts", "only_graphs": True},
+    "bart": {
+        **dict.fromkeys(FIGURES),
+        "family": "encoder-decoder",
+        "code": "encoder-decoder",
+        "why_not": "it is | [an] (encoder-decoder)",
+    },
+    "dots": {**dict.fromkeys(FIGURES), "family": "decoder", "defect": "KeyError: 'a' (tracing.py:7)"},
+    "blt": {**dict.fromkeys(FIGURES), "family": "", "code": "not-made-tiny", "why_not": "no layers"},
+    "skewed": {**FIGURES, "gradient_error": 1e-3},
+}
+PAGE = """\
+| family | works | only graphs | wrong | refused | defect | not made |
+| --- | --- | --- | --- | --- | --- | --- |
+| decoder | 1 | 0 | 1 | 0 | 1 | 0 |
+| encoder | 1 | 0 | 0 | 0 | 0 | 0 |
+| encoder-decoder | 0 | 0 | 0 | 1 | 0 | 0 |
+| experts | 0 | 1 | 0 | 0 | 0 | 0 |
+| not made | 0 | 0 | 0 | 0 | 0 | 1 |
+
+## Works
+
+- **decoder**: llama
+- **encoder**: bert
+
+## Only graphs
+
+- **experts**: aria_text
+
+## Wrong
+
+| type | family | code | why |
+| --- | --- | --- | --- |
+| skewed | decoder | - | gradient_error 0.001, tangent_error 1e-06, spoke, published, 20.0 s |
+
+## Refused
+
+| type | family | code | why |
+| --- | --- | --- | --- |
+| bart | encoder-decoder | encoder-decoder | it is \\| [an] (encoder-decoder) |
+
+## Defect
+
+| type | family | code | why |
+| --- | --- | --- | --- |
+| dots | decoder | - | KeyError: 'a' (tracing.py:7) |
+
+## Not made
+
+| type | family | code | why |
+| --- | --- | --- | --- |
+| blt | - | not-made-tiny | no layers |
+"""
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 @pytest.mark.parametrize("model_type", ["llama", "bert", *rest("cohere2", "olmo3", "xlm-roberta")])
@@ -53,7 +115,7 @@ def test_a_model_is_made_tiny_by_the_names_of_its_configuration(model_type: str)
 @pytest.mark.parametrize("model_type", ["arcee", "glm4", "electra", "esm", "youtu"])
 def test_a_slice_of_the_sweep_works(model_type: str) -> None:
     found = architectures.tried(model_type, "fp32", None)
-    assert architectures.works({**dict.fromkeys(architectures.FIGURES), **found}), found
+    assert architectures.outcome({**dict.fromkeys(architectures.FIGURES), **found}) == "works", found
 
 
 @pytest.mark.whole
@@ -74,17 +136,47 @@ def test_a_model_computes_with_operators_that_have_a_derivative_or_is_refused(
     assert {name for graph in graphs for name in unknown_operators(graph)} <= WITHOUT_DERIVATIVE
 
 
-def test_what_is_wrong_is_told_apart_from_what_is_refused() -> None:
-    assert architectures.outcome(FIGURES) == "works"
-    assert architectures.outcome({**FIGURES, "gradient_error": 1e-3}) == "wrong"
+def test_families_are_those_of_what_a_model_computes() -> None:
+    """ConvBERT's and SqueezeBERT's convolutions are no recurrence; RWKV has no attention but its own."""
+    families = {"convbert": "encoder", "squeezebert": "encoder", "rwkv": "recurrent", "mamba": "recurrent"}
+    assert {name: family(name, make_tiny(name)) for name in families} == families
+
+
+def test_a_refusal_a_defect_and_a_wrong_result_are_told_apart() -> None:
+    outcomes = {name: architectures.outcome(figures) for name, figures in RECORDED.items()}
+    assert outcomes == {
+        "llama": "works",
+        "bert": "works",
+        "aria_text": "only graphs",
+        "bart": "refused",
+        "dots": "defect",
+        "blt": "not made",
+        "skewed": "wrong",
+    }
     assert architectures.outcome({**FIGURES, "spoke": False}) == "wrong"
-    assert architectures.outcome({**FIGURES, "exported": False, "why_not": "too large"}) == "refused"
-    assert architectures.outcome({**FIGURES, "why_not": "traceback: KeyError"}) == "traceback"
 
 
-def test_the_table_has_a_sentence_for_what_does_not_work() -> None:
-    known = {"good": FIGURES, "bad": {**FIGURES, "exported": False, "why_not": "it is | too large"}}
-    page = architectures.markdown("5.0", known)
-    assert "transformers 5.0" in page
-    assert "**decoder** that work: good." in page
-    assert "| bad | decoder | it is \\| too large |" in page
+def test_the_page_is_written_of_recorded_results() -> None:
+    page = architectures.markdown("5.0", RECORDED)
+    assert page.startswith("# Architectures\n") and "transformers 5.0" in page
+    assert page.endswith(PAGE)
+
+
+def test_a_type_that_is_tried_has_the_code_of_its_refusal_or_the_line_of_a_defect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = architectures.tried("bart", "fp32", None)
+    assert (found["family"], found["code"]) == ("encoder-decoder", "encoder-decoder")
+
+    def checked(*_: Any) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(architectures, "checked", checked)
+    defect = architectures.tried("llama", "fp32", None)["defect"]
+    assert defect.startswith("KeyError: 'a defect' (test_architectures.py:")
+
+
+def test_the_page_of_the_docs_is_that_of_its_results() -> None:
+    results = json.loads((DOCS / "architectures.json").read_bytes())
+    page = architectures.markdown(results["transformers"], results["types"])
+    assert (DOCS / "architectures.md").read_text(encoding="utf-8") == page

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from prge.errors import BundleError
 from prge.rows.tokenization.tokenizer import MOST_TOKENIZER_BYTES
 from server_export.checkpoint.files import (
     end_tokens,
@@ -23,6 +22,7 @@ from server_export.checkpoint.files import (
     stored_numbers,
     stored_pooling,
 )
+from tests.refusals import refusal
 from tests.server_export.publishing.hub_server import give_environment
 
 
@@ -62,7 +62,7 @@ def test_the_parts_of_an_index_are_read_beside_it(tmp_path: Path) -> None:
     assert [path.name for path in files.weights] == ["a.safetensors", "b.safetensors"]
     assert stored_numbers(files) == 17
     (folder / "a.safetensors").unlink()
-    with pytest.raises(BundleError, match=r"lacks its file a\.safetensors"):
+    with refusal("weights-missing"):
         stored_numbers(files)
 
 
@@ -71,7 +71,7 @@ def test_the_parts_of_an_index_are_read_beside_it(tmp_path: Path) -> None:
     ["../other/model.safetensors", "/etc/model.safetensors", "sub/x.safetensors", "model.bin", "", ".."],
 )
 def test_an_index_never_leaves_its_folder(tmp_path: Path, name: str) -> None:
-    with pytest.raises(BundleError, match="no safetensors file beside it"):
+    with refusal("index-leaves-folder"):
         shard_names(write_index(tmp_path, "model.safetensors", name))
 
 
@@ -81,15 +81,16 @@ def test_an_index_never_leaves_its_folder(tmp_path: Path, name: str) -> None:
 def test_a_damaged_index_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(content)
-    with pytest.raises(BundleError, match=r"can't be read|names no file"):
+    with refusal("file-damaged"):
         shard_names(path)
 
 
 def test_pickles_are_not_read(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(BundleError, match=r"pytorch_model\.bin is a pickle, which may run code"):
+    with refusal("no-weights") as caught:
         stored_numbers(find_files(str(folder)))
+    assert "pytorch_model.bin is a pickle, which may run code" in str(caught.value)
 
 
 def test_tokens_that_end_a_text_are_those_of_both_configurations(tmp_path: Path) -> None:
@@ -108,15 +109,16 @@ def test_tokens_that_end_a_text_are_those_of_both_configurations(tmp_path: Path)
     ("content", "told"),
     [
         ('{"eos_token_id": "</s>"}', "has the eos_token_id '</s>', must be one token"),
-        ('{"eos_token_id": [2, true]}', "has the eos_token_id .2, True., must be one token"),
+        ('{"eos_token_id": [2, true]}', "has the eos_token_id [2, True], must be one token"),
         ("{", "generation_config.json can't be read: not JSON"),
     ],
 )
 def test_a_damaged_generation_configuration_is_refused(tmp_path: Path, content: str, told: str) -> None:
     files = find_files(str(write_model(tmp_path)))
     (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(BundleError, match=told):
+    with refusal("file-damaged") as caught:
         end_tokens(files)
+    assert told in str(caught.value)
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "random"])
@@ -124,7 +126,7 @@ def test_damaged_weights_are_refused(tmp_path: Path, damage: str) -> None:
     path = write_model(tmp_path) / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes({"empty": b"", "half": content[:-20], "random": os.urandom(200)}[damage])
-    with pytest.raises(BundleError, match="is damaged"):
+    with refusal("weights-damaged"):
         stored_numbers(find_files(str(tmp_path)))
 
 
@@ -133,10 +135,10 @@ def test_integers_are_a_quantized_model_unless_they_are_old_masks_or_tables(tmp_
     files = find_files(str(write_model(tmp_path, weight=np.zeros(3, np.float32), **masks)))
     assert stored_numbers(files) == 11
     write_model(tmp_path, weight=np.zeros(3, np.int64))
-    with pytest.raises(BundleError, match=r"weight in .* is I64: the model is quantized already"):
+    with refusal("quantized-already"):
         stored_numbers(files)
     write_model(tmp_path, weight=np.zeros(3, np.int8))
-    with pytest.raises(BundleError, match=r"weight in .* is I8: the model is quantized already"):
+    with refusal("quantized-already"):
         stored_numbers(files)
 
 
@@ -145,15 +147,14 @@ def test_integers_are_a_quantized_model_unless_they_are_old_masks_or_tables(tmp_
     [
         ({"hidden_size": 0}, "hidden_size is 0"),
         ({"hidden_size": -64}, "hidden_size is -64"),
-        ({"hidden_size": 10**12}, "hidden_size is 1000000000000"),
         ({"hidden_size": 64.5}, "hidden_size is 64.5"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"vocab_size": True}, "vocab_size is True"),
-        ({"num_hidden_layers": 513}, "from 1 to 512"),
-        ({"n_layer": 10**6}, "from 1 to 512"),
+        ({"num_hidden_layers": None, "n_layer": -3}, "n_layer is -3"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
-        ({"num_labels": 10**8}, "num_labels is 100000000, must be at most 65536"),
-        ({"unheard_of": 10**10}, "unheard_of is 10000000000"),
+        ({"unheard_of": 1 << 63}, "unheard_of is 9223372036854775808, must have at most 64 bits"),
+        ({"architectures": 7}, "architectures is 7, must be a list of names"),
+        ({"text_config": {"architectures": [{}]}}, "architectures is [{}], must be a list of names"),
         ({"inner": {"rope": [{"factor": 10**50}]}}, "factor is 1000"),
         ({"hidden_size": 10**200}, "a number of 201 digits"),
         ({"eps": float("nan")}, "NaN"),
@@ -162,9 +163,9 @@ def test_integers_are_a_quantized_model_unless_they_are_old_masks_or_tables(tmp_
 )
 def test_numbers_out_of_bounds_are_named(tmp_path: Path, change: dict[str, object], problem: str) -> None:
     files = find_files(str(write_model(tmp_path, {"model_type": "llama", **change})))
-    with pytest.raises(BundleError, match=r"config\.json") as caught:
+    with refusal("config-out-of-bounds", "file-damaged") as caught:
         read_config(files)
-    assert problem in str(caught.value)
+    assert "config.json" in str(caught.value) and problem in str(caught.value)
     assert len(str(caught.value)) < 600
 
 
@@ -173,7 +174,7 @@ def test_a_damaged_configuration_is_refused_at_once(tmp_path: Path, content: byt
     files = find_files(str(write_model(tmp_path)))
     (tmp_path / "config.json").write_bytes(content)
     start = time.monotonic()
-    with pytest.raises(BundleError, match=r"config\.json can't be read"):
+    with refusal("file-damaged"):
         read_config(files)
     assert time.monotonic() - start < 1
 
@@ -192,20 +193,23 @@ def test_usual_numbers_pass(tmp_path: Path) -> None:
         "n_inner": None,
         "vocab_size_per_layer_input": 262_144,
         "max_pixels": 1 << 28,
+        "unheard_of": -(10**10),
+        "architectures": None,
         "time_step_limit": [0.0, float("inf")],
     }
     assert read_config(find_files(str(write_model(tmp_path, config)))) == config
 
 
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"it has no config\.json"):
+    with refusal("not-a-transformers-model"):
         find_files(str(tmp_path))
     (write_model(tmp_path) / "adapter_config.json").write_text("{}")
-    with pytest.raises(BundleError, match=r"adapter_config\.json makes it an adapter"):
+    with refusal("not-a-transformers-model") as caught:
         find_files(str(tmp_path))
-    with pytest.raises(BundleError, match="there is no folder"):
+    assert "adapter_config.json makes it an adapter" in str(caught.value)
+    with refusal("no-such-model"):
         find_files(str(tmp_path / "none"))
-    with pytest.raises(BundleError, match="a folder has no revisions"):
+    with refusal("no-such-model"):
         find_files(str(tmp_path), revision="main")
 
 
@@ -228,7 +232,7 @@ def test_a_hub_model_is_the_commit_of_its_revision(tmp_path: Path, monkeypatch: 
 
     monkeypatch.chdir(tmp_path / "hub")
     assert (found("some/model"), found("some/model", other)) == (commit, other)
-    with pytest.raises(BundleError, match="some/other can't be read as a transformers model"):
+    with refusal("no-such-model", "hub-unreachable"):
         found("some/other")
     monkeypatch.chdir(tmp_path)
     assert (found("some/model"), found("some/model", "main")) == (None, commit)
@@ -269,7 +273,7 @@ def test_other_ways_to_pool_are_refused(tmp_path: Path) -> None:
     assert stored_pooling(find_files(str(write_model(tmp_path / "plain")))) is None
     modes = {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}
     files = find_files(str(write_sentences(tmp_path / "model", **modes)))
-    with pytest.raises(BundleError, match=r"pools by .max_tokens, mean., a bundle can"):
+    with refusal("pooling-not-supported"):
         stored_pooling(files)
 
 
@@ -281,5 +285,5 @@ def test_files_that_are_too_large_to_be_read_are_refused(tmp_path: Path, name: s
     find_files(str(folder))
     with (folder / name).open("ab") as stream:
         stream.write(b" ")
-    with pytest.raises(BundleError, match=rf"{name} has 268,435,457 bytes, at most 268,435,456 are read"):
+    with refusal("file-too-large"):
         find_files(str(folder))

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from prge.errors import BundleError
 from prge.files.bundle import file_sha256
 from server_export.checkpoint.files import ConfigurationAlone, end_tokens, find_files, read_config
 from server_export.checkpoint.gguf.files import gguf_paths, open_gguf
 from server_export.checkpoint.loading import load_model, outline_model
 from server_export.checkpoint.tokenization import SAMPLES, chat_template, load_tokenizer, tokenizer_block
 from tests.gguf_files import write_gguf
+from tests.refusals import refusal
 from tests.tiny_models import make_model, make_tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -62,9 +62,9 @@ def test_a_folder_with_one_file_is_that_file(tiny: Path, tmp_path: Path) -> None
     (tmp_path / "mmproj-a.gguf").write_bytes(b"of images")
     assert find_files(str(tmp_path)).weights == [tmp_path / "a.gguf"]
     shutil.copy(tiny, tmp_path / "b.gguf")
-    with pytest.raises(BundleError, match=r"holds 2 GGUF files: a\.gguf, b\.gguf"):
+    with refusal("gguf-several-files"):
         find_files(str(tmp_path))
-    with pytest.raises(BundleError, match="there is no file"):
+    with refusal("no-such-model"):
         find_files(str(tmp_path / "c.gguf"))
 
 
@@ -96,7 +96,7 @@ def test_digits_are_split_as_the_file_says(tmp_path: Path) -> None:
     assert rule(sample) == tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(sample)
     assert [piece for piece, _ in rule("a  12")] == ["a", "\u0120\u0120", "1", "2"]
     write_gguf(path, make_model("llama"), tokenizer, split="poro-chat")
-    with pytest.raises(BundleError, match="splits texts by the rule 'poro-chat'"):
+    with refusal("tokenizer-split-not-read"):
         load_tokenizer(str(path))
 
 
@@ -117,7 +117,7 @@ def test_parts_are_one_model(tiny: Path, tmp_path: Path) -> None:
         assert torch.equal(found.model.get_parameter(name), parameter)
     assert found.sha256 not in (None, expected.sha256)
     second.unlink()
-    with pytest.raises(BundleError, match="one of 2 parts, and 1 of them are missing"):
+    with refusal("gguf-parts-missing"):
         find_files(str(first))
 
 
@@ -172,7 +172,7 @@ def test_factors_of_llama_3_become_its_configuration(tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.allclose(load_model(str(path)).model(tokens).logits, model(tokens).logits, atol=1e-5)
     write_gguf(path, model, make_tokenizer(), tensors={"rope_freqs.weight": factors * 1.1})
-    with pytest.raises(BundleError, match=r"rope_freqs\.weight aren't those of Llama 3"):
+    with refusal("gguf-value-not-read"):
         find_files(str(path))
 
 
@@ -223,34 +223,38 @@ def test_scaled_positions_are_read(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a key that nothing reads": (
-        {"more": {"attention.scale": 0.5}},
-        r"doesn't read .*attention\.scale = 0\.5",
+    "a key that nothing reads": ({"more": {"attention.scale": 0.5}}, "gguf-key-not-read"),
+    "a way of scaling": (
+        {"more": {"rope.scaling.type": "su", "rope.scaling.factor": 2.0}},
+        "gguf-value-not-read",
     ),
-    "a way of scaling": ({"more": {"rope.scaling.type": "su", "rope.scaling.factor": 2.0}}, "'su'"),
-    "layers without end": ({"more": {"block_count": 1 << 31}}, "num_hidden_layers is 2147483648"),
-    "a width of other weights": ({"more": {"embedding_length": 128}}, "has [0-9,]+ numbers|another model"),
-    "no heads": ({"more": {"attention.head_count": 0}}, "num_attention_heads is 0"),
-    "heads that don't fit": ({"more": {"attention.head_count": 7}}, "."),
+    "layers without end": ({"more": {"block_count": 1 << 31}}, "config-out-of-bounds"),
+    "a width of other weights": ({"more": {"embedding_length": 128}}, "weights-of-another-model"),
+    "no heads": ({"more": {"attention.head_count": 0}}, "config-out-of-bounds"),
+    "heads that don't fit": ({"more": {"attention.head_count": 7}}, "gguf-not-read"),
+    "a width that is a text": ({"more": {"embedding_length": "wide"}}, "config-out-of-bounds"),
+    "heads of each layer": ({"more": {"attention.head_count": [4, 4]}}, "gguf-not-read"),
+    "a base that is a text": ({"more": {"rope.freq_base": "10000"}}, "model-not-made"),
+    "turned numbers that are a text": ({"more": {"rope.dimension_count": "16"}}, "config-out-of-bounds"),
     "a tensor too many": (
         {"tensors": {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}},
-        r"no place for.*attn_sinks",
+        "gguf-spare-tensors",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_header_that_describes_another_model_is_refused(name: str, tmp_path: Path) -> None:
-    changes, match = REFUSED[name]
+    changes, code = REFUSED[name]
     path = write_gguf(tmp_path / "a.gguf", make_model("llama"), make_tokenizer(), **changes)
-    with pytest.raises(BundleError, match=match):
+    with refusal(code):
         load_model(str(path))
 
 
 def test_an_architecture_that_transformers_does_not_read_is_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", make_model("llama"), make_tokenizer())
     path.write_bytes(path.read_bytes().replace(b"llama", b"bertx"))
-    with pytest.raises(BundleError, match="of the architecture 'bertx' that transformers can't read"):
+    with refusal("gguf-not-read"):
         find_files(str(path))
 
 

@@ -1,0 +1,76 @@
+"""A model that fails in transformers itself is refused as that; a defect of prge keeps its traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prge.errors import DataError
+from prge.learning.costs import MOST_COMPARED
+from server_export import estimate
+from server_export.check import own_forward
+from server_export.check.own_forward import blame_own_forward, own_failure
+from server_export.checkpoint.loading import outline_model
+from tests.refusals import refusal
+from tests.tiny_models import save_model
+from tests.tiny_types import make_tiny
+
+
+def save_broken(folder: Path) -> Path:
+    """A Zamba 2 whose Mamba layers are 3 times as wide as the model, and have heads for twice its width."""
+    make_tiny("zamba2").save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), "mamba_expand": 3}))
+    return folder
+
+
+def test_an_estimate_of_a_model_that_fails_in_transformers_is_refused(tmp_path: Path) -> None:
+    with refusal("model-fails-in-transformers") as caught:
+        estimate.main(["--model", str(save_broken(tmp_path))])
+    assert "Zamba2ForCausalLM raises RuntimeError: shape" in str(caught.value)
+
+
+@pytest.mark.parametrize("most", [MOST_COMPARED, 0], ids=["numbers", "shapes"])
+def test_a_model_is_run_by_itself_with_numbers_or_if_it_is_large_with_shapes(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_forward, "MOST_COMPARED", most)
+    broken = outline_model(str(save_broken(tmp_path / "broken")))
+    assert isinstance(own_failure(type(broken.model), broken.config), RuntimeError)
+    for name in ("llama", "bert"):
+        whole = outline_model(str(save_model(tmp_path / name, name)))
+        assert own_failure(type(whole.model), whole.config) is None
+
+
+def test_numbers_that_shapes_lack_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asking:
+        def __init__(self, config: Any) -> None:
+            pass
+
+        def eval(self) -> Asking:
+            return self
+
+        def named_parameters(self) -> list[Any]:
+            return []
+
+        named_modules = named_parameters
+        config = None
+
+        def __call__(self, input_ids: Any) -> int:
+            return int(input_ids.max())
+
+    config = make_tiny("llama").config
+    assert own_failure(Asking, config) is None
+    monkeypatch.setattr(own_forward, "MOST_COMPARED", -1)
+    assert own_failure(Asking, config) is None
+
+
+@pytest.mark.parametrize("error", [KeyError("a defect"), DataError("rows", ["row 3"]), MemoryError()])
+def test_other_exceptions_pass_where_transformers_runs_the_model(error: Exception, tmp_path: Path) -> None:
+    loaded = outline_model(str(save_model(tmp_path, "llama")))
+    with pytest.raises(type(error)) as caught, blame_own_forward(loaded):
+        raise error
+    assert caught.value is error
