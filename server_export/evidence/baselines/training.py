@@ -31,12 +31,12 @@ from prge.learning.training import loss_has_risen, train
 from prge.rows.own_heads import head_of
 from prge.rows.scoring import evaluate
 from prge.running.watching import Watcher, graceful_stop
-from server_export.evidence.base import open_base
 from server_export.evidence.baselines.inputs import BaselineInputs
 from server_export.evidence.baselines.method import Method
 from server_export.evidence.baselines.methods import METHODS
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BEST, BaselineSettings
+from server_export.oracle import open_base
 from server_export.quiet import quiet_libraries
 
 # Imported before memory is looked at, so that what the libraries take isn't counted as the method's: models,

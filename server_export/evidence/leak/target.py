@@ -20,10 +20,10 @@ from prge.rows.tokenization.tokenizer import Tokenizer, bundle_tokenizer
 from server_export.adapter.start import start_adapter
 from server_export.checkpoint.loading import LoadedModel, load_model
 from server_export.checkpoint.tokenization import load_tokenizer, on_device
-from server_export.evidence.base import open_base
 from server_export.evidence.leak.rows import Form, Rows, known_form, unknown_part
 from server_export.evidence.leak.settings import LeakSettings
 from server_export.evidence.leak.victim import Victim
+from server_export.oracle import open_base
 
 # Far longer than what is attacked.
 _LENGTH = 4096

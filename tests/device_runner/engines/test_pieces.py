@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from prge.engine import Call
 from prge.errors import BundleError, EngineError
@@ -19,15 +18,13 @@ from prge.model_spec import matrices
 from server_export.export import ExportConfig, export
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
-    Whole,
     bits,
-    by_autograd,
     call_of,
     computed,
-    derivatives,
     directions_of,
     export_chain,
     opened,
+    oracle_of,
     split,
 )
 from tests.tiers import rest
@@ -76,36 +73,32 @@ def test_an_export_for_long_rows_has_pieces(folder: Path) -> None:
 
 @pytest.mark.parametrize(("copies", "sequences"), [(1, 5), (3, 2)])
 def test_answers_of_all_copies_are_the_models(folder: Path, copies: int, sequences: int) -> None:
-    bundle, whole = open_bundle(folder / "bundle"), Whole.of(folder)
+    bundle = open_bundle(folder / "bundle")
     call = calls_of(bundle, sequences, copies)
     found = opened(bundle, STACK).engine.forward(call)
-    for copy in range(copies):
-        expected = whole.outputs(call.sequences, torch.from_numpy(call.adapters[copy]))
-        np.testing.assert_allclose(found[copy], expected.detach().numpy(), atol=2e-5)
+    np.testing.assert_allclose(found, oracle_of(folder).forward(call), atol=2e-5)
 
 
 def test_the_gradient_is_autograds(folder: Path) -> None:
     bundle = open_bundle(folder / "bundle")
     call = calls_of(bundle, 5)
     outputs, found = computed(opened(bundle, BACK).engine, BACK, call)
-    expected, gradient = by_autograd(Whole.of(folder), call)
+    expected, gradient = computed(oracle_of(folder), BACK, call)
     np.testing.assert_allclose(outputs, expected, atol=2e-5)
     assert np.abs(found - gradient).max() < 1e-5 * np.abs(gradient).max()
 
 
 def test_tangents_are_the_models_derivatives(folder: Path) -> None:
-    bundle, whole = open_bundle(folder / "bundle"), Whole.of(folder)
+    bundle = open_bundle(folder / "bundle")
     call, model = calls_of(bundle, 3), bundle.chain.model
     directions = directions_of(model, 2, 3)
-    outputs, tangents = (
-        split(model, call, each) for each in opened(bundle, TANGENT).engine.jvp(call, directions)
-    )
-    for query in range(2):
-        for number in range(3):
-            answers, expected = derivatives(whole, call, directions, query, number)
-            np.testing.assert_allclose(outputs[number], answers, atol=2e-5)
-            scale = max(1.0, float(np.abs(expected).max()))
-            np.testing.assert_allclose(tangents[number][query], expected, atol=2e-5 * scale)
+    outputs, tangents = opened(bundle, TANGENT).engine.jvp(call, directions)
+    answers, exact = oracle_of(folder).jvp(call, directions)
+    np.testing.assert_allclose(outputs, answers, atol=2e-5)
+    for found, expected in zip(split(model, call, tangents), split(model, call, exact), strict=True):
+        for query in range(2):
+            scale = max(1.0, float(np.abs(expected[query]).max()))
+            np.testing.assert_allclose(found[query], expected[query], atol=2e-5 * scale)
 
 
 def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:
@@ -161,10 +154,10 @@ def test_a_block_of_a_real_shape_at_1024_tokens(made_once: Made, monkeypatch: py
         return export(ExportConfig(model=str(place / "model"), out=place / "bundle", **settings))
 
     folder = made_once("a real block in pieces", make)
-    bundle, whole = open_bundle(folder / "bundle"), Whole.of(folder)
+    bundle = open_bundle(folder / "bundle")
     call = call_of(bundle.chain.model, 1)
     _, found = computed(opened(bundle, BACK).engine, BACK, call)
-    _, gradient = by_autograd(whole, call)
+    _, gradient = computed(oracle_of(folder), BACK, call)
     start = 0
     for matrix in matrices(bundle.chain.modules):
         expected, ours = (each[start : start + matrix.size].astype(float) for each in (gradient, found))

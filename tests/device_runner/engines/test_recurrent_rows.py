@@ -15,15 +15,8 @@ from prge.engine import Call
 from prge.files import chain as manifest
 from prge.model_spec import ModelSpec
 from server_export.adapter.layers import match_target_modules
-from tests.device_runner.engines.chains import (
-    Whole,
-    by_autograd,
-    call_of,
-    derivatives,
-    directions_of,
-    slope_of,
-    split,
-)
+from server_export.oracle import TorchEngine
+from tests.device_runner.engines.chains import call_of, directions_of, logits_of, slope_of, split
 from tests.device_runner.engines.graph_blocks import GraphBlocks
 from tests.server_export.derive.tangent.graphs import random
 from tests.server_export.derive.test_blocks import IN_BLOCKS
@@ -37,8 +30,8 @@ TOKENS, PIECE = 20, 8
 
 
 @pytest.fixture(scope="module", params=["lfm2", *rest(*(name for name in RECURRENT if name != "lfm2"))])
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Whole]:
-    """Blocks of a model, and the model."""
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, TorchEngine]:
+    """Blocks of a model, and what PyTorch computes of it."""
     folder = save_model(tmp_path_factory.mktemp("recurrent") / "model", request.param)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     lora_a = {
@@ -46,7 +39,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         for name in match_target_modules(model, IN_BLOCKS)
     }
     blocks = GraphBlocks(folder, lora_a, manifest.Bounds(tokens=TOKENS, context=48, piece=PIECE))
-    return blocks, Whole(model.eval().requires_grad_(False), blocks.chain.modules, lora_a)
+    return blocks, TorchEngine(model.eval().requires_grad_(False), blocks.chain.model, lora_a)
 
 
 def calls_of(model: ModelSpec, sequences: int, copies: int = 1) -> Call:
@@ -54,45 +47,42 @@ def calls_of(model: ModelSpec, sequences: int, copies: int = 1) -> Call:
     return call_of(model, sequences, copies, lengths=[TOKENS - 1, 4, PIECE + 2])
 
 
-def test_answers_are_the_models(both: tuple[Any, Whole]) -> None:
-    blocks, whole = both
+def test_answers_are_the_models(both: tuple[Any, TorchEngine]) -> None:
+    blocks, oracle = both
     call = calls_of(blocks.chain.model, 3, copies=2)
-    found = ChainEngine(blocks, 1).forward(call)
-    for copy in range(2):
-        expected = whole.outputs(call.sequences, torch.from_numpy(call.adapters[copy]))
-        np.testing.assert_allclose(found[copy], expected.numpy(), atol=2e-5)
+    np.testing.assert_allclose(ChainEngine(blocks, 1).forward(call), oracle.forward(call), atol=2e-5)
 
 
-def test_the_gradient_is_autograds(both: tuple[Any, Whole]) -> None:
-    blocks, whole = both
+def test_the_gradient_is_autograds(both: tuple[Any, TorchEngine]) -> None:
+    blocks, oracle = both
     call = calls_of(blocks.chain.model, 3)
     outputs, found = ChainEngine(blocks, 1).vjp(call, slope_of)
-    expected, gradient = by_autograd(whole, call)
+    expected, gradient = oracle.vjp(call, slope_of)
     np.testing.assert_allclose(outputs, expected, atol=2e-5)
     assert np.abs(found - gradient).max() < 1e-5 * np.abs(gradient).max()
 
 
-def test_tangents_are_the_models_derivatives(both: tuple[Any, Whole]) -> None:
-    blocks, whole = both
+def test_tangents_are_the_models_derivatives(both: tuple[Any, TorchEngine]) -> None:
+    blocks, oracle = both
     model = blocks.chain.model
     call, directions = calls_of(model, 2), directions_of(model, 2, 2)
-    _, tangents = ChainEngine(blocks, 1).jvp(call, directions)
-    for number, found in enumerate(split(model, call, tangents)):
+    tangents, exact = (
+        split(model, call, engine.jvp(call, directions)[1]) for engine in (ChainEngine(blocks, 1), oracle)
+    )
+    for found, expected in zip(tangents, exact, strict=True):
         for query in range(2):
-            _, expected = derivatives(whole, call, directions, query, number)
-            np.testing.assert_allclose(found[query], expected, atol=1e-5 * np.abs(expected).max())
+            atol = 1e-5 * np.abs(expected[query]).max()
+            np.testing.assert_allclose(found[query], expected[query], atol=atol)
 
 
-def test_texts_go_on_as_the_whole_model_does(both: tuple[Any, Whole]) -> None:
+def test_texts_go_on_as_the_whole_model_does(both: tuple[Any, TorchEngine]) -> None:
     """Token by token; several at once, in slots that others left; and again from the start."""
-    blocks, whole = both
+    blocks, oracle = both
     adapter = random_adapter(blocks.chain.modules, 1, 0.3)
-    values = torch.from_numpy(adapter.values)
     speaker = ChainSpeaker(blocks, slots=3)
 
     def expected(tokens: list[int]) -> Any:
-        with torch.no_grad():
-            return whole.logits(torch.tensor([tokens]), values)[0, -1].numpy()
+        return logits_of(oracle, adapter, tokens)[-1]
 
     prompts = [np.random.default_rng(n).integers(3, 100, n).tolist() for n in (1, 2, 7, 19)]
     open_ones = {}

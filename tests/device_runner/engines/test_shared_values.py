@@ -19,15 +19,8 @@ from prge.engine import Array, Call
 from prge.files import chain
 from prge.files.chain import Bounds
 from server_export.adapter.layers import match_target_modules
-from tests.device_runner.engines.chains import (
-    Whole,
-    by_autograd,
-    call_of,
-    derivatives,
-    directions_of,
-    slope_of,
-    split,
-)
+from server_export.oracle import TorchEngine
+from tests.device_runner.engines.chains import call_of, directions_of, logits_of, slope_of, split
 from tests.device_runner.engines.graph_blocks import GraphBlocks
 from tests.templates import random_adapter
 from tests.tiers import rest
@@ -43,8 +36,8 @@ class Case:
     """Blocks, and the model in double precision and in single."""
 
     blocks: Any
-    whole: Whole
-    single: Whole
+    oracle: TorchEngine
+    single: TorchEngine
 
     def call(self, sequences: int, copies: int = 1) -> Call:
         """Sequences of all lengths, the first the longest."""
@@ -68,9 +61,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if not top or ".3." in name
     }
     blocks = GraphBlocks(folder, lora_a, Bounds(tokens=TOKENS, context=CONTEXT, piece=PIECE))
-    double = {name: matrix.double() for name, matrix in lora_a.items()}
-    single = Whole(deepcopy(model.requires_grad_(False)), blocks.chain.modules, lora_a)
-    return Case(blocks, Whole(model.double(), blocks.chain.modules, double), single)
+    single = TorchEngine(model.requires_grad_(False), blocks.chain.model, lora_a)
+    double = TorchEngine(deepcopy(model), blocks.chain.model, lora_a).to(torch.float64)
+    return Case(blocks, double, single)
 
 
 @pytest.fixture(autouse=True)
@@ -88,9 +81,8 @@ def difference(found: Array, expected: Array) -> float:
 def test_answers_of_all_copies_are_the_models(case: Case) -> None:
     call = case.call(3, copies=2)
     found = ChainEngine(case.blocks, 1).forward(call)
-    for copy in range(2):
-        expected = case.whole.outputs(call.sequences, torch.from_numpy(call.adapters[copy]).double())
-        assert difference(found[copy], expected.detach().numpy()) < 1e-5
+    for ours, expected in zip(found, case.oracle.forward(call), strict=True):
+        assert difference(ours, expected) < 1e-5
 
 
 def test_the_gradient_is_autograds_whatever_is_saved(case: Case) -> None:
@@ -100,7 +92,7 @@ def test_the_gradient_is_autograds_whatever_is_saved(case: Case) -> None:
         for most in (None, 1 << 40)
     )
     (outputs, found), (_, from_saved) = (engine.vjp(call, slope_of) for engine in engines)
-    expected, gradient = by_autograd(case.whole, call)
+    expected, gradient = case.oracle.vjp(call, slope_of)
     assert difference(outputs, expected) < 1e-5
     assert difference(found, gradient) < 1e-4
     # PyTorch's products have other last bits where their operands lie otherwise; test_activations.py has the
@@ -111,13 +103,14 @@ def test_the_gradient_is_autograds_whatever_is_saved(case: Case) -> None:
 def test_tangents_are_the_models_derivatives(case: Case) -> None:
     model = case.blocks.chain.model
     call, directions = case.call(3), directions_of(model, 2, 3)
-    tangents = split(model, call, ChainEngine(case.blocks, 1).jvp(call, directions)[1])
+    tangents, exact, rounded = (
+        split(model, call, engine.jvp(call, directions)[1])
+        for engine in (ChainEngine(case.blocks, 1), case.oracle, case.single)
+    )
     for query, number in ((0, 0), (1, 1), (1, 2)):
-        expected, rounded = (
-            derivatives(whole, call, directions, query, number)[1] for whole in (case.whole, case.single)
-        )
+        expected = exact[number][query]
         # Streams that all but cancel lose digits in PyTorch's own single precision as well.
-        most = max(1e-4, difference(rounded, expected))
+        most = max(1e-4, difference(rounded[number][query], expected))
         assert difference(tangents[number][query], expected) < most
 
 
@@ -126,8 +119,7 @@ def test_texts_go_on_token_by_token(case: Case, precision: Any, tolerance: float
     """Of two sequences at once, one of which moves to the other's place."""
     adapter = random_adapter(case.blocks.chain.modules, 1, 0.3)
     tokens = np.random.default_rng(0).integers(3, case.blocks.chain.vocabulary_size, TOKENS).tolist()
-    values = torch.from_numpy(adapter.values).double()
-    expected = case.whole.logits(torch.tensor([tokens]), values)[0].detach().numpy()
+    expected = logits_of(case.oracle, adapter, tokens)
     speaker = ChainSpeaker(case.blocks, 2, precision=precision)
     first, second = speaker.open(adapter), speaker.open(adapter)
     assert difference(speaker.feed(first, tokens[:9]), expected[8]) < tolerance

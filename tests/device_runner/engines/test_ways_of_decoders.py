@@ -15,7 +15,8 @@ from prge.files import chain
 from prge.files.chain import Bounds
 from server_export.adapter.layers import default_target_modules, match_target_modules, read_by_rows
 from server_export.checkpoint.loading import load_model, outline_model
-from tests.device_runner.engines.chains import Whole, by_autograd, call_of, slope_of
+from server_export.oracle import TorchEngine
+from tests.device_runner.engines.chains import call_of, logits_of, slope_of
 from tests.device_runner.engines.graph_blocks import GraphBlocks
 from tests.templates import random_adapter
 from tests.tiers import rest
@@ -39,7 +40,7 @@ WAYS = {
 @pytest.fixture(params=["doge", *rest(*(name for name in WAYS if name != "doge"))])
 def case(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[GraphBlocks, Whole]:
+) -> tuple[GraphBlocks, TorchEngine]:
     """Blocks for rows in pieces, and the model in double precision."""
     for name, number in {"MOST_WHOLE_TOKENS": 2 * PIECE, "_SHORT": PIECE, "_SHORTEST_PIECE": 2}.items():
         monkeypatch.setattr(chain, name, number)
@@ -56,21 +57,20 @@ def case(
     blocks = GraphBlocks(tmp_path, lora_a, Bounds(tokens=TOKENS, context=CONTEXT, piece=PIECE))
     model: Any = load_model(str(tmp_path)).model
     model.set_experts_implementation("eager")
-    double = {name: each.double() for name, each in lora_a.items()}
-    return blocks, Whole(model.double(), blocks.chain.modules, double)
+    return blocks, TorchEngine(model, blocks.chain.model, lora_a).to(torch.float64)
 
 
-def test_gradients_and_logits_are_those_of_the_whole_model(case: tuple[GraphBlocks, Whole]) -> None:
-    blocks, whole = case
+def test_gradients_and_logits_are_those_of_the_whole_model(case: tuple[GraphBlocks, TorchEngine]) -> None:
+    blocks, oracle = case
     call = call_of(blocks.chain.model, 3)
-    expected, gradient = by_autograd(whole, call)
+    expected, gradient = oracle.vjp(call, slope_of)
     outputs, found = ChainEngine(blocks, 1).vjp(call, slope_of)  # type: ignore[arg-type]
     np.testing.assert_allclose(outputs, expected, atol=1e-5)
     assert np.abs(found - gradient).max() < 1e-4 * np.abs(gradient).max()
 
     tokens = np.random.default_rng(0).integers(3, blocks.chain.vocabulary_size, TOKENS).tolist()
     own = random_adapter(blocks.chain.modules, 1, 0.3)
-    logits = whole.logits(torch.tensor([tokens]), torch.from_numpy(own.values).double())[0].detach().numpy()
+    logits = logits_of(oracle, own, tokens)
     speaker = ChainSpeaker(blocks, 1)
     sequence = speaker.open(own)
     np.testing.assert_allclose(speaker.feed(sequence, tokens[:-2]), logits[-3], atol=1e-4)

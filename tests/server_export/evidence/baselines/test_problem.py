@@ -16,9 +16,9 @@ from prge.learning.examples import Example, sequences_of
 from prge.learning.head import fit_cross_fitted, fit_head
 from prge.learning.objectives import Loss
 from server_export.checkpoint.loading import prepare_model
-from server_export.evidence.base import as_exported
 from server_export.evidence.baselines.adapter import insert_adapter
 from server_export.model.quantization import Int8Embedding
+from server_export.oracle import as_exported
 from tests.rows import choice, completion, long_choice, random_completions
 from tests.server_export.evidence.baselines.problems import build_problem, classified_rows
 from tests.tiny_models import make_model
