@@ -12,7 +12,6 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,9 +34,6 @@ from server_export.model.bundle_layers import layers_of
 from server_export.model.quantization import quantize_layers, round_base
 from server_export.trace.positions import position_numbers
 
-# Inputs that some networks don't take.
-_OPTIONAL = ("use_cache", "position_ids")
-
 
 class TorchEngine:
     """Implements prge.engine.Engine with a transformers model.
@@ -52,6 +48,7 @@ class TorchEngine:
         scales: of the other layers, alpha / rank by name; default: 1.
         pooling: of an encoder: `first`, or the mean of all tokens.
         padding: token that fills sequences up.
+        positions: numbers of positions i64 [1, length] that padded sequences have; None: the network's own.
     """
 
     def __init__(
@@ -70,8 +67,8 @@ class TorchEngine:
         self.scales = scales or {}
         self.pooling = pooling
         self.padding = padding
-        self._parameters = frozenset(inspect.signature(network.forward).parameters)
-        self._positions: torch.Tensor | None = None
+        self.positions: torch.Tensor | None = None
+        self._takes_cache = "use_cache" in inspect.signature(network.forward).parameters
         self._seconds = 0.0
 
     @classmethod
@@ -81,7 +78,6 @@ class TorchEngine:
         loaded: LoadedModel,
         *,
         adapter: PeftAdapter | None = None,
-        modules: Sequence[AdaptedModule] | None = None,
         padding: int | None = None,
     ) -> TorchEngine:
         """The engine of a bundle's model, as `open_base` loads it.
@@ -90,10 +86,9 @@ class TorchEngine:
             bundle: gives the adapted layers, and what is read of a sequence.
             loaded: the model; its experts are computed eagerly from now on.
             adapter: gives `lora_a` and scales; default: the bundle's own.
-            modules: the adapted layers, where others of their matrices are trained than in the bundle.
             padding: see the class.
         """
-        model = replace(bundle.chain.model, modules=tuple(modules or bundle.chain.modules))
+        model = bundle.chain.model
         adapter = adapter or read_lora(bundle.adapter)
         scales = {module.name: adapter.scale_of(module.name) for module in model.modules}
         lora_a = {name: torch.from_numpy(adapter.lora_a[name]) * scale for name, scale in scales.items()}
@@ -102,8 +97,8 @@ class TorchEngine:
         network.config.return_dict = True
         pooling = bundle.chain.pooling
         engine = cls(network, model, lora_a, scales=scales, pooling=pooling, padding=padding)
-        if padding is not None:
-            engine._positions = position_numbers(loaded, model.sequence_length)
+        if padding is not None and "position_ids" in inspect.signature(network.forward).parameters:
+            engine.positions = position_numbers(loaded, model.sequence_length)
         return engine
 
     @property
@@ -180,7 +175,7 @@ class TorchEngine:
         return found
 
     def call(self, values: torch.Tensor | None, **inputs: Any) -> Any:
-        """Call the network; numbers of positions are left out where it has none.
+        """Call the network.
 
         Args:
             values: of the adapter, [adapter size], or of each row's own adapter, [rows, adapter size].
@@ -189,15 +184,14 @@ class TorchEngine:
         Returns:
             What transformers returns.
         """
-        if not self.model.is_encoder:
+        if self._takes_cache:
             inputs["use_cache"] = False
-        known = {n: value for n, value in inputs.items() if n not in _OPTIONAL or n in self._parameters}
         usual = torch.get_default_dtype()
         # Some models make tensors as they run.
         torch.set_default_dtype(self.dtype)
         try:
             with self.adapted(values):
-                return self.network(**known)
+                return self.network(**inputs)
         finally:
             torch.set_default_dtype(usual)
 
@@ -258,8 +252,8 @@ class TorchEngine:
         return torch.log_softmax(logits, -1)[place, targets]
 
     def _call_padded(self, values: torch.Tensor | None, tokens: IntArray, **more: torch.Tensor) -> Any:
-        if self._positions is not None:
-            more["position_ids"] = self._positions[:, : tokens.shape[1]]
+        if self.positions is not None:
+            more["position_ids"] = self.positions[:, : tokens.shape[1]]
         return self.call(values, input_ids=torch.from_numpy(tokens), **more)
 
     def _along(self, directions: Directions, number: int) -> Iterator[torch.Tensor]:
@@ -317,7 +311,7 @@ def as_exported(bundle: Bundle, loaded: LoadedModel, *, rounds_activations: bool
     quantize_layers(loaded.model, scheme, layers_of(bundle))
     for layer in loaded.model.modules():
         if isinstance(layer, nn.Linear):
-            layer.forward = _straight_through(layer)  # type: ignore[method-assign]
+            layer.forward = _straight_through(layer)
 
 
 def split_values(modules: Sequence[AdaptedModule], values: torch.Tensor) -> dict[str, torch.Tensor]:
