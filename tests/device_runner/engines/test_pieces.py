@@ -1,4 +1,7 @@
-"""A row that is longer than a call is answered, and learnt from, as the model does with the whole row."""
+"""Rows that are longer than a call: in chunks with the same bits whatever else is computed, or refused.
+
+test_models.py compares what comes out with the model.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ from tests.device_runner.engines.chains import (
     bits,
     call_of,
     computed,
-    directions_of,
     export_chain,
     opened,
     oracle_of,
@@ -69,36 +71,6 @@ def test_an_export_for_long_rows_has_pieces(folder: Path) -> None:
     assert (found.bounds.tokens, found.bounds.piece) == (TOKENS, PIECE)
     assert {PREFILL, PREFILL_TANGENT, PREFILL_BACK} <= set(found.roles)
     assert found.longest(BACK) == found.model.sequence_length == TOKENS
-
-
-@pytest.mark.parametrize(("copies", "sequences"), [(1, 5), (3, 2)])
-def test_answers_of_all_copies_are_the_models(folder: Path, copies: int, sequences: int) -> None:
-    bundle = open_bundle(folder / "bundle")
-    call = calls_of(bundle, sequences, copies)
-    found = opened(bundle, STACK).engine.forward(call)
-    np.testing.assert_allclose(found, oracle_of(folder).forward(call), atol=2e-5)
-
-
-def test_the_gradient_is_autograds(folder: Path) -> None:
-    bundle = open_bundle(folder / "bundle")
-    call = calls_of(bundle, 5)
-    outputs, found = computed(opened(bundle, BACK).engine, BACK, call)
-    expected, gradient = computed(oracle_of(folder), BACK, call)
-    np.testing.assert_allclose(outputs, expected, atol=2e-5)
-    assert np.abs(found - gradient).max() < 1e-5 * np.abs(gradient).max()
-
-
-def test_tangents_are_the_models_derivatives(folder: Path) -> None:
-    bundle = open_bundle(folder / "bundle")
-    call, model = calls_of(bundle, 3), bundle.chain.model
-    directions = directions_of(model, 2, 3)
-    outputs, tangents = opened(bundle, TANGENT).engine.jvp(call, directions)
-    answers, exact = oracle_of(folder).jvp(call, directions)
-    np.testing.assert_allclose(outputs, answers, atol=2e-5)
-    for found, expected in zip(split(model, call, tangents), split(model, call, exact), strict=True):
-        for query in range(2):
-            scale = max(1.0, float(np.abs(expected[query]).max()))
-            np.testing.assert_allclose(found[query], expected[query], atol=2e-5 * scale)
 
 
 def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:
