@@ -171,7 +171,6 @@ def checked(folder: Path, found: dict[str, Any], scheme: str, roles: Sequence[st
     from prge.files.bundle import open_bundle
     from server_export.export import ExportConfig, export
     from tests.device_runner.engines.chains import (
-        Whole,
         gradient_error,
         published_error,
         spoken_and_expected,
@@ -184,16 +183,16 @@ def checked(folder: Path, found: dict[str, Any], scheme: str, roles: Sequence[st
         settings |= {"quantize": scheme} | ({"roles": [*roles]} if roles else {})
         export(ExportConfig(str(folder / "model"), folder / "bundle", **settings))
         found["exported"] = True
-        bundle, whole = open_bundle(folder / "bundle"), Whole.of(folder)
+        bundle = open_bundle(folder / "bundle")
         lengths = [_LENGTH] if bundle.chain.is_encoder else [_PIECE, _LENGTH]
         if "back" in bundle.chain.roles:
             found["gradient_error"] = max(gradient_error(folder, bundle, length) for length in lengths)
         if "tangent" in bundle.chain.roles:
             found["tangent_error"] = max(tangent_error(folder, bundle, length) for length in lengths)
         if "decode" in bundle.chain.roles:
-            ours, theirs = spoken_and_expected(folder, bundle, whole, _WRITTEN)
+            ours, theirs = spoken_and_expected(folder, bundle, _WRITTEN)
             found["spoke"] = ours == theirs
-        found["published"] = published_error(folder, bundle, whole) < TOLERANCE
+        found["published"] = published_error(folder, bundle) < TOLERANCE
 
 
 def told(figures: Mapping[str, Any]) -> str:

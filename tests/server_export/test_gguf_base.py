@@ -151,7 +151,7 @@ def answer(model: Any) -> Any:
 
 
 def test_another_file_is_not_the_bundles_model(made: Path, tmp_path: Path) -> None:
-    from server_export.evidence.base import open_base
+    from server_export.oracle import open_base
 
     bundle = open_bundle(made / "bundle")
     assert open_base(bundle, str(made / FILE)).sha256 == file_sha256(made / FILE)

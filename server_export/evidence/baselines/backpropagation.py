@@ -10,14 +10,12 @@ lora_A starts as the bundle's frozen lora_a, lora_B where the bundle's is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from prge.learning.estimators.protocol import PASSES_OF_BACKPROPAGATION
 from prge.learning.examples import Example
-from server_export.evidence.baselines.adapter import insert_adapter, save_adapter
 from server_export.evidence.baselines.method import Method, StepResult
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
@@ -50,23 +48,12 @@ class Backpropagation(Method):
         return StepResult(loss.item(), PASSES_OF_BACKPROPAGATION * self.problem.rows(examples))
 
 
-class AdapterBackpropagation(Backpropagation):
-    """Exact gradients of the bundle's adapter; its result is a PEFT folder."""
-
-    def save(self, folder: Path) -> None:
-        """Write the adapter as PEFT does."""
-        save_adapter(self.problem, folder)
-
-
 def prepare(problem: ModelProblem, settings: BaselineSettings) -> Backpropagation:
     """Train what the method says."""
     if settings.method == "backprop-full":
         return Backpropagation(problem, settings, list(problem.model.parameters()))
-    layers = insert_adapter(problem).values()
-    trained = [layer.lora_b for layer in layers]
-    if settings.method == "backprop-lora":
-        trained += [layer.lora_a for layer in layers]
-    return AdapterBackpropagation(problem, settings, trained)
+    values = problem.insert_adapter(trains_a=settings.method == "backprop-lora")
+    return Backpropagation(problem, settings, [values])
 
 
 def _make_optimizer(settings: BaselineSettings, trained: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

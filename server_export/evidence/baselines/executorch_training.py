@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from prge.errors import ConfigError
 from prge.learning.estimators.protocol import PASSES_OF_BACKPROPAGATION
 from prge.learning.examples import Example, labels_of, sequences_of
 from server_export.adapter.layers import replace_module
-from server_export.evidence.baselines.adapter import AdaptedLinear, insert_adapter, save_adapter
 from server_export.evidence.baselines.method import Method, StepResult
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
@@ -32,6 +31,22 @@ from server_export.trace.rotary import ConstantRotary, make_rotary_constant
 _METHOD = "forward"
 # As a score, exp of it is exactly 0 beside any other.
 _NO_CANDIDATE = -1e4
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer with a frozen `lora_a` [rank, in] and a trained `lora_b` [out, rank]."""
+
+    lora_a: torch.Tensor
+
+    def __init__(self, base: nn.Module, lora_a: torch.Tensor, lora_b: torch.Tensor) -> None:
+        super().__init__()
+        self.base = base
+        self.register_buffer("lora_a", lora_a)
+        self.lora_b = nn.Parameter(lora_b)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out]."""
+        return self.base(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
 class LossProgram(nn.Module):
@@ -49,8 +64,8 @@ class LossProgram(nn.Module):
     def __init__(self, problem: ModelProblem, length: int) -> None:
         super().__init__()
         self.model = problem.model
-        self.accepted = problem.accepted
-        self.register_buffer("position_ids", problem.positions[:, :length])
+        positions = problem.engine.positions
+        self.register_buffer("position_ids", None if positions is None else positions[:, :length])
         self.asked: torch.Tensor | None = None
         self.model.get_output_embeddings().register_forward_pre_hook(self._keep_asked)
 
@@ -66,7 +81,7 @@ class LossProgram(nn.Module):
     ) -> torch.Tensor:
         """The mean loss, f32 []."""
         self.asked = positions
-        more = {"position_ids": self.position_ids} if "position_ids" in self.accepted else {}
+        more = {} if self.position_ids is None else {"position_ids": self.position_ids}
         logits = self.model(input_ids=tokens, use_cache=False, return_dict=True, **more).logits
         self.asked = None
         logprobs = readout.log_probabilities(logits, targets)
@@ -80,7 +95,7 @@ class LossProgram(nn.Module):
 
 
 class ExecutorchTraining(Method):
-    """Steps of ExecuTorch's SGD; what is `trained` are copies of parameters in the engine's memory."""
+    """Steps of ExecuTorch's SGD; what is `trained` is a copy of parameters in the engine's memory."""
 
     def __init__(self, problem: ModelProblem, settings: BaselineSettings) -> None:
         if problem.is_encoder:
@@ -95,12 +110,14 @@ class ExecutorchTraining(Method):
         sequences = sequences_of(problem.train)
         self._length = max(len(sequence.tokens) for sequence in sequences)
         self._targets = max(len(sequence.targets) for sequence in sequences)
-        self._parameters = {
-            f"model.{name}.lora_b": layer.lora_b for name, layer in insert_adapter(problem).items()
+        super().__init__(problem, [problem.insert_adapter()])
+        # Views [rank, out] of its values, by the names that the program has for them.
+        self._matrices = {
+            f"model.{name}.lora_b": torch.from_numpy(matrix)
+            for name, matrix in problem.adapter.lora_b.items()
         }
-        super().__init__(problem, list(self._parameters.values()))
         # The engine reads the program where it lies.
-        self._program = _export(LossProgram(problem, self._length), self._inputs(problem.train[:examples]))
+        self._program = _export(problem, self._length, self._inputs(problem.train[:examples]))
         from executorch.extension.training import _load_for_executorch_for_training_from_buffer
 
         with quiet_engine(), warnings.catch_warnings():
@@ -117,7 +134,7 @@ class ExecutorchTraining(Method):
             # Its parameters can be reached after a first run only.
             self._module.forward_backward(_METHOD, inputs)
             for name, inside in self._module.named_parameters().items():
-                inside.copy_(self._parameters[name].detach())
+                inside.copy_(self._matrices[name].T)
             self._started = True
         (loss,) = self._module.forward_backward(_METHOD, inputs)
         with warnings.catch_warnings():
@@ -126,12 +143,8 @@ class ExecutorchTraining(Method):
             get_sgd_optimizer(self._module.named_parameters(), learning_rate).step(self.named_gradients())
         with torch.no_grad():
             for name, inside in self._module.named_parameters().items():
-                self._parameters[name].copy_(inside)
+                self._matrices[name].copy_(inside.T)
         return StepResult(float(loss), PASSES_OF_BACKPROPAGATION * self.problem.rows(examples))
-
-    def save(self, folder: Path) -> None:
-        """Write the adapter as PEFT does."""
-        save_adapter(self.problem, folder)
 
     def named_gradients(self) -> dict[str, torch.Tensor]:
         """Gradients of the newest step by parameter name."""
@@ -169,20 +182,21 @@ def _unfit(what: str, problem: str) -> ConfigError:
     )
 
 
-def _export(program: LossProgram, inputs: tuple[torch.Tensor, ...]) -> bytes:
-    """The joint program of a loss."""
+def _export(problem: ModelProblem, length: int, inputs: tuple[torch.Tensor, ...]) -> bytes:
+    """The joint program of the loss of rows of some length."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
     from torch.export.experimental import _export_forward_backward
 
+    program, model = LossProgram(problem, length), problem.model
     attention.register()
-    implementation = program.model.config._attn_implementation
-    program.model.set_attn_implementation(attention.NAME)
-    make_rotary_constant(program.model)
-    program.model.requires_grad_(False)
-    for layer in program.model.modules():
-        if isinstance(layer, AdaptedLinear):
-            layer.lora_b.requires_grad_(True)
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation(attention.NAME)
+    make_rotary_constant(model)
+    model.requires_grad_(False)
+    for name, matrix in problem.adapter.lora_b.items():
+        lora_a, lora_b = problem.engine.lora_a[name], torch.from_numpy(matrix).T.contiguous()
+        replace_module(model, name, AdaptedLinear(model.get_submodule(name), lora_a, lora_b))
     with torch.no_grad():
         program(*inputs)  # position tables are those of the first call
     with quiet_engine(), warnings.catch_warnings():
@@ -191,10 +205,10 @@ def _export(program: LossProgram, inputs: tuple[torch.Tensor, ...]) -> bytes:
         fill_at_once(joint)
         lowered = to_edge_transform_and_lower(joint, partitioner=[XnnpackPartitioner()]).to_executorch()
     # Rows to score may be longer than a step's.
-    program.model.set_attn_implementation(implementation)
-    for name, module in list(program.model.named_modules()):
-        if isinstance(module, ConstantRotary):
-            replace_module(program.model, name, module.rotary)
+    model.set_attn_implementation(implementation)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, ConstantRotary | AdaptedLinear):
+            replace_module(model, name, module.rotary if isinstance(module, ConstantRotary) else module.base)
     buffer: bytes = lowered.buffer
     return buffer
 

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 from torch import nn
 
+from prge.engine import Array
+from prge.files.peft import HEAD, write_peft
+from prge.host.atomic import new_folder
+from prge.learning.checkpoint import head_arrays
 from prge.learning.examples import Example
 from server_export.evidence.baselines.problem import ModelProblem
 
@@ -29,7 +33,7 @@ class Method(ABC):
 
     Args:
         problem: whose model it changes.
-        trained: the parameters that it changes, of the model as the method left it.
+        trained: the parameters that it changes: of the model as the method left it, or the adapter's values.
         prior_rows: rows that it computed before its first step, such as a priming's.
     """
 
@@ -42,8 +46,17 @@ class Method(ABC):
     def step(self, examples: Sequence[Example], learning_rate: float) -> StepResult:
         """Take one step on some training examples."""
 
-    def save(self, folder: Path) -> None:
-        """Write what is trained into an empty folder, by the names that the model has for it."""
-        names = {id(parameter): name for name, parameter in self.problem.model.named_parameters()}
-        values = {names[id(parameter)]: parameter.detach().contiguous() for parameter in self.trained}
-        save_file(values, folder / PARAMETERS)
+    def write(self, folder: Path) -> None:
+        """Write what is trained as a new folder, with an encoder's head: an adapter as PEFT does, other
+        parameters by the names that the model has for them."""
+        problem, files = self.problem, dict[str, dict[str, Array]]()
+        if problem.heads.head is not None:
+            files[HEAD] = head_arrays(problem.heads.head)
+        if problem.values is not None:
+            write_peft(folder, problem.adapter, problem.bundle.adapter, files, overwrite=True)
+            return
+        names = {id(parameter): name for name, parameter in problem.model.named_parameters()}
+        files[PARAMETERS] = {names[id(each)]: each.detach().contiguous().numpy() for each in self.trained}
+        with new_folder(folder, overwrite=True) as partial:
+            for name, arrays in files.items():
+                save_file(arrays, partial / name)

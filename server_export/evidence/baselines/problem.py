@@ -6,35 +6,28 @@ that the same quantization leaves of the weights, as floats; activations are not
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from prge.engine import Array, Call, FloatArray, IntArray, TokenSequence
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
-from prge.files.peft import read_lora
+from prge.files.peft import read_peft
 from prge.learning.encoder_heads import Heads, fit_heads
 from prge.learning.examples import Example, sequences_of
 from prge.learning.head import Head
 from prge.learning.objectives import Loss
-from prge.model_spec import ModelSpec
-from server_export.checkpoint.classifier import states_of
 from server_export.checkpoint.loading import LoadedModel
-from server_export.trace import readout
-from server_export.trace.positions import position_numbers
+from server_export.oracle import TorchEngine
 
 
 class ModelProblem:
-    """A bundle's model with its training rows; `engine` is what the driver's own code scores with.
+    """A bundle's model with its training rows.
 
-    `modules` are the layers that the bundle adapts. By their names, `lora_a` [rank, in] are its frozen
-    matrices, unscaled, `lora_b` [out, rank] is where training starts, and `scales` are alpha / rank.
+    `engine` computes what a device's would. `values` f32 [adapter size] are those of the bundle's adapter
+    once it is inserted; until then, and for methods that it is merged for, there is none.
 
     Args:
         bundle: gives the adapter, and what its programs read of a row.
@@ -65,25 +58,23 @@ class ModelProblem:
         self.batch_size = batch_size
         self.seed = seed
         self.heads = Heads(head)
-        # A method trains what it says, whatever the bundle's own adapter is.
-        self.modules = tuple(replace(module, trains_a=False) for module in bundle.chain.modules)
-        self.engine = ProblemEngine(self, bundle.chain.model)
-        self.positions = position_numbers(base, bundle.chain.model.sequence_length)
-        self.accepted = frozenset(inspect.signature(self.model.forward).parameters)
-        start, names = read_lora(bundle.adapter), [module.name for module in self.modules]
-        self.lora_a = {name: torch.from_numpy(start.lora_a[name]) for name in names}
-        self.lora_b = {name: torch.from_numpy(start.lora_b[name]) for name in names}
-        self.scales = {name: start.scale_of(name) for name in names}
+        self.engine = TorchEngine.of(bundle, base, padding=pad)
+        self.values: nn.Parameter | None = None
         self._head_folds = head_folds
-        self._asked: torch.Tensor | None = None
-        self._pool = readout.pooling_of(bundle.pooling)
-        if not self.is_encoder:
-            self.model.get_output_embeddings().register_forward_pre_hook(self._keep_asked)
+        self._start()
 
     @property
     def is_encoder(self) -> bool:
         """Whether the model has pooled states."""
         return self.bundle.chain.is_encoder
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter as it is; zeros where the model has none."""
+        modules = self.engine.model.modules
+        return (
+            Adapter.zeros(modules) if self.values is None else Adapter(modules, self.values.detach().numpy())
+        )
 
     def rows(self, examples: Sequence[Example]) -> int:
         """Rows that one forward of these examples computes."""
@@ -96,91 +87,37 @@ class ModelProblem:
             # The heads of the training rows are constants of the loss.
             heads = self.prepare_heads()
             head = heads.cross_fitted or heads.head
-        outputs = self.outputs(sequences_of(examples))
+        outputs = self.engine.outputs(sequences_of(examples), self.values)
         loss = Loss(examples, outputs.detach().numpy()[None], head=head)
-        # The outputs times their slopes: it has the loss's derivatives, and gets its value.
-        slopes = torch.from_numpy(loss.by_output / len(examples))
-        along = (outputs.double() * slopes).sum()
+        # The outputs times the loss's gradient by them: it has the loss's derivatives, and gets its value.
+        by_output = torch.from_numpy(loss.by_output / len(examples))
+        along = (outputs.double() * by_output).sum()
         return along + (float(loss.losses.mean()) - along.detach())
-
-    def outputs(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
-        """What an engine answers of sequences: f32 [targets], or [sequences, width] of an encoder."""
-        tokens, mask = padded(sequences, self.pad)
-        if self.is_encoder:
-            return self._pooled(tokens, mask)
-        counts = [len(sequence.targets) for sequence in sequences]
-        targets = [target for sequence in sequences for target in sequence.targets]
-        positions = np.array([target.position for target in targets])
-        asked = np.array([target.token for target in targets])
-        return self._log_probabilities(tokens, np.repeat(np.arange(len(counts)), counts), positions, asked)
 
     def prepare_heads(self) -> Heads:
         """Fit an encoder's heads on the training rows with the model as it is, unless they are there."""
         if self.is_encoder and self.heads.head is None:
-            zeros = Adapter.zeros(self.modules)
-            self.heads = fit_heads(self.engine, zeros, self.train, self._head_folds)
+            self.heads = fit_heads(self.engine, self.adapter, self.train, self._head_folds)
         return self.heads
 
-    def merge_adapter(self) -> None:
-        """Add the bundle's adapter to the weights, for methods that have no place for it."""
-        with torch.no_grad():
-            for name, lora_b in self.lora_b.items():
-                self.model.get_submodule(name).weight += self.scales[name] * (lora_b @ self.lora_a[name])
+    def insert_adapter(self, *, trains_a: bool = False) -> nn.Parameter:
+        """Give the model the bundle's adapter; returns its values.
 
-    def _pooled(self, tokens: Array, mask: Array) -> torch.Tensor:
-        """States of an encoder's rows, f32 [rows, width], of tokens and mask i64 [rows, length]."""
-        longest = int(mask.sum(1).max())
-        seen = torch.from_numpy(mask[:, :longest])
-        output = self._call(tokens[:, :longest], attention_mask=seen)
-        return self._pool(states_of(output, longest), seen.to(torch.float32))
-
-    def _log_probabilities(self, tokens: Array, row: Array, position: Array, target: Array) -> torch.Tensor:
-        """log p(target) at some positions of some rows, f32 [asked]; `row`, `position`, `target` i64 [asked].
-
-        The vocabulary head sees each position once that is asked for, and no other.
+        Args:
+            trains_a: whether `lora_a` is among the values, whatever the bundle trains.
         """
-        longest = int(position.max()) + 1
-        asked, where = np.unique(row * longest + position, return_inverse=True)
-        self._asked = torch.from_numpy(asked)
-        try:
-            logits = self._call(tokens[:, :longest]).logits[0]
-        finally:
-            self._asked = None
-        logprobs = torch.log_softmax(logits, -1)
-        return logprobs[torch.from_numpy(where), torch.from_numpy(target)]
+        self.values = nn.Parameter(torch.from_numpy(self._start(trains_a=trains_a).values))
+        return self.values
 
-    def _call(self, tokens: Array, **more: torch.Tensor) -> Any:
-        arguments: dict[str, Any] = {"use_cache": False, "position_ids": self.positions[:, : tokens.shape[1]]}
-        taken = {name: value for name, value in arguments.items() if name in self.accepted}
-        return self.model(input_ids=torch.from_numpy(tokens), return_dict=True, **taken, **more)
-
-    def _keep_asked(self, head: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        if self._asked is None:
-            return inputs
-        states = inputs[0]
-        return (states.reshape(-1, states.shape[-1]).index_select(0, self._asked)[None],)
-
-
-class ProblemEngine:
-    """Implements prge.engine.ForwardEngine; the adapter is the one inside the model, whatever is given."""
-
-    def __init__(self, problem: ModelProblem, model: ModelSpec) -> None:
-        self._problem = problem
-        self.model = model
-
-    def forward(self, call: Call) -> FloatArray:
-        """See ForwardEngine."""
+    def merge_adapter(self) -> None:
+        """Add the bundle's adapter to the weights, for methods that have no use for it."""
         with torch.no_grad():
-            outputs: FloatArray = self._problem.outputs(call.sequences).numpy()[None]
-        return outputs
+            for name, lora_b in self._start().lora_b.items():
+                change = torch.from_numpy(lora_b).T @ self.engine.lora_a[name]
+                self.model.get_submodule(name).weight += change
 
-
-def padded(sequences: Sequence[TokenSequence], pad: int) -> tuple[IntArray, IntArray]:
-    """Tokens of sequences, and a mask of them, i64 [sequences, longest]."""
-    longest = max(len(sequence.tokens) for sequence in sequences)
-    tokens = np.full((len(sequences), longest), pad, np.int64)
-    mask = np.zeros_like(tokens)
-    for row, sequence in enumerate(sequences):
-        tokens[row, : len(sequence.tokens)] = sequence.tokens
-        mask[row, : len(sequence.tokens)] = 1
-    return tokens, mask
+    def _start(self, *, trains_a: bool = False) -> Adapter:
+        """The bundle's adapter, with the matrices that are trained."""
+        modules = tuple(replace(module, trains_a=trains_a) for module in self.bundle.chain.modules)
+        self.engine.model = replace(self.engine.model, modules=modules)
+        return read_peft(self.bundle.adapter, modules)

@@ -5,24 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch._dynamo
-from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from prge.errors import DivergenceError
-from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.curves import merit_of
 from prge.files.journal import Record
-from prge.files.peft import HEAD
 from prge.files.run_folder import FINAL, reported
-from prge.host.atomic import new_folder
 from prge.host.memory import resident_bytes
-from prge.learning.checkpoint import Progress, head_arrays
+from prge.learning.checkpoint import Progress
 from prge.learning.estimators.protocol import Measurement
 from prge.learning.examples import Example, token_count
 from prge.learning.optimizers import schedule
@@ -31,12 +26,12 @@ from prge.learning.training import loss_has_risen, train
 from prge.rows.own_heads import head_of
 from prge.rows.scoring import evaluate
 from prge.running.watching import Watcher, graceful_stop
-from server_export.evidence.base import open_base
 from server_export.evidence.baselines.inputs import BaselineInputs
 from server_export.evidence.baselines.method import Method
 from server_export.evidence.baselines.methods import METHODS
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BEST, BaselineSettings
+from server_export.oracle import open_base
 from server_export.quiet import quiet_libraries
 
 # Imported before memory is looked at, so that what the libraries take isn't counted as the method's: models,
@@ -94,7 +89,7 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
         learner.take_best()
         if inputs.test:
             watcher.told["test"] = learner.score(inputs.test)
-        _write_final(settings.out / FINAL, learner.method)
+        learner.method.write(settings.out / FINAL)
         best = learner.best or {}
         watcher.say_final(best.get("step", watcher.steps), best)
 
@@ -154,10 +149,9 @@ class BaselineLearner:
 
     def score(self, examples: Sequence[Example]) -> Record:
         """Score rows with the model as it is, by the driver's own code: a record as `evaluate` gives it."""
-        problem = self.method.problem
-        zeros, head = Adapter.zeros(problem.modules), problem.heads.head
-        select, task = self._settings.select, self._inputs.task
-        record, _ = evaluate(problem.engine, zeros, examples, task, head=head, select=select)
+        problem, select, task = self.method.problem, self._settings.select, self._inputs.task
+        head = problem.heads.head
+        record, _ = evaluate(problem.engine, problem.adapter, examples, task, head=head, select=select)
         return record
 
     def save(self, best: bool = False) -> None:
@@ -173,13 +167,3 @@ class BaselineLearner:
             for parameter, value in zip(self.method.trained, stored, strict=True):
                 parameter.data.copy_(value)
             self._file.unlink()
-
-
-def _write_final(final: Path, method: Method) -> None:
-    """The result as the method writes it, with an encoder's head."""
-    with new_folder(final, overwrite=True) as folder:
-        method.save(folder)
-        head = method.problem.heads.head
-        if head is not None:
-            arrays = head_arrays(head)
-            save_file({name: torch.from_numpy(array) for name, array in arrays.items()}, folder / HEAD)

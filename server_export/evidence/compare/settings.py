@@ -15,9 +15,8 @@ from prge.running.training_flags import ExampleFlags, TrainingFlags
 from prge.verbs.bounds import bound_problems
 from prge.verbs.inputs import AdapterInput
 from prge.verbs.outputs import OutputFile, OutputFolder
+from server_export.evidence.demo import DEMO, model_path
 from server_export.settings import ExportConfig, PrependBos
-
-DEMO = Path(__file__).resolve().parents[2] / "demo_data"
 
 BudgetKind = Literal["rows", "seconds", "steps"]
 # Of the trials of a search; none of the reported ones.
@@ -121,11 +120,8 @@ class CompareSettings(ExampleFlags):
     @property
     def model_path(self) -> str:
         """The model as `prge export` takes it."""
-        if self.model == "demo":
-            return str(DEMO / "model")
-        if (self.model or "").startswith("random:"):
-            return str(self.out / "model")
-        return self.model or ""
+        is_random = (self.model or "").startswith("random:")
+        return str(self.out / "model") if is_random else model_path(self.model)
 
     @property
     def data_folder(self) -> Path:

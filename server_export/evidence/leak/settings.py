@@ -13,9 +13,8 @@ from prge.verbs.bounds import bound_problems
 from prge.verbs.inputs import AdapterInput, BundleInput, TrainRows
 from prge.verbs.kinds import Paths
 from prge.verbs.outputs import OutputFile
+from server_export.evidence.demo import DEMO, model_path
 from server_export.settings import ExportConfig
-
-DEMO = Path(__file__).resolve().parents[2] / "demo_data"
 
 ReportName = Literal["exact", "top", "scalars"]
 Objective = Literal["dlg", "cosine"]
@@ -106,7 +105,7 @@ class LeakSettings(ExampleFlags):
     @property
     def model_path(self) -> str:
         """The model as `prge export` takes it."""
-        return str(DEMO / "model") if self.model == "demo" else str(self.model)
+        return model_path(self.model)
 
     @property
     def rows_path(self) -> Paths:

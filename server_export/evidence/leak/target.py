@@ -17,16 +17,14 @@ from prge.rows.forms.task import load_task
 from prge.rows.report import warn_unread
 from prge.rows.sources import read_source
 from prge.rows.tokenization.tokenizer import Tokenizer, bundle_tokenizer
+from server_export.adapter.layers import convert_conv1d
 from server_export.adapter.start import start_adapter
 from server_export.checkpoint.loading import LoadedModel, load_model
 from server_export.checkpoint.tokenization import load_tokenizer, on_device
-from server_export.evidence.base import open_base
 from server_export.evidence.leak.rows import Form, Rows, known_form, unknown_part
 from server_export.evidence.leak.settings import LeakSettings
-from server_export.evidence.leak.victim import Victim
-
-# Far longer than what is attacked.
-_LENGTH = 4096
+from server_export.evidence.leak.victim import LENGTH, Victim
+from server_export.oracle import TorchEngine, open_base
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,12 @@ class Target:
         settings = self.settings
         if self.bundle is None:
             loaded = _load(settings)
+            convert_conv1d(loaded.model)
             start = start_adapter(replace(settings.export, rank=rank, seed=seed), loaded, False)
-            lora_b = {name: matrix.T.contiguous() for name, matrix in start.lora_b.items()}
-            return Victim(loaded, start.scaled_lora_a(), lora_b)
+            return Victim.of(loaded, start.scaled_lora_a(), start.lora_b)
         adapter = read_lora(settings.adapter or self.bundle.adapter)
-        names = [module.name for module in self.bundle.chain.modules]
-        scaled = {name: torch.from_numpy(adapter.lora_a[name]) * adapter.scale_of(name) for name in names}
-        lora_b = {name: torch.from_numpy(adapter.lora_b[name]).T.contiguous() for name in names}
-        return Victim(open_base(self.bundle, settings.model_path), scaled, lora_b)
+        engine = TorchEngine.of(self.bundle, open_base(self.bundle, settings.model_path), adapter=adapter)
+        return Victim(engine, {name: torch.from_numpy(matrix) for name, matrix in adapter.lora_b.items()})
 
     def reports(self, length: int, batch: int, seed: int) -> tuple[Form, list[Rows]]:
         """Rows of so many unknown tokens, in batches, chosen by a seed.
@@ -100,7 +96,7 @@ def open_target(settings: LeakSettings) -> Target:
         tokenizer = on_device(load_tokenizer(settings.model_path), "auto", vocabulary)
         # Rows are read by the length and the vocabulary alone.
         some = (AdaptedModule("", 1, 1, 1),)
-        model = ModelSpec("logprobs", 0, vocabulary, _LENGTH, some)
+        model = ModelSpec("logprobs", 0, vocabulary, LENGTH, some)
     task = load_task(settings.task) if settings.task else None
     rows = read_source(settings.rows_path, "test", settings.columns, task=task)
     options = BuildOptions(

@@ -1,6 +1,6 @@
 """The model of a report as an adversary runs it: gradients of many guesses at once, in PyTorch.
 
-guesses -> embeddings -> model with a copy of lora_b for every row -> losses -> a gradient for every row
+guesses -> embeddings -> model with a copy of the adapter for every row -> losses -> a gradient for every row
 
 The adversary has the model, `lora_a` and the adapter, so this is what a device computes.
 """
@@ -12,37 +12,56 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from server_export.adapter.layers import CallInputs, StackedLoraLinear, convert_conv1d, insert_lora
+from prge.model_spec import AdaptedModule, ModelSpec
 from server_export.checkpoint.loading import LoadedModel
 from server_export.evidence.leak.rows import Form, Rows
+from server_export.oracle import TorchEngine
 
 # Tokens of a pass; more of them take memory and save no time.
 _TOKENS = 2048
+# Far longer than what is attacked.
+LENGTH = 4096
 
 
 class Victim:
     """A decoder with its adapter.
 
     Args:
-        loaded: the model; it is changed in place.
-        lora_a: f32 [rank, in] by adapted layer, alpha / rank folded in.
-        lora_b: f32 [rank, out] by adapted layer.
+        engine: computes the model; it trains `lora_b` alone.
+        lora_b: f32 [out, rank] by adapted layer.
     """
 
-    def __init__(
-        self, loaded: LoadedModel, lora_a: Mapping[str, torch.Tensor], lora_b: Mapping[str, torch.Tensor]
-    ) -> None:
-        self._model: Any = loaded.model
-        convert_conv1d(self._model)
-        self._inputs = CallInputs()
-        self.modules = insert_lora(self._model, lora_a, self._inputs)
-        self._lora_b = {module.name: lora_b[module.name] for module in self.modules}
-        embedding = self._model.get_input_embeddings()
+    def __init__(self, engine: TorchEngine, lora_b: Mapping[str, torch.Tensor]) -> None:
+        self._engine = engine
+        self.modules = engine.model.modules
+        self._values = torch.cat([lora_b[module.name].T.flatten() for module in self.modules])
+        embedding = engine.network.get_input_embeddings()
         self.vocabulary = int(embedding.weight.shape[0])
         with torch.no_grad():
             self.embeddings: torch.Tensor = embedding(torch.arange(self.vocabulary))
-        self.size = sum(matrix.numel() for matrix in self._lora_b.values())
+        self.size = len(self._values)
+
+    @classmethod
+    def of(
+        cls, loaded: LoadedModel, lora_a: Mapping[str, torch.Tensor], lora_b: Mapping[str, torch.Tensor]
+    ) -> Victim:
+        """A model with an adapter that no bundle has.
+
+        Args:
+            loaded: the model; it has no Conv1D layers.
+            lora_a: f32 [rank, in] by adapted layer, the scale folded in.
+            lora_b: f32 [out, rank] by adapted layer.
+        """
+        network: Any = loaded.model
+        vocabulary = int(network.get_input_embeddings().weight.shape[0])
+        modules = tuple(
+            AdaptedModule(name, matrix.shape[0], matrix.shape[1], len(lora_b[name]))
+            for name, matrix in lora_a.items()
+        )
+        model = ModelSpec("logprobs", 0, vocabulary, LENGTH, modules)
+        return cls(TorchEngine(network, model, lora_a), lora_b)
 
     def gradients(self, form: Form, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradient of every row's loss by lora_b, f32 [rows, size], and its log-likelihood, f32 [rows]."""
@@ -76,7 +95,7 @@ class Victim:
             f32 [prefixes, rank] at the last token, by layer.
         """
         found: dict[str, list[torch.Tensor]] = {module.name: [] for module in self.modules}
-        hooks = [self._keep(module.name, found[module.name]) for module in self.modules]
+        hooks = [self._keep(name, parts) for name, parts in found.items()]
         try:
             for _ in self._read(form, tokens):
                 pass
@@ -107,11 +126,11 @@ class Victim:
             yield self._logprobs(self.embeddings[torch.cat([before, part], 1)])[0]
 
     def _keep(self, name: str, found: list[torch.Tensor]) -> Any:
-        def keep(layer: StackedLoraLinear, given: tuple[torch.Tensor, ...]) -> None:
-            states = given[0].reshape(*self._shape, -1)
-            found.append(F.linear(states[:, -1], layer.lora_a))
+        def keep(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            states = inputs[0].reshape(*self._shape, -1)
+            found.append(F.linear(states[:, -1], self._engine.lora_a[name]))
 
-        return self._model.get_submodule(name).register_forward_pre_hook(keep)
+        return self._engine.network.get_submodule(name).register_forward_pre_hook(keep)
 
     def _gradient(
         self,
@@ -126,21 +145,17 @@ class Victim:
             self.embeddings[torch.tensor(side, dtype=torch.long)].expand(len(embedded), -1, -1)
             for side in (form.before, form.after)
         ]
-        logprobs, lora_b = self._logprobs(torch.cat([sides[0], embedded, sides[1]], 1)[:, : form.read])
+        logprobs, values = self._logprobs(torch.cat([sides[0], embedded, sides[1]], 1)[:, : form.read])
         loss = _losses(form, logprobs, targets, labels).sum()
-        gradients = torch.autograd.grad(loss, lora_b, create_graph=create_graph)
-        return torch.cat([gradient.flatten(1) for gradient in gradients], 1), logprobs
+        (gradients,) = torch.autograd.grad(loss, values, create_graph=create_graph)
+        return gradients, logprobs
 
-    def _logprobs(self, embedded: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Log-probabilities [rows, read, vocabulary], and each row's own copies of lora_b."""
+    def _logprobs(self, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities [rows, read, vocabulary], and each row's own values of the adapter."""
         self._shape = embedded.shape[:2]
-        lora_b = {
-            name: matrix.expand(len(embedded), -1, -1).clone().requires_grad_(torch.is_grad_enabled())
-            for name, matrix in self._lora_b.items()
-        }
-        self._inputs.adapter = {f"lora_b.{name}": matrix for name, matrix in lora_b.items()}
-        output = self._model(inputs_embeds=embedded, use_cache=False, return_dict=True)
-        return torch.log_softmax(output.logits, -1), list(lora_b.values())
+        values = self._values.expand(len(embedded), -1).clone().requires_grad_(torch.is_grad_enabled())
+        output = self._engine.call(values, inputs_embeds=embedded)
+        return torch.log_softmax(output.logits, -1), values
 
 
 def _losses(form: Form, logprobs: torch.Tensor, targets: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

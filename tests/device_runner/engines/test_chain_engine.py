@@ -11,26 +11,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from device_runner.engines import planning
 from device_runner.engines.activations import ActivationStore
 from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.opening import OpenEngine, open_engine
-from prge.engine import Array, Call, FloatArray
+from prge.engine import Array, Call
 from prge.errors import EngineError
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.signatures import BACK, STACK, TANGENT
+from server_export.oracle import TorchEngine
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
-    Whole,
     bits,
     call_of,
     computed,
     counted_loads,
-    derivatives,
     directions_of,
     opened,
+    oracle_of,
     slope_of,
     split,
 )
@@ -55,8 +54,8 @@ def bundle(folder: Path) -> Bundle:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> Whole:
-    return Whole.of(folder)
+def oracle(folder: Path) -> TorchEngine:
+    return oracle_of(folder)
 
 
 def call_for(bundle: Bundle, role: str, sequences: int) -> Call:
@@ -68,38 +67,30 @@ def close(found: Array, expected: Array, tolerance: float = 2e-5) -> bool:
     return bool(np.abs(found - expected).max() <= tolerance * max(1, float(np.abs(expected).max())))
 
 
-def outputs_of(whole: Whole, call: Call, copy: int = 0) -> FloatArray:
-    """The model's with one of the call's adapters."""
-    with torch.no_grad():
-        found: FloatArray = whole.outputs(call.sequences, torch.from_numpy(call.adapters[copy])).numpy()
-    return found
-
-
 @pytest.mark.parametrize(("copies", "sequences"), STACKS)
 def test_outputs_are_the_models_with_every_copys_adapter(
-    bundle: Bundle, whole: Whole, copies: int, sequences: int
+    bundle: Bundle, oracle: TorchEngine, copies: int, sequences: int
 ) -> None:
     call = call_of(bundle.chain.model, sequences, copies)
     found = opened(bundle, STACK).engine.forward(call)
     assert len(found) == copies
-    for copy in range(copies):
-        assert close(found[copy], outputs_of(whole, call, copy))
+    assert all(close(*pair) for pair in zip(found, oracle.forward(call), strict=True))
     assert opened(bundle, STACK, "torch").engine.forward(call).tobytes() == found.tobytes()
 
 
 @pytest.mark.parametrize(("queries", "sequences"), TANGENTS)
 def test_tangents_are_the_models_derivatives(
-    bundle: Bundle, whole: Whole, queries: int, sequences: int
+    bundle: Bundle, oracle: TorchEngine, queries: int, sequences: int
 ) -> None:
     model = bundle.chain.model
     call, directions = call_of(model, sequences), directions_of(model, queries, sequences)
     found = opened(bundle, TANGENT).engine.jvp(call, directions)
-    assert close(found[0], outputs_of(whole, call))
-    tangents = split(model, call, found[1])
+    outputs, exact = oracle.jvp(call, directions)
+    assert close(found[0], outputs)
+    tangents, expected = (split(model, call, each) for each in (found[1], exact))
     for query, number in [(0, 0), (queries - 1, sequences - 1), (queries - 1, 0)]:
-        _, expected = derivatives(whole, call, directions, query, number)
         # The reference's own rounding in float32 is 6e-5.
-        assert close(tangents[number][query], expected, 1e-4)
+        assert close(tangents[number][query], expected[number][query], 1e-4)
     assert bits(opened(bundle, TANGENT, "torch").engine.jvp(call, directions)) == bits(found)
 
 
@@ -124,9 +115,9 @@ def only(call: Call, *numbers: int) -> Call:
     return replace(call, sequences=tuple(call.sequences[number] for number in numbers))
 
 
-def test_a_sequence_of_one_token(bundle: Bundle, whole: Whole) -> None:
+def test_a_sequence_of_one_token(bundle: Bundle, oracle: TorchEngine) -> None:
     call = call_of(bundle.chain.model, 2, lengths=[1])
-    assert close(opened(bundle, STACK).engine.forward(call)[0], outputs_of(whole, call))
+    assert close(opened(bundle, STACK).engine.forward(call)[0], oracle.forward(call)[0])
 
 
 @pytest.fixture

@@ -13,14 +13,15 @@ import torch
 from prge.engine import Call
 from prge.files.bundle import Bundle, open_bundle
 from prge.files.signatures import BACK, STACK
+from server_export.oracle import TorchEngine
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
-    Whole,
     bits,
     call_of,
     computed,
     counted_loads,
     opened,
+    oracle_of,
     split,
 )
 
@@ -44,7 +45,7 @@ def test_a_step_loads_the_experts_that_its_tokens_ask_for(folder: Path, bundle: 
     call = call_of(chain.model, 1, lengths=[8])
     (sequence,) = call.sequences
     call = replace(call, sequences=(replace(sequence, tokens=sequence.tokens[:2] * 4),))
-    expected = _experts_of(Whole.of(folder), call)
+    expected = _experts_of(oracle_of(folder), call)
     assert all(0 < len(experts) < 8 for experts in expected)
     least = max(chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
     found = []
@@ -59,17 +60,17 @@ def test_a_step_loads_the_experts_that_its_tokens_ask_for(folder: Path, bundle: 
     assert found[0] == found[1]
 
 
-def _experts_of(whole: Whole, call: Call) -> list[list[int]]:
+def _experts_of(oracle: TorchEngine, call: Call) -> list[list[int]]:
     """The experts that transformers' routers choose for a sequence, by layer."""
     chosen: list[list[int]] = []
 
     def keep(_router: object, _given: object, found: tuple[torch.Tensor, ...]) -> None:
         chosen.append(found[2].unique().tolist())
 
-    for name, module in whole.model.named_modules():
+    for name, module in oracle.network.named_modules():
         if name.endswith("mlp.gate"):
             module.register_forward_hook(keep)
-    whole.outputs(call.sequences, torch.from_numpy(call.adapters[0]))
+    oracle.forward(call)
     return chosen
 
 

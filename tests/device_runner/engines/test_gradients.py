@@ -11,28 +11,22 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
 
 from device_runner.engines.forward import Forward
 from device_runner.engines.parts import Part
 from prge.files.bundle import open_bundle
 from prge.files.signatures import BACK, BACK_SAVED, STACK
-from server_export.model.bundle_layers import layers_of
-from server_export.model.quantization import quantize_layers, round_base
+from server_export.oracle import TorchEngine, open_base
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
-    Whole,
     bits,
-    by_autograd,
     call_of,
     computed,
     export_chain,
-    loss_of,
-    matrices_of,
     opened,
+    oracle_of,
     slope_of,
 )
-from tests.server_export.derive.test_backprop import straight_through
 from tests.tiers import rest
 from tests.workshop import Made
 
@@ -74,8 +68,9 @@ def test_in_float32_it_is_autograds_but_for_rounding(
         assert bits((outputs, found)) == bits(on_torch)
         by_dtype = []
         for dtype in (torch.float64, torch.float32):
-            whole = Whole.of(folder, dtype)
-            want, gradient = by_autograd(replace(whole, pooling=pooling or whole.pooling), call)
+            oracle = oracle_of(folder, dtype)
+            oracle.pooling = pooling or oracle.pooling
+            want, gradient = computed(oracle, BACK, call)
             assert np.abs(outputs - want).max() <= 2e-5 * max(1, float(np.abs(want).max()))
             by_dtype.append(gradient)
         expected, rounded = by_dtype
@@ -103,31 +98,14 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
     The median of five calls: where autograd's activations are not rounded, one call may be far off by chance.
     """
     bundle = open_bundle(deep / "bundle")
-    model: Any = AutoModelForCausalLM.from_pretrained(deep / "model", attn_implementation="eager")
-    model.eval().requires_grad_(False)
-    if activations == "rounded":
-        quantize_layers(model, "8da4w", layers_of(bundle))
-        straight_through(model)
-    else:
-        round_base(model, "8da4w", layers_of(bundle))
-    forwards = {name: model.get_submodule(name).forward for name in Whole.of(deep).lora_a}
-    cosines, ratios = [], []
+    base = open_base(bundle, str(deep / "model"), rounds_activations=activations == "rounded")
+    oracle, cosines, ratios = TorchEngine.of(bundle, base), [], []
     for seed in range(5):
         call = call_of(bundle.chain.model, 4, seed=seed)
         call = replace(call, adapters=np.float32(scale) * call.adapters)
-        _, found = opened(bundle, BACK).engine.vjp(call, slope_of)
-        values = torch.tensor(call.adapters[0], requires_grad=True)
-        adapter = matrices_of(bundle.chain.modules, values)
-        for name, frozen in Whole.of(deep).lora_a.items():
-            layer, matrix = model.get_submodule(name), adapter[f"lora_b.{name}"]
-            layer.forward = lambda x, of=forwards[name], a=frozen, b=matrix: of(x) + x @ a.T @ b
-        outputs = []
-        for sequence in call.sequences:
-            logprobs = torch.log_softmax(model(torch.tensor([sequence.tokens])).logits[0], -1)
-            outputs += [logprobs[target.position, target.token] for target in sequence.targets]
-        loss_of(torch.stack(outputs)).backward()
-        assert values.grad is not None
-        expected = values.grad.numpy()
+        (_, found), (_, expected) = (
+            computed(engine, BACK, call) for engine in (opened(bundle, BACK).engine, oracle)
+        )
         cosines.append(float(F.cosine_similarity(*map(torch.from_numpy, (found, expected)), dim=0)))
         ratios.append(float(np.linalg.norm(found) / np.linalg.norm(expected)))
     assert np.median(cosines) >= 0.999

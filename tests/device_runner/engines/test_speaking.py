@@ -16,7 +16,8 @@ from prge.engine import FloatArray
 from prge.errors import BundleError, EngineError
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle, open_bundle
-from tests.device_runner.engines.chains import POSITIONS, Whole
+from server_export.oracle import TorchEngine
+from tests.device_runner.engines.chains import POSITIONS, logits_of, oracle_of
 from tests.templates import random_adapter
 from tests.tiers import rest
 
@@ -41,8 +42,8 @@ def bundle(make_chain: Callable[[str], Path]) -> Bundle:
 
 
 @pytest.fixture
-def whole(make_chain: Callable[[str], Path]) -> Whole:
-    return Whole.of(make_chain("llama"))
+def oracle(make_chain: Callable[[str], Path]) -> TorchEngine:
+    return oracle_of(make_chain("llama"))
 
 
 def adapter_of(bundle: Bundle, seed: int) -> Adapter:
@@ -52,14 +53,6 @@ def adapter_of(bundle: Bundle, seed: int) -> Adapter:
 def tokens_of(bundle: Bundle, count: int, seed: int = 0) -> list[int]:
     tokens: list[int] = np.random.default_rng(seed).integers(3, bundle.chain.vocabulary_size, count).tolist()
     return tokens
-
-
-def logits_of(whole: Whole, adapter: Adapter, tokens: list[int]) -> FloatArray:
-    """Logits [tokens, vocabulary] of what follows each token."""
-    values = torch.from_numpy(adapter.values).to(whole.model.dtype)
-    with torch.no_grad():
-        found: FloatArray = whole.logits(torch.tensor([tokens]), values)[0].numpy()
-    return found
 
 
 def difference(found: FloatArray, expected: FloatArray) -> float:
@@ -76,7 +69,7 @@ def test_logits_are_the_models_token_by_token(folder: Path) -> None:
     bundle = open_bundle(folder / "bundle")
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, POSITIONS)
     expected, exact = (
-        logits_of(Whole.of(folder, dtype), adapter, tokens) for dtype in (torch.float32, torch.float64)
+        logits_of(oracle_of(folder, dtype), adapter, tokens) for dtype in (torch.float32, torch.float64)
     )
     times = CANCELLING.get(bundle.manifest["model"]["model_type"], 0)
     tolerance = max(TOLERANCE, times * difference(expected, exact))
@@ -110,7 +103,7 @@ def test_a_prompt_is_read_alike_beside_a_long_text(bundle: Bundle, monkeypatch: 
     [("native", "float32", TOLERANCE), ("torch", "float32", TOLERANCE), ("native", "float16", 2e-3)],
 )
 def test_every_sequence_of_a_step_has_its_own_adapter_and_length(
-    bundle: Bundle, whole: Whole, engine: Any, precision: Any, tolerance: float
+    bundle: Bundle, oracle: TorchEngine, engine: Any, precision: Any, tolerance: float
 ) -> None:
     speaker = open_speaker(bundle, engine=engine, slots=4, precision=precision)
     rows = {}
@@ -118,7 +111,7 @@ def test_every_sequence_of_a_step_has_its_own_adapter_and_length(
         adapter, tokens = adapter_of(bundle, seed), tokens_of(bundle, 40, seed)
         sequence = speaker.open(adapter)
         speaker.feed(sequence, tokens[:length])
-        rows[sequence] = tokens, logits_of(whole, adapter, tokens)
+        rows[sequence] = tokens, logits_of(oracle, adapter, tokens)
 
     def step(*sequences: int) -> None:
         asked = {sequence: rows[sequence][0][speaker.length(sequence)] for sequence in sequences}
@@ -136,30 +129,30 @@ def test_every_sequence_of_a_step_has_its_own_adapter_and_length(
     step(second, third, fourth)
     adapter, tokens = adapter_of(bundle, 9), tokens_of(bundle, 40, 9)
     fifth = speaker.open(adapter)
-    rows[fifth] = tokens, logits_of(whole, adapter, tokens)
+    rows[fifth] = tokens, logits_of(oracle, adapter, tokens)
     speaker.feed(fifth, tokens[:20])
     for _ in range(15):
         step(fifth, third, second, fourth)
 
 
-def test_a_sequence_goes_on_from_where_it_was_cut(bundle: Bundle, whole: Whole) -> None:
+def test_a_sequence_goes_on_from_where_it_was_cut(bundle: Bundle, oracle: TorchEngine) -> None:
     speaker, adapter = open_speaker(bundle), adapter_of(bundle, 1)
     tokens, others = tokens_of(bundle, 30), tokens_of(bundle, 30, seed=5)
     sequence = speaker.open(adapter)
     speaker.feed(sequence, tokens)
     speaker.rewind(sequence, 12)
     assert speaker.length(sequence) == 12
-    expected = logits_of(whole, adapter, tokens[:12] + others)
+    expected = logits_of(oracle, adapter, tokens[:12] + others)
     assert difference(speaker.feed(sequence, others[:9]), expected[20]) < TOLERANCE
     assert difference(speaker.step({sequence: others[9]})[sequence], expected[21]) < TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_check_answers_for_each_token_and_leaves_nothing_behind(
-    bundle: Bundle, whole: Whole, dtype: Any
+    bundle: Bundle, oracle: TorchEngine, dtype: Any
 ) -> None:
     adapter, tokens = adapter_of(bundle, 1), tokens_of(bundle, 24)
-    expected = logits_of(whole, adapter, tokens)
+    expected = logits_of(oracle, adapter, tokens)
     bound = TOLERANCE if dtype == "float32" else 1e-2
     speaker = open_speaker(bundle, slots=2, precision=dtype)
     beside, text = speaker.open(adapter_of(bundle, 2)), speaker.open(adapter)
@@ -243,10 +236,10 @@ def test_a_sequence_may_have_an_adapter_from_elsewhere(bundle: Bundle, make_chai
         for module in bundle.chain.modules
     }
     stranger = Adapter(own.modules, adapter_of(bundle, 2).values, lora_a)
-    elsewhere = Whole.of(folder)
+    elsewhere = oracle_of(folder)
     elsewhere.lora_a = {name: torch.from_numpy(matrix) for name, matrix in lora_a.items()}
     speaker, tokens = open_speaker(bundle, slots=2), tokens_of(bundle, 30)
-    expected = [logits_of(Whole.of(folder), own, tokens), logits_of(elsewhere, stranger, tokens)]
+    expected = [logits_of(oracle_of(folder), own, tokens), logits_of(elsewhere, stranger, tokens)]
     both = [speaker.open(adapter) for adapter in (own, stranger)]
     for sequence, logits in zip(both, expected, strict=True):
         assert difference(speaker.feed(sequence, tokens[:20]), logits[19]) < TOLERANCE
@@ -256,14 +249,14 @@ def test_a_sequence_may_have_an_adapter_from_elsewhere(bundle: Bundle, make_chai
             assert difference(found[sequence], logits[place]) < TOLERANCE
 
 
-def test_what_isnt_finite_stays_in_its_own_sequence(bundle: Bundle, whole: Whole) -> None:
+def test_what_isnt_finite_stays_in_its_own_sequence(bundle: Bundle, oracle: TorchEngine) -> None:
     broken, adapter = adapter_of(bundle, 1), adapter_of(bundle, 2)
     broken.values[:] = np.inf
     speaker, tokens = open_speaker(bundle, slots=2), tokens_of(bundle, 20)
     sound, other = speaker.open(adapter), speaker.open(broken)
     speaker.feed(sound, tokens[:5])
     assert not np.isfinite(speaker.feed(other, tokens)).any()
-    expected = logits_of(whole, adapter, tokens)
+    expected = logits_of(oracle, adapter, tokens)
     found = speaker.step({other: 5, sound: tokens[5]})
     assert difference(found[sound], expected[5]) < TOLERANCE
     speaker.close(other)

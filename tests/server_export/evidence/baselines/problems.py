@@ -10,61 +10,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from prge.engine import Call, FloatArray, TokenSequence
 from prge.files.adapter import Adapter
 from prge.files.bundle import Bundle
 from prge.files.chain import Block, Bounds, Chain, Interface, Kind
 from prge.files.signatures import STACK
 from prge.learning.examples import Example
-from prge.model_spec import AdaptedModule, ModelSpec
+from prge.model_spec import AdaptedModule
 from server_export.adapter.layers import convert_conv1d
 from server_export.adapter.start import StartAdapter, start_adapter
 from server_export.bundle import write_adapter
 from server_export.checkpoint.loading import prepare_model
-from server_export.evidence.base import as_exported
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.model.quantization import dequantize, quantize
+from server_export.oracle import TorchEngine, as_exported
 from server_export.settings import ExportConfig
 from tests.rows import bigram_completions, classified
 from tests.tiny_models import DECODERS, LENGTH, VOCABULARY, WIDTH, make_model
-
-
-class ModelEngine:
-    """transformers' own model with the adapter in its weights, as an engine that computes all logits."""
-
-    def __init__(self, start: StartAdapter, model: ModelSpec, pooling: str) -> None:
-        self.network = start.loaded.model
-        self.model = model
-        self.pooling = pooling
-        self.start = start
-
-    def forward(self, call: Call) -> FloatArray:
-        """See prge.engine.ForwardEngine; of one copy."""
-        with torch.no_grad():
-            outputs: FloatArray = self.outputs(call.sequences, torch.from_numpy(call.adapters[0])).numpy()
-        return outputs[None]
-
-    def outputs(self, sequences: Sequence[TokenSequence], values: torch.Tensor) -> torch.Tensor:
-        """The outputs of sequences, one by one, with derivatives by the adapter's values."""
-        lora_a, weights, start = self.start.scaled_lora_a(), {}, 0
-        for module in self.model.modules:
-            end = start + module.rank * module.out_features
-            change = values[start:end].reshape(module.rank, -1).T @ lora_a[module.name]
-            weights[f"{module.name}.weight"] = self.network.get_submodule(module.name).weight + change
-            start = end
-        found = []
-        for sequence in sequences:
-            given = {"input_ids": torch.tensor([sequence.tokens])}
-            output: Any = torch.func.functional_call(self.network, weights, kwargs=given)
-            if self.model.is_encoder:
-                states = output.last_hidden_state
-                found.append(states[:, 0] if self.pooling == "first" else states.mean(1))
-            else:
-                logprobs = torch.log_softmax(output.logits[0], -1)
-                positions = [target.position for target in sequence.targets]
-                found.append(logprobs[positions, [target.token for target in sequence.targets]])
-        return torch.cat(found)
 
 
 def build_problem(
@@ -76,7 +38,7 @@ def build_problem(
     *,
     scheme: str = "fp32",
     pooling: str = "mean",
-) -> tuple[ModelProblem, ModelEngine, Adapter]:
+) -> tuple[ModelProblem, TorchEngine, Adapter]:
     """A problem on a tiny model, the same model as an engine, and the adapter that both start from.
 
     `lora_b` is the deviation of the adapter's values, `model` changes its transformers configuration.
@@ -100,7 +62,7 @@ def build_problem(
     program.model = loaded.model
     quantize(program, scheme)
     dequantize(program)
-    engine = ModelEngine(start, chain.model, pooling)
+    engine = TorchEngine(loaded.model, chain.model, start.scaled_lora_a(), pooling=pooling)
     as_exported(bundle, again)
     return ModelProblem(bundle, again, train, 0, 4, 7, head_folds=3), engine, adapter
 

@@ -25,10 +25,10 @@ def make_victim(rank: int = 8, architecture: str = "llama", seed: int = 0, **cha
     lora_a = initial_lora_a(loaded.model, names, rank, seed)
     draw = torch.Generator().manual_seed(seed)
     lora_b = {
-        name: 0.1 * torch.randn(rank, loaded.model.get_submodule(name).out_features, generator=draw)
+        name: 0.1 * torch.randn(rank, loaded.model.get_submodule(name).out_features, generator=draw).T
         for name in names
     }
-    return Victim(loaded, lora_a, lora_b)
+    return Victim.of(loaded, lora_a, lora_b)
 
 
 def text_form(length: int, before: tuple[int, ...] = BEGIN) -> Form:
