@@ -36,4 +36,4 @@ def executorch_errors() -> tuple[type[Exception], ...]:
     from executorch.exir.error import ExportError, InternalError
     from torch._export.verifier import SpecViolationError
 
-    return (ExportError, InternalError, SpecViolationError)
+    return (ExportError, InternalError, SpecViolationError, *torch_export_errors())

@@ -154,11 +154,13 @@ def tried(name: str, scheme: str, roles: Sequence[str] | None) -> dict[str, Any]
         try:
             checked(folder, found, scheme, roles)
         except PrgeError as error:
-            sentence = " ".join(str(error).split()).replace(f"{folder}/", "")
-            found["why_not"] = sentence[:_LONGEST_SENTENCE]
+            lines = (line.strip().removeprefix("- ") for line in str(error).splitlines())
+            found["why_not"] = "; ".join(lines).replace(f"{folder}/", "")[:_LONGEST_SENTENCE]
             found["code"] = error.code if isinstance(error, Refusal) else type(error).__name__
         except Exception as error:
-            (*_, last) = traceback.extract_tb(error.__traceback__)
+            frames = traceback.extract_tb(error.__traceback__)
+            # The line of this project that it comes from, whatever library raised it there.
+            last = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT)][-1]
             text = " ".join(str(error).split())[:_LONGEST_SENTENCE]
             file = Path(last.filename).name
             found["defect"] = f"{type(error).__name__}: {text} ({file}:{last.lineno})"
