@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# What an export and the making of tiny models follow from. Fronts and evidence change no bundle.
+# What an export and the making of tiny models follow from. Fronts, evidence and the oracle change no bundle.
 _CODE = (
     "prge/**/*.py",
     "server_export/**/*.py",
@@ -31,7 +31,7 @@ _NOT = tuple(
     for room in (
         "prge/pages",
         "prge/text",
-        *(f"server_export/{room}" for room in ("tune", "evidence", "publishing")),
+        *(f"server_export/{room}" for room in ("tune", "evidence", "publishing", "oracle.py")),
     )
 )
 _PACKAGES = ("torch", "executorch", "torchao", "transformers", "peft", "tokenizers", "numpy", "safetensors")

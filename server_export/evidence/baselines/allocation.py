@@ -113,11 +113,11 @@ def choose(question: Question, search: SearchName = "greedy", seed: int = 0) -> 
 
     Evolution begins with the greedy choices, so that it is never worse than these.
     """
-    found = [question.filled(depth) for depth in question.fitting_depths]
-    if search == "evolutionary" and found and question.gaining:
-        found = _evolved(question, found, random.Random(seed))
+    choices = [question.filled(depth) for depth in question.fitting_depths]
+    if search == "evolutionary" and choices and question.gaining:
+        choices = _evolved(question, choices, random.Random(seed))
     # Of equal ones the one that goes less deep.
-    best = max(found, key=lambda choice: (question.gain(choice), choice.depth), default=None)
+    best = max(choices, key=lambda choice: (question.gain(choice), choice.depth), default=None)
     return best if best is not None and question.gain(best) > 0 else None
 
 
@@ -143,11 +143,11 @@ def _child(question: Question, one: Choice, other: Choice, chance: random.Random
     parents = [{option.part: option for option in each.options} for each in (one, other)]
     taken: list[Option] = []
     for part, ways in question.ways.items():
-        found = chance.choice(parents).get(part)
+        option = chance.choice(parents).get(part)
         if chance.random() < _CHANGES / len(question.ways):
-            found = chance.choice((None, *ways))
-        if found is not None and found.block >= depth:
-            taken.append(found)
+            option = chance.choice((None, *ways))
+        if option is not None and option.block >= depth:
+            taken.append(option)
     while question.cost(Choice(depth, frozenset(taken))) > question.limit:
         taken.remove(chance.choice(taken))
     return question.filled(depth, taken)

@@ -66,8 +66,8 @@ class LossProgram(nn.Module):
         self.model = problem.model
         positions = problem.engine.positions
         self.register_buffer("position_ids", None if positions is None else positions[:, :length])
-        self.asked: torch.Tensor | None = None
-        self.model.get_output_embeddings().register_forward_pre_hook(self._keep_asked)
+        self.positions: torch.Tensor | None = None
+        self.model.get_output_embeddings().register_forward_pre_hook(self._keep_read)
 
     def forward(
         self,
@@ -80,18 +80,18 @@ class LossProgram(nn.Module):
         compared: torch.Tensor,
     ) -> torch.Tensor:
         """The mean loss, f32 []."""
-        self.asked = positions
+        self.positions = positions
         more = {} if self.position_ids is None else {"position_ids": self.position_ids}
         logits = self.model(input_ids=tokens, use_cache=False, return_dict=True, **more).logits
-        self.asked = None
+        self.positions = None
         logprobs = readout.log_probabilities(logits, targets)
         scores = (weights @ logprobs.reshape(-1, 1)).reshape(absent.shape) + absent
         highest = scores.detach().amax(1, keepdim=True)
         normalizer = highest[:, 0] + (scores - highest).exp().sum(1).log()
         return (compared * normalizer - (chosen * scores).sum(1)).mean()
 
-    def _keep_asked(self, head: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return inputs if self.asked is None else (readout.at_positions(inputs[0], self.asked),)
+    def _keep_read(self, head: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return inputs if self.positions is None else (readout.at_positions(inputs[0], self.positions),)
 
 
 class ExecutorchTraining(Method):

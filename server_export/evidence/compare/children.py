@@ -45,12 +45,12 @@ def run_verb(words: Sequence[str], log: Path) -> int:
 def last_words(log: Path, lines: int = 2) -> str:
     """The last lines of a log: what a failed verb said."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    told = [line for line in text.splitlines() if line.strip() and not line.startswith("$ prge ")]
-    return "\n".join(told[-lines:])
+    lines_of_verb = [line for line in text.splitlines() if line.strip() and not line.startswith("$ prge ")]
+    return "\n".join(lines_of_verb[-lines:])
 
 
 def idle_memory() -> int | None:
-    """Peak bytes of a runner that does nothing; None where the system doesn't tell."""
+    """Peak bytes of a runner that does nothing; None where the system doesn't count it."""
     command = [sys.executable, "-c", _IDLE]
     environment = {**_ENVIRONMENT, **os.environ}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)

@@ -111,16 +111,16 @@ class Comparison:
             from server_export.quiet import quiet_libraries
 
             quiet_libraries()
-            _say(f"random weights for {name}")
+            _log(f"random weights for {name}")
             save_random_model(self.out / "model", name)
         if not self._bundle.is_dir():
-            _say(f"{self._bundle.name}: exporting")
+            _log(f"{self._bundle.name}: exporting")
             log = self.out / "bundle.txt"
             chosen = export_settings(self.settings, self._bundle)
             code = self.verb(configured("export", chosen, log.with_suffix(".yaml")), log)
             if code:
                 raise RunError(
-                    f"`prge export` ended with code {code}: {last_words(log)}", remedy=_all_said(log)
+                    f"`prge export` ended with code {code}: {last_words(log)}", remedy=_where_to_read(log)
                 )
 
     def measure(self) -> dict[str, dict[str, Any]]:
@@ -150,7 +150,7 @@ class Comparison:
             steps = self._steps(method)
             result["learning_rate"] = rate = self._choose_rate(method, steps, result["search"])
         except MethodError as failure:
-            _say(f"{method.name}: {failure.what}")
+            _log(f"{method.name}: {failure.what}")
             result["failures"].append(str(failure))
             return None
         batch_size = self.settings.batch_size
@@ -168,11 +168,11 @@ class Comparison:
             memory = step_memory(self.out / "measured" / method.name / RUN)
             result["runs"].append({"seed": plan.seed, **read_run(run, examples, memory, test)})
         except MethodError as failure:
-            _say(f"{method.name}: {failure.what}")
+            _log(f"{method.name}: {failure.what}")
             result["failures"].append(f"seed {plan.seed}: {failure}")
 
     def _steps(self, method: Method) -> int:
-        """Steps of a reported run; a short one without evaluations tells what time and memory they take."""
+        """Steps of a reported run; a short one without evaluations measures their time and memory."""
         settings, seconds = self.settings, None
         plan = Plan(MEASURED_STEPS, self._centre(method), SEARCH_SEED)
         measured = self._train(method, plan, self.out / "measured" / method.name)
@@ -196,12 +196,14 @@ class Comparison:
         def loss(rate: float) -> float:
             plan = Plan(trial_steps, rate, SEARCH_SEED, evaluate_at)
             try:
-                found = best_loss(self._train(method, plan, self.out / "search" / f"{method.name}-{rate:g}"))
+                trial_loss = best_loss(
+                    self._train(method, plan, self.out / "search" / f"{method.name}-{rate:g}")
+                )
             except RunDivergedError as failure:
                 messages.append(str(failure))
-                found = None
-            trials.append({"learning_rate": rate, "loss": found, "steps": trial_steps})
-            return math.inf if found is None else found
+                trial_loss = None
+            trials.append({"learning_rate": rate, "loss": trial_loss, "steps": trial_steps})
+            return math.inf if trial_loss is None else trial_loss
 
         rates = rates_around(self._centre(method), FACTOR, self.settings.search_trials)
         rate = best_rate(grid_losses(loss, rates, FACTOR, most=1))
@@ -227,11 +229,11 @@ class Comparison:
             verb = "baseline" if method.estimator is None else "run"
             chosen = run_settings(method, self.settings, plan, self._bundle, self.rows, run)
             words = configured(verb, chosen, folder / f"{verb}.yaml")
-        _say(f"{place}: {plan.steps} steps at {plan.learning_rate:g}")
+        _log(f"{place}: {plan.steps} steps at {plan.learning_rate:g}")
         log = folder / OUTPUT
         code = self.verb(words, log)
         if summary_of(run).get("run", {}).get("status") == "diverged":
-            raise RunDivergedError(f"{place}: it diverged: {last_words(log)}", remedy=_all_said(log))
+            raise RunDivergedError(f"{place}: it diverged: {last_words(log)}", remedy=_where_to_read(log))
         if code or not is_finished(run):
             raise _failed(place, words[0], code, log)
         return run
@@ -276,17 +278,17 @@ def _dated(settings: CompareSettings, stored: Path) -> CompareSettings:
     return dataclasses.replace(settings, date=date)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     # Into a file or pipe too at once: a comparison takes long.
     print(text, flush=True)
 
 
 def _failed(place: Path, verb: str, code: int, log: Path) -> MethodError:
-    told = f"{place}: `prge {verb}` ended with code {code}: {last_words(log)}"
-    return MethodError(told, remedy=_all_said(log))
+    message = f"{place}: `prge {verb}` ended with code {code}: {last_words(log)}"
+    return MethodError(message, remedy=_where_to_read(log))
 
 
-def _all_said(log: Path) -> str:
+def _where_to_read(log: Path) -> str:
     return f"all it said: {log}"
 
 

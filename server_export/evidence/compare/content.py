@@ -74,9 +74,9 @@ def _verdict(result: Result, outcome: Outcome) -> Iterator[Block]:
     for winner, title in _VERDICTS.items():
         duels = [duel for duel in outcome.duels if duel.winner == winner]
         if duels or winner != "tie":
-            told = tuple(f"{duel.figure.title}: {_sides_text(duel, outcome)}." for duel in duels)
+            sentences = tuple(f"{duel.figure.title}: {_sides_text(duel, outcome)}." for duel in duels)
             yield Heading(title)
-            yield Bullets(told) if told else Paragraph("In none of the figures measured here.")
+            yield Bullets(sentences) if sentences else Paragraph("In none of the figures measured here.")
 
 
 def _sides_text(duel: Duel, outcome: Outcome) -> str:
@@ -84,10 +84,10 @@ def _sides_text(duel: Duel, outcome: Outcome) -> str:
     names = [name for name in (duel.backward, duel.forward) if name is not None]
     if duel.winner == "forward":
         names.reverse()
-    told = [f"{name} {_value(duel.figure, outcome.figures[name][duel.figure.key])}" for name in names]
-    if len(told) < 2:
-        return f"{told[0]}; of the others none got there with every seed"
-    text = f"{told[0]}, against {told[1]}"
+    sides = [f"{name} {_value(duel.figure, outcome.figures[name][duel.figure.key])}" for name in names]
+    if len(sides) < 2:
+        return f"{sides[0]}; of the others none got there with every seed"
+    text = f"{sides[0]}, against {sides[1]}"
     if duel.ratio is None:
         return text
     # The larger over the smaller reads best.
@@ -234,7 +234,7 @@ def _how(result: Result) -> Iterator[Block]:
 
 
 def _unit(figure: Figure) -> str:
-    """A figure's unit where its title doesn't tell it."""
+    """A figure's unit where its title doesn't have it."""
     return "" if figure.unit == "rows" else figure.unit
 
 

@@ -186,8 +186,8 @@ def _to_target(runs: Any, target: Target, axis: str) -> Spread:
         run["seed"]: first_crossing([(point[axis], point["loss"]) for point in run["curve"]], target.value)
         for run in runs
     }
-    bounded = frozenset(seed for seed, found in crossings.items() if found and not found.resolved)
-    spread = _spread({seed: None if found is None else found.position for seed, found in crossings.items()})
+    bounded = frozenset(seed for seed, crossing in crossings.items() if crossing and not crossing.resolved)
+    spread = _spread({seed: each.position if each else None for seed, each in crossings.items()})
     return Spread(spread.values, spread.censored, bounded)
 
 

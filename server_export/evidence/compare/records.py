@@ -97,5 +97,5 @@ def read_run(run: Path, examples: int, step_bytes: int | None, test: Mapping[str
 def step_memory(run: Path) -> int | None:
     """Bytes that the steps of a run without evaluations took beyond the loaded model; None if not known."""
     memory = summary_of(run).get("train", {}).get("memory") or {}
-    found: int | None = memory.get("beyond_loaded_bytes")
-    return found
+    size: int | None = memory.get("beyond_loaded_bytes")
+    return size

@@ -36,7 +36,7 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
         file = settings.rows_file(split)
         source = read_source(file, split, settings.columns, task=task)
         chosen[split] = select_rows(source.rows, selection)
-        _tell_unread(source, task)
+        _report_unread(source, task)
         others = [taken.setdefault((file.resolve(), row.number), split) for row in chosen[split]]
         shared.update(f"{other} and {split}" for other in others if other != split)
     if shared:
@@ -62,8 +62,8 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
     return written
 
 
-def _tell_unread(source: Source, task: Task | None) -> None:
-    """Say which columns no method reads; those that a chat template reads are told by the methods' runs."""
+def _report_unread(source: Source, task: Task | None) -> None:
+    """Print which columns no method reads; the methods' runs print those that a chat template reads."""
     if task is not None:
         read = {*task.needed_columns(), *task.needed_columns(encoder=True)}
     else:

@@ -138,9 +138,9 @@ class CompareSettings(ExampleFlags):
         """The task as `prge run` takes it."""
         if self.task is None:
             return None
-        beside = self.data_folder / self.task
-        if beside.is_file():
-            return str(beside.resolve())
+        with_rows = self.data_folder / self.task
+        if with_rows.is_file():
+            return str(with_rows.resolve())
         return str(Path(self.task).resolve()) if Path(self.task).is_file() else self.task
 
     def __post_init__(self) -> None:

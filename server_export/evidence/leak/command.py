@@ -1,6 +1,6 @@
 """`prge leak`: an adversary who knows all but the rows tries to read them from what a device sends.
 
-rows -> gradients -> report -> attack -> guess -> score, beside that of a guess without the report
+rows -> gradients -> report -> attack -> guess -> score, next to that of a guess without the report
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _WARNING = (
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge leak --help`."""
     settings = parse_settings(LeakSettings, argv, "prge leak")
-    found = leak(settings, lambda line: print(line, flush=True))
-    found = {"command": f"prge leak {shlex.join(argv)}", **found}
+    result = leak(settings, lambda line: print(line, flush=True))
+    result = {"command": f"prge leak {shlex.join(argv)}", **result}
     if settings.json is not None:
-        write_json(settings.json, found)
+        write_json(settings.json, result)
     if settings.out is not None:
         from server_export.evidence.leak.figure import draw
 
-        write_output(settings.out, draw(found).encode())
+        write_output(settings.out, draw(result).encode())
         print(settings.out)
     print(_WARNING)
     return 0
 
 
-def leak(settings: LeakSettings, tell: Callable[[str], None]) -> dict[str, Any]:
+def leak(settings: LeakSettings, log: Callable[[str], None]) -> dict[str, Any]:
     """Attack all that the settings ask for; returns what `--json` holds, but for the command.
 
     Raises:
@@ -48,5 +48,5 @@ def leak(settings: LeakSettings, tell: Callable[[str], None]) -> dict[str, Any]:
     from server_export.quiet import quiet_libraries
 
     quiet_libraries()
-    found = run_study(open_target(settings), tell)
-    return {**found, "settings": yaml.safe_load(settings_to_yaml(settings)), "meta": environment()}
+    result = run_study(open_target(settings), log)
+    return {**result, "settings": yaml.safe_load(settings_to_yaml(settings)), "meta": environment()}

@@ -1,4 +1,4 @@
-"""The picture of an attack: share of tokens that were recovered, beside the guess without a report."""
+"""The picture of an attack: share of tokens that were recovered, next to the guess without a report."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _REPORTS = ("exact", "top", "scalars")
 Cell = Mapping[str, Any]
 
 
-def draw(found: Mapping[str, Any]) -> str:
+def draw(result: Mapping[str, Any]) -> str:
     """An SVG of what `--json` holds: a panel for each setting that was varied, mean and range over seeds."""
-    varied = {cell["varied"] for cell in found["table"]}
+    varied = {cell["varied"] for cell in result["table"]}
     names = [name for name in _PANELS if name in varied] or ["length"]
-    return as_file(beside([_panel(found, name) for name in names]))
+    return as_file(beside([_panel(result, name) for name in names]))
 
 
-def _panel(found: Mapping[str, Any], name: str) -> str:
-    along = [cell for cell in found["table"] if cell["varied"] in ("", name)]
+def _panel(result: Mapping[str, Any], name: str) -> str:
+    along = [cell for cell in result["table"] if cell["varied"] in ("", name)]
     # Of a panel for what only scalars have, scalars alone.
     shown = {cell["report"] for cell in along if cell["varied"]} or set(_REPORTS)
     cells = [cell for cell in along if cell["report"] in shown]
@@ -38,8 +38,8 @@ def _panel(found: Mapping[str, Any], name: str) -> str:
         own = {cell[name]: cell for cell in cells if cell["report"] == report}
         if own:
             lines.append(_line(report, hue, {values.index(value): own[value] for value in sorted(own)}))
-    blind = {(cell["length"], cell["batch"]): cell for cell in found["prior"]}
-    cases = [{**found["case"], name: value} for value in values]
+    blind = {(cell["length"], cell["batch"]): cell for cell in result["prior"]}
+    cases = [{**result["case"], name: value} for value in values]
     unaided = {place: blind[case["length"], case["batch"]] for place, case in enumerate(cases)}
     lines.append(_line("without a report", len(_REPORTS), unaided, "marked"))
     names = [f"{value:,g}" for value in values]

@@ -29,7 +29,7 @@ def match(victim: Victim, form: Form, report: Report, rows: Rows, objective: Obj
     """The tokens nearest to embeddings that were moved from guesses towards a report.
 
     `rows` are those of one guess after the other, each of all rows of the report; their labels stay. Each of
-    the `steps` of Adam costs a gradient and the way back through it for every row.
+    the `steps` of Adam costs a gradient and a backward pass through it for every row.
     """
     table = victim.embeddings
     # Twice the variance is the mean squared distance of two tokens.

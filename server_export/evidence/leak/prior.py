@@ -33,7 +33,7 @@ def sample(victim: Victim, form: Form, count: int, generator: torch.Generator) -
 def consensus(rows: Rows, log_weights: torch.Tensor) -> Rows:
     """The one of some rows whose tokens agree most with all of them, as they weigh: a Rows of one row.
 
-    It is what to answer where tokens in place count: the mean of this over the weights is highest. The rows
+    It is the best guess where tokens in place count: the mean of this over the weights is highest. The rows
     differ; `log_weights` [rows] are logarithms but for a constant.
     """
     best = log_weights.topk(min(_COMPARED, len(rows))).indices

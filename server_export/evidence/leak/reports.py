@@ -91,8 +91,8 @@ class Report:
         if count < size or size > MOST_SOLVED:
             return None
         # In float64: the span check asks for the small singular values of what comes out.
-        found = torch.linalg.lstsq(view.directions.double(), self.numbers.double(), driver="gels")
-        return found.solution
+        least_squares = torch.linalg.lstsq(view.directions.double(), self.numbers.double(), driver="gels")
+        return least_squares.solution
 
 
 def sent(
@@ -127,8 +127,8 @@ def largest(gradients: torch.Tensor, share: float) -> View:
 
 def directions_of(modules: Sequence[AdaptedModule], seed: int, steps: int, queries: int) -> View:
     """The view along the directions of a run's first steps, as its devices make them."""
-    made = []
+    directions = []
     for step in range(steps):
         of_step = RankOneDirections(seed, step, queries, 1, tuple(modules), shared=True)
-        made += [of_step(query) for query in range(queries)]
-    return View(directions=torch.from_numpy(np.stack(made)), queries=queries)
+        directions += [of_step(query) for query in range(queries)]
+    return View(directions=torch.from_numpy(np.stack(directions)), queries=queries)

@@ -8,8 +8,8 @@ The search changes guesses token by token until their report is the one that was
 
 That is its probability after the report, but for a constant. LAMP (Balunovic et al. 2022, arXiv 2202.08827)
 adds the same two with a weight, and changes orders. Where noise hides the gradient, what is left is the
-prior. Tokens to try come from the slope of the distance by the embeddings, from the model's own predictions,
-and, where neither helps, from the whole vocabulary at one position after another.
+prior. Tokens to try come from the gradient of the distance by the embeddings, from the model's own
+predictions, and, where neither helps, from the whole vocabulary at one position after another.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def attack(
     # The label of a task is the one whose texts fit best: what iDLG reads off signs (arXiv 2001.02610).
     rows = with_labels(form, rows)
     shares = shares.repeat(form.label_count) - math.log(form.label_count)
-    found = span_rows(victim, form, report, rows)
-    if found is not None:
-        rows = joined([rows, found])
+    inside = span_rows(victim, form, report, rows)
+    if inside is not None:
+        rows = joined([rows, inside])
         # The model didn't write them.
-        shares = torch.cat([shares, torch.full((len(found),), -torch.inf, dtype=shares.dtype)])
+        shares = torch.cat([shares, torch.full((len(inside),), -torch.inf, dtype=shares.dtype)])
     return Search(victim, form, report, generator, settings).run(rows, shares)
 
 
@@ -135,7 +135,7 @@ class Search:
             best = max(best, self._improved(guess, budget), key=self._score)
         if self.report.batch > 1 or self._is_found(best):
             return best.rows
-        return self._answer()
+        return self._consensus()
 
     def _likelihood(self, guess: Seen) -> float:
         return float(self.report.log_likelihoods(guess.shown.mean(0, keepdim=True)))
@@ -147,7 +147,7 @@ class Search:
         """Whether no other guess can be much better."""
         return not self.report.noise and self._likelihood(guess) > -_FOUND
 
-    def _answer(self) -> Rows:
+    def _consensus(self) -> Rows:
         """What all rows that were tried agree on, as likely as they are after the report."""
         rows, scores = joined(self._rows), torch.cat(self._scores)
         keys = torch.cat([rows.tokens, rows.labels[:, None]], 1)
@@ -172,7 +172,7 @@ class Search:
         return Seen(rows, shown, priors)
 
     def _begin(self, starts: Seen, number: int) -> Seen:
-        """A guess of the row that fits best but for some others, and of rows that fit beside it."""
+        """A guess of the row that fits best but for some others, and of rows that fit with it."""
         chosen: list[int] = []
         for place in range(self.report.batch):
             # Rows that aren't chosen yet are taken to be like the chosen ones.
@@ -187,10 +187,10 @@ class Search:
         rows, batch = joined([guess.rows for guess in guesses]), self.report.batch
         steps = self.settings.matching_steps
         for objective in self.settings.objectives:
-            made = match(self.victim, self.form, self.report, rows, objective, steps)
+            matched = match(self.victim, self.form, self.report, rows, objective, steps)
             self.tried += steps * len(rows)
-            seen = self._see(made)
-            others = [seen[slice(start, start + batch)] for start in range(0, len(made), batch)]
+            seen = self._see(matched)
+            others = [seen[slice(start, start + batch)] for start in range(0, len(matched), batch)]
             guesses = [max(pair, key=self._score) for pair in zip(guesses, others, strict=True)]
         return guesses
 
@@ -220,18 +220,18 @@ class Search:
 
     def _proposals(self, guess: Seen) -> list[tuple[int, Rows]]:
         """Changes of each row of a guess: tokens, places and labels."""
-        by_slope = self._slopes(guess)
-        made = []
+        by_token = self._token_gradients(guess)
+        proposals = []
         for row in range(self.report.batch):
             own = guess.rows[row : row + 1]
             parts = [
-                self._replaced(own, by_slope[row]),
+                self._replaced(own, by_token[row]),
                 self._replaced(own, -self.victim.predictions(self.form, own.tokens[0])),
                 self._moved(own),
                 with_labels(self.form, own),
             ]
-            made.append((row, joined(parts)))
-        return made
+            proposals.append((row, joined(parts)))
+        return proposals
 
     def _replaced(self, own: Rows, costs: torch.Tensor) -> Rows:
         """A row with single tokens replaced by those of the lowest costs f32 [length, vocabulary]."""
@@ -246,19 +246,19 @@ class Search:
 
     def _moved(self, own: Rows) -> Rows:
         """A row with two tokens exchanged, or one moved, or the rest shifted from a place on."""
-        length, made = self.form.length, list[list[int]]()
+        length, orders = self.form.length, list[list[int]]()
         for _ in range(_TRIED // 2):
             first, second = torch.randint(length, (2,), generator=self.generator).tolist()
             order = list(range(length))
-            if len(made) % 2:
+            if len(orders) % 2:
                 order[first], order[second] = order[second], order[first]
             else:
                 order.insert(second, order.pop(first))
-            made.append(order)
-        tokens = own.tokens[0][torch.tensor(made)]
+            orders.append(order)
+        tokens = own.tokens[0][torch.tensor(orders)]
         return Rows(tokens, own.labels.expand(len(tokens)))
 
-    def _slopes(self, guess: Seen) -> torch.Tensor:
+    def _token_gradients(self, guess: Seen) -> torch.Tensor:
         """What every token at every place adds to the distance to first order, [rows, length, vocabulary]."""
         table = self.victim.embeddings
         embedded = table[guess.rows.tokens].requires_grad_()

@@ -1,10 +1,10 @@
 """The span check: tokens that a gradient by lora_b can't hide while they are fewer than the rank.
 
-A layer's gradient is the sum over tokens of (x lora_a^T)^T slope, [rank, out]. So its columns lie in the span
-of the tokens' inputs times lora_a^T, which is public: whoever knows what a token would give checks whether it
-lies in that span. In a decoder the input of a layer follows from the token and those before it, so that
-rows are read from left to right. The idea is DAGER's (Petrov et al. 2024, arXiv 2405.15586), which checks the
-inputs of full layers.
+A layer's gradient is the sum over tokens of (x lora_a^T)^T grad_output, [rank, out]. So its columns lie in
+the span of the tokens' inputs times lora_a^T, which is public: whoever knows what a token would give checks
+whether it lies in that span. In a decoder the input of a layer follows from the token and those before it, so
+that rows are read from left to right. The idea is DAGER's (Petrov et al. 2024, arXiv 2405.15586), which
+checks the inputs of full layers.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ MOST_NUMBERS = 1000
 DELTA = 1e-5
 
 
-def run_study(target: Target, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Attack every case; `tell` is given a line about each.
+def run_study(target: Target, log: Callable[[str], None]) -> dict[str, Any]:
+    """Attack every case; `log` takes a line about each.
 
     Returns:
-        `recovered_exact`, `recovered_top`, `recovered_scalars` where asked for, and `recovered_prior`: share
-        of tokens in place, mean over reports and seeds, in the case of the middle; `case`; `table`, a line
-        for each case; `prior`, a line for each length and batch.
+        `recovered_exact`, `recovered_top`, `recovered_scalars` of the reports that are attacked, and
+        `recovered_prior`: share of tokens in place, mean over reports and seeds, in the case of the middle;
+        `case`; `table`, a line for each case; `prior`, a line for each length and batch.
 
     Raises:
         PrgeError: a case can't be attacked: too few rows, a rank that doesn't fit.
@@ -48,7 +48,7 @@ def run_study(target: Target, tell: Callable[[str], None]) -> dict[str, Any]:
         table.append({**asdict(case), "epsilon": _epsilon(case), **scores})
         size = {"length": case.length, "batch": case.batch}
         priors.setdefault((case.length, case.batch), {**size, **blind})
-        tell(text_of(table[-1], blind))
+        log(text_of(table[-1], blind))
     middle = [next(line for line in table if line["report"] == report) for report in settings.reports]
     first = (settings.lengths[0], settings.batches[0])
     return {
@@ -73,7 +73,7 @@ def text_of(line: Line, blind: Line) -> str:
 
 
 class _Study:
-    """Attacks on the reports of a target; what its cases share is made once."""
+    """Attacks on the reports of a target; what its cases share is computed once."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -118,7 +118,7 @@ def score(guess: Rows, rows: Rows) -> Score:
     """
     same, order = max(
         ((guess.tokens[list(order)] == rows.tokens, list(order)) for order in permutations(range(len(rows)))),
-        key=lambda found: int(found[0].sum()),
+        key=lambda pair: int(pair[0].sum()),
     )
     right = guess.labels[order] == rows.labels
     shares = {"tokens": same, "whole": same.all(1), "label": right}
@@ -150,7 +150,7 @@ def _directions(victim: Victim, case: Case, seed: int) -> View:
 def _epsilon(case: Case) -> float | None:
     """What a row that takes part in all steps pays; None without noise.
 
-    The places of the largest values are told as they are, so that no noise on the values makes them private.
+    The places of the largest values are sent as they are, so that no noise on the values makes them private.
     """
     if not case.noise or case.report == "top":
         return None

@@ -78,7 +78,7 @@ class Victim:
     def soft_gradient(
         self, form: Form, embedded: torch.Tensor, targets: torch.Tensor, rows: Rows
     ) -> torch.Tensor:
-        """Gradient of rows that are no tokens, f32 [rows, size], with a way back to them.
+        """Gradient of rows that are no tokens, f32 [rows, size], which can be differentiated.
 
         Args:
             form: of the rows.
@@ -94,15 +94,15 @@ class Victim:
         Returns:
             f32 [prefixes, rank] at the last token, by layer.
         """
-        found: dict[str, list[torch.Tensor]] = {module.name: [] for module in self.modules}
-        hooks = [self._keep(name, parts) for name, parts in found.items()]
+        reduced: dict[str, list[torch.Tensor]] = {module.name: [] for module in self.modules}
+        hooks = [self._keep(name, parts) for name, parts in reduced.items()]
         try:
             for _ in self._read(form, tokens):
                 pass
         finally:
             for hook in hooks:
                 hook.remove()
-        return {name: torch.cat(parts) for name, parts in found.items()}
+        return {name: torch.cat(parts) for name, parts in reduced.items()}
 
     def next_logprobs(self, form: Form, tokens: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of the token after prefixes i64 [prefixes, n]: f32 [prefixes, vocabulary]."""
@@ -125,10 +125,10 @@ class Victim:
             before = torch.tensor(form.before, dtype=torch.long).expand(len(part), -1)
             yield self._logprobs(self.embeddings[torch.cat([before, part], 1)])[0]
 
-    def _keep(self, name: str, found: list[torch.Tensor]) -> Any:
+    def _keep(self, name: str, reduced: list[torch.Tensor]) -> Any:
         def keep(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             states = inputs[0].reshape(*self._shape, -1)
-            found.append(F.linear(states[:, -1], self._engine.lora_a[name]))
+            reduced.append(F.linear(states[:, -1], self._engine.lora_a[name]))
 
         return self._engine.network.get_submodule(name).register_forward_pre_hook(keep)
 

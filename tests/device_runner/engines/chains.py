@@ -21,6 +21,7 @@ from prge.files.peft import write_peft
 from prge.files.signatures import BACK, STACK, TANGENT
 from prge.learning import vocabulary
 from prge.model_spec import ModelSpec, matrices
+from server_export.checkpoint.loading import load_model
 from server_export.oracle import TorchEngine, open_base
 from tests.templates import random_adapter
 from tests.tiny_models import save_model
@@ -223,7 +224,6 @@ def published_error(folder: Path, bundle: Bundle) -> float:
     """How far PEFT's answers with a published adapter are from the model's, as a part of the largest."""
     from peft import PeftModel
 
-    from server_export.checkpoint.loading import load_model
     from server_export.publish import publish
     from server_export.publishing.settings import PublishConfig
 
@@ -235,12 +235,14 @@ def published_error(folder: Path, bundle: Bundle) -> float:
         )
     )
     tokens = torch.arange(3, 12)[None]
+    # Of the weights as they are: an adapter is published for these.
+    plain, base = (load_model(str(folder / "model"), pooled=bundle.chain.is_encoder) for _ in range(2))
+    oracle = TorchEngine.of(bundle, plain)
+    network: Any = base.model
+    network.set_experts_implementation("eager")
     with torch.no_grad():
-        oracle = oracle_of(folder)
         expected = _answers(oracle.call(torch.from_numpy(adapter.values), input_ids=tokens))
-        base: Any = load_model(str(folder / "model"), pooled=bundle.chain.is_encoder).model
-        base.set_experts_implementation("eager")
-        found = _answers(PeftModel.from_pretrained(base, str(published)).eval()(input_ids=tokens))
+        found = _answers(PeftModel.from_pretrained(network, str(published)).eval()(input_ids=tokens))
     return float((found - expected).abs().max() / expected.abs().max())
 
 

@@ -69,6 +69,13 @@ def test_labels_of_a_task_are_attacked(folder: Path) -> None:
     assert found["recovered_exact"] == 1
 
 
+def test_layers_that_keep_their_weights_transposed_are_attacked(folder: Path) -> None:
+    save_model(folder / "gpt2", "gpt2")
+    words = f"--model {folder / 'gpt2'} --rows {folder / 'rows.jsonl'} --lengths 2 --reports exact"
+    found = leak(read(f"{words} {' '.join(FEW)}"), told)
+    assert found["recovered_exact"] > found["recovered_prior"]
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
