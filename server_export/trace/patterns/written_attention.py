@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from server_export.ir.rewriting import share_equal_calls
 from server_export.ir.writer import Writer
 from server_export.trace.cutting import TABLE_PREFIX
+from server_export.trace.patterns import Pattern, Rewrite, register
 
 aten = torch.ops.aten
 
@@ -227,3 +228,14 @@ def _join(writer: Writer, apart: Node, chain: Sequence[Node]) -> None:
         return hidden(writer, answer, masks)
 
     writer.replace(chain[-1], write)
+
+
+register(
+    Pattern(
+        "written attention",
+        serves="models that write the products of their attention themselves",
+        model_types=("bloom",),
+        example="bloom",
+        rewrites=(Rewrite(join_heads, "block", operators=(aten.softmax.int, aten.bmm.default)),),
+    )
+)
