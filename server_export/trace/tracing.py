@@ -32,7 +32,7 @@ from server_export.trace.functional import functional_graph
 from server_export.trace.model_graph import WHOLE_PREFIX as WHOLE_PREFIX
 from server_export.trace.model_graph import ModelGraph, TracedModel
 from server_export.trace.passes import Changes, module_of
-from server_export.trace.patterns import Call, noted
+from server_export.trace.patterns import Call
 from server_export.trace.tables import ModelTables
 
 aten = torch.ops.aten
@@ -189,8 +189,9 @@ def _with_masks_read(
         context = pattern.retrace(traced) if pattern.retrace is not None else None
         if context is not None:
             with ExitStack() as stack, _refusals():
-                with noted(changes, pattern, traced.model):
-                    wrap = stack.enter_context(context)
+                if changes is not None:
+                    changes.of_parts(pattern.name, pattern.serves, ["masks"])
+                wrap = stack.enter_context(context)
                 return exported(wrap(traced, call))
     if failure is not None:
         raise failure

@@ -193,7 +193,7 @@ def prepare(traced: TracedModel, changes: Changes | None) -> None:
     """Change a model before it is traced, as its patterns do."""
     for pattern in patterns_of(traced):
         if pattern.prepare is not None:
-            with noted(changes, pattern, traced.model):
+            with _noted(changes, pattern, traced.model):
                 pattern.prepare(traced)
 
 
@@ -205,7 +205,7 @@ def tracing(traced: TracedModel, call: Call, changes: Changes | None) -> Iterato
             if pattern.functions:
                 stack.enter_context(_replaced(pattern, traced, changes))
             if pattern.tracing is not None:
-                with noted(changes, pattern, traced.model):
+                with _noted(changes, pattern, traced.model):
                     stack.enter_context(pattern.tracing(traced))
             if pattern.call is not None:
                 call = pattern.call(traced, call)
@@ -231,7 +231,7 @@ def _replaced(pattern: Pattern, traced: TracedModel, changes: Changes | None) ->
             setattr(place, name, function)
 
 
-def noted(changes: Changes | None, pattern: Pattern, model: nn.Module) -> AbstractContextManager[None]:
+def _noted(changes: Changes | None, pattern: Pattern, model: nn.Module) -> AbstractContextManager[None]:
     """Note what a pattern replaces of a model meanwhile."""
     return nullcontext() if changes is None else changes.of_model(pattern.name, pattern.serves, model)
 

@@ -123,7 +123,7 @@ def _with_places(writer: Writer, product: Node, slopes: torch.Tensor, places: Ca
 
 register(
     Pattern(
-        "biases by place",
+        "places of keys",
         serves="decoders with ALiBi: bloom, mpt, falcon",
         model_types=("bloom", "mpt"),
         example="bloom",

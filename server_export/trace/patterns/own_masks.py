@@ -30,15 +30,15 @@ class _WithKnownLengths(TorchFunctionMode):
 
 
 def _with_masks(traced: TracedModel, call: Call) -> Call:
-    def given(tokens: torch.Tensor, arguments: dict[str, Any], padding: torch.Tensor | None) -> Any:
+    def call_with_masks(tokens: torch.Tensor, arguments: dict[str, Any], padding: torch.Tensor | None) -> Any:
         assert padding is not None
-        more = {"attention_mask": seen_tokens(padding).long()}
-        if "position_ids" in arguments:
+        given = dict(arguments)
+        if "position_ids" in given:
             # What has masks of its own may want a number for each of them.
-            more["position_ids"] = arguments["position_ids"].expand(tokens.shape)
-        return call(tokens, arguments | more, padding)
+            given["position_ids"] = given["position_ids"].expand(tokens.shape)
+        return call(tokens, given | {"attention_mask": seen_tokens(padding).long()}, padding)
 
-    return given
+    return call_with_masks
 
 
 def _mask_of_padding(*, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:

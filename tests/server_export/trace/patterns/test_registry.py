@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ from transformers.models.llama import modeling_llama
 
 from prge.errors import Refusal
 from server_export.check.chain import difference_from_model
-from server_export.trace.model_graph import ModelGraph
+from server_export.trace import patterns as registry
 from server_export.trace.passes import Changes
-from server_export.trace.patterns import REGISTRY, Pattern, Rewrite, patterns, register
+from server_export.trace.patterns import REGISTRY, patterns, register
 from tests.server_export.trace.graphs import chain_in
+from tests.test_extending import code_with
 from tests.tiny_models import save_model
 from tests.tiny_types import make_classifier, make_tiny, text_types
 
-aten = torch.ops.aten
 # What only refuses models changes nothing of others.
 REFUSING = {"chunked attention", "unknown recurrences"}
 NAMES = [pattern.name for pattern in patterns()]
@@ -59,25 +60,22 @@ def test_a_pattern_names_model_types_that_transformers_has(name: str) -> None:
     assert pattern.serves
 
 
+class LogAddExp(modeling_llama.LlamaMLP):
+    """An inner layer whose activation is log(exp(x) + exp(0)), a softplus in other words."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate_proj(x)
+        return self.down_proj(torch.logaddexp(gate, torch.zeros_like(gate)) * self.up_proj(x))
+
+
+def refuse_longer(model: Any, longest: int) -> None:
+    if longest > model.config.max_position_embeddings:
+        raise Refusal("too-long", "the model has fewer positions", remedy="give a shorter --context")
+
+
 def test_a_new_pattern_is_one_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that adds up its inner layer as a difference from what is negated, twice."""
-
-    class Subtracting(modeling_llama.LlamaMLP):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.rsub(-super().forward(x), torch.zeros((), device=x.device))
-
-    def negate(graph: ModelGraph) -> None:
-        for node in graph.graph_module.graph.find_nodes(op="call_function", target=aten.rsub.Tensor):
-            (negated, _) = node.args
-            assert negated.target is aten.neg.default
-            node.replace_all_uses_with(negated.args[0])
-        graph.graph_module.graph.eliminate_dead_code()
-
-    def refuse(model: Any, longest: int) -> None:
-        if longest > model.config.max_position_embeddings:
-            raise Refusal("too-long", "the model has fewer positions", remedy="give a shorter --context")
-
-    monkeypatch.setattr(modeling_llama, "LlamaMLP", Subtracting)
+    """That of docs/extending.md, as it stands there."""
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", LogAddExp)
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -88,24 +86,20 @@ def test_a_new_pattern_is_one_object(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    name = "differences"
-    monkeypatch.setitem(REGISTRY, name, Pattern(name, "", (), ""))
-    register(
-        Pattern(
-            name,
-            serves="models that write a sum as a difference from what is negated",
-            model_types=("llama",),
-            example="llama",
-            check=refuse,
-            rewrites=(Rewrite(negate, operators=(aten.rsub.Tensor,)),),
-        )
-    )
+    # What a test registers is gone behind it.
+    monkeypatch.setattr(registry, "REGISTRY", dict(REGISTRY))
+    exec(code_with("write_softplus"), {})
+    pattern = register(replace(registry.REGISTRY["softplus"], check=refuse_longer))
+    assert pattern in patterns()
     changes = Changes()
     chain = chain_in(tmp_path, changes=changes)
-    assert changes.names[0] == name
-    (change, *_) = changes
-    assert (change.removed["rsub"], change.removed["neg"]) == (2, 2)
-    assert [*change.modules] == ["model.layers.*.mlp"]
+    first = next(iter(changes))
+    assert (first.name, first.removed, first.added) == (
+        "softplus",
+        {"logaddexp": 2, "full": 2},
+        {"softplus": 2},
+    )
+    assert [*first.modules] == ["model.layers.*.mlp"]
     assert difference_from_model(chain, str(tmp_path), None) < 1e-5
     with pytest.raises(Refusal, match="fewer positions"):
         chain_in(tmp_path, longest=33)
