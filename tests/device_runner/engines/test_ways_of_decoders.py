@@ -15,6 +15,7 @@ from prge.files import chain
 from prge.files.chain import Bounds
 from server_export.adapter.layers import default_target_modules, match_target_modules, read_by_rows
 from server_export.checkpoint.loading import load_model, outline_model
+from server_export.trace.patterns import unread_modules
 from tests.device_runner.engines.chains import Whole, by_autograd, call_of, slope_of
 from tests.device_runner.engines.graph_blocks import GraphBlocks
 from tests.templates import random_adapter
@@ -45,7 +46,8 @@ def case(
         monkeypatch.setattr(chain, name, number)
     make_tiny(request.param).save_pretrained(tmp_path)
     outline: Any = outline_model(str(tmp_path)).model
-    names = match_target_modules(outline, default_target_modules(outline))
+    unread = unread_modules(outline)
+    names = match_target_modules(outline, default_target_modules(outline, unread), unread)
     # Layers for what an encoder made are never asked.
     names = read_by_rows(outline, names) or names
     generator = torch.Generator().manual_seed(0)

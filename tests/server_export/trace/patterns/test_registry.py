@@ -22,7 +22,11 @@ from tests.tiny_models import save_model
 from tests.tiny_types import make_classifier, make_tiny, text_types
 
 # What only refuses models changes nothing of others.
-REFUSING = {"chunked attention", "unknown recurrences"}
+REFUSING = {
+    "chunked attention": "attention-chunk",
+    "unknown recurrences": "unknown-recurrence",
+    "n-gram attention": "ngram-attention",
+}
 NAMES = [pattern.name for pattern in patterns()]
 
 
@@ -40,11 +44,12 @@ def test_a_pattern_changes_the_model_that_is_its_example(name: str, tmp_path: Pa
     assert name in changes_of(tmp_path).names
 
 
-@pytest.mark.parametrize(("name", "code"), [("unknown recurrences", "unknown-recurrence")])
+@pytest.mark.parametrize(("name", "code"), REFUSING.items())
 def test_a_pattern_refuses_the_model_that_is_its_example(name: str, code: str, tmp_path: Path) -> None:
     make_tiny(REGISTRY[name].example).save_pretrained(tmp_path)
     with pytest.raises(Refusal) as found:
-        chain_in(tmp_path)
+        # Of texts longer than any chunk.
+        chain_in(tmp_path, longest=1_000_000)
     assert found.value.code == code
 
 
