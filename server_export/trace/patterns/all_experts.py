@@ -119,7 +119,7 @@ register(
     Pattern(
         "experts that see all tokens",
         serves="mixtures whose experts all see all tokens, such as Llama 4's",
-        model_types=("llama4_text",),
+        model_types=("llama4", "llama4_text"),
         example="llama4_text",
         matches=lambda traced: any(map(sees_all, traced.model.modules())),
         prepare=_prepare,

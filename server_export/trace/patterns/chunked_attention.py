@@ -25,7 +25,7 @@ register(
     Pattern(
         "chunked attention",
         serves="attention within chunks of a text, such as Llama 4's",
-        model_types=("llama4_text",),
+        model_types=("llama4", "llama4_text"),
         example="llama4_text",
         check=_check,
     )

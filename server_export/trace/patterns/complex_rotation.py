@@ -95,7 +95,7 @@ register(
     Pattern(
         "complex rotations",
         serves="rotary embeddings as products of complex numbers, such as DeepSeek V2's and Llama 4's",
-        model_types=("deepseek_v2", "llama4_text"),
+        model_types=("deepseek_v2", "llama4", "llama4_text"),
         example="deepseek_v2",
         matches=lambda traced: bool(rotary_names(traced.model)),
         prepare=_prepare,

@@ -131,7 +131,12 @@ register(
     Pattern(
         "convolutions",
         serves="short convolutions over the tokens before, as beside recurrences and in LFM 2",
-        model_types=("lfm2", "mamba", "mamba2", "qwen3_5_text", "kimi_linear", "rwkv"),
+        model_types=tuple(
+            """
+            bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text
+            jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 qwen3_5_text recurrent_gemma rwkv
+            """.split()
+        ),
         example="lfm2",
         functions={"causal_conv1d_fn": convolution},
         rewrites=(Rewrite(write_convolutions, operators=(*_PADS, *_CONVOLUTIONS)),),

@@ -37,7 +37,7 @@ register(
     Pattern(
         "delta rule",
         serves="linear attention by the delta rule, such as Qwen 3.5's and Kimi Linear's",
-        model_types=("qwen3_5_text", "kimi_linear"),
+        model_types=("bailing_hybrid", "kimi_linear", "qwen3_5_text"),
         example="qwen3_5_text",
         functions={"torch_chunk_gated_delta_rule": delta_rule, "chunk_kimi_delta_attention": delta_rule},
         keeps_state=True,

@@ -56,7 +56,7 @@ register(
     Pattern(
         "distances",
         serves="encoders with numbers by the distance of two tokens, such as T5's relative positions",
-        model_types=("t5", "mpnet", "deberta-v2"),
+        model_types=("mpnet", "mt5", "t5", "umt5"),
         example="t5",
         rewrites=(Rewrite(write_distances, "tables", of="encoder"),),
     )

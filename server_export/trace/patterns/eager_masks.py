@@ -28,8 +28,8 @@ register(
     Pattern(
         "eager masks",
         serves="decoders with an attention of their own",
-        model_types=("bloom",),
-        example="bloom",
+        model_types=("git",),
+        example="git",
         retrace=_retrace,
     )
 )

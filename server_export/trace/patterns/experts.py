@@ -142,7 +142,15 @@ register(
     Pattern(
         "experts",
         serves="mixtures of experts, each of which is a block of its own",
-        model_types=("mixtral", "olmoe"),
+        model_types=tuple(
+            """
+            afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v2 deepseek_v3
+            deepseek_v32 dots1 dots3_note dots3_note_text ernie4_5_moe exaone_moe flex_olmo glm4_moe
+            glm4_moe_lite glm_moe_dsa gpt_oss granitemoe granitemoe_swa granitemoehybrid
+            granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 inkling2_text inkling_text jamba kimi_linear
+            kolibri1 laguna lfm2_moe mellum minimax_m3_vl_text mixtral olmoe
+            """.split()
+        ),
         example="olmoe",
         matches=lambda traced: bool(expert_layers(traced.model)),
         unread=expert_layers,

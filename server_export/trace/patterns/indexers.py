@@ -73,7 +73,7 @@ register(
     Pattern(
         "indexers",
         serves="attention to tokens that an indexer chooses, such as DeepSeek V3.2's",
-        model_types=("deepseek_v32",),
+        model_types=("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
         example="deepseek_v32",
         attributes=_COUNTS,
         check=_check,

@@ -185,7 +185,7 @@ register(
     Pattern(
         "neighbours",
         serves="encoders whose tokens read those beside them, or the first token",
-        model_types=("convbert", "nystromformer"),
+        model_types=("bert", "convbert", "funnel", "mobilebert", "nystromformer", "roberta"),
         example="convbert",
         rewrites=(Rewrite(write_neighbours, operators=tuple(_RULES), of="encoder"),),
     )

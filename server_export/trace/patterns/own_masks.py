@@ -66,8 +66,8 @@ register(
     Pattern(
         "own masks",
         serves="encoders that make masks of their own of what is padding",
-        model_types=("deberta-v2",),
-        example="deberta-v2",
+        model_types=("deberta", "deberta-v2", "esm", "layoutlm", "longformer", "tipsv2_text_model"),
+        example="esm",
         retrace=_retrace,
     )
 )

@@ -49,7 +49,11 @@ register(
     Pattern(
         "rotary pairs",
         serves="rotations of pairs that lie side by side, such as GPT-J's",
-        model_types=("gptj",),
+        model_types=tuple(
+            """
+            codegen cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe glm glm4 gptj helium roformer
+            """.split()
+        ),
         example="gptj",
         rewrites=(Rewrite(turn_pairs, "block", operators=(aten.cat.default,)),),
     )

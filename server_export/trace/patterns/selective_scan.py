@@ -43,7 +43,7 @@ register(
     Pattern(
         "selective scan",
         serves="state spaces of Mamba 1",
-        model_types=("mamba",),
+        model_types=("falcon_mamba", "jamba", "mamba"),
         example="mamba",
         functions={"mamba_selective_scan": selective_scan},
         keeps_state=True,

@@ -234,7 +234,13 @@ register(
     Pattern(
         "written attention",
         serves="models that write the products of their attention themselves",
-        model_types=("bloom",),
+        model_types=tuple(
+            """
+            big_bird bloom codegen cohere2_moe convbert deepseek_v2 diffllama falcon git gpt_neo
+            gpt_neox_japanese gptj hrm_text layoutlm luke megatron-bert mpnet mpt nystromformer rembert
+            roformer tapas xglm
+            """.split()
+        ),
         example="bloom",
         rewrites=(Rewrite(join_heads, "block", operators=(aten.softmax.int, aten.bmm.default)),),
     )
