@@ -174,17 +174,17 @@ def _with_masks_read(
     """The program of a model that reads the masks it is given, if need be in the context of a pattern."""
     program, failure = None, None
     try:
-        with _refusals():
-            program = exported(call)
+        program = exported(call)
         if _reads_masks(program, traced):
             return program
     except PrgeError:
         raise
     except Exception as error:
         # An encoder that doesn't just add its padding may raise anything; what is tried next is not caught.
-        if traced.is_decoder:
-            raise
         failure = error
+        if traced.is_decoder:
+            with _refusals():
+                raise
     for pattern in patterns.patterns():
         context = pattern.retrace(traced) if pattern.retrace is not None else None
         if context is not None:
@@ -193,9 +193,9 @@ def _with_masks_read(
                     changes.of_parts(pattern.name, pattern.serves, ["masks"])
                 wrap = stack.enter_context(context)
                 return exported(wrap(traced, call))
-    if failure is not None:
+    if program is None:
+        assert failure is not None
         raise failure
-    assert program is not None
     return program
 
 
