@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from server_export.calibrate.calibration import Calibration
     from server_export.model.chain import ModelChain
     from server_export.source import Source
+    from server_export.trace.passes import Changes
 
 __all__ = ["ExportConfig", "export", "main"]
 
@@ -69,7 +70,9 @@ def export(config: ExportConfig) -> Path:
 
 def _export(config: ExportConfig, out: Path) -> Path:
     from server_export.lower.chain import check_operators
+    from server_export.pipeline import explain
     from server_export.source import open_source
+    from server_export.trace.passes import Changes
     from server_export.trace.positions import longest_context
 
     source = open_source(config)
@@ -89,10 +92,13 @@ def _export(config: ExportConfig, out: Path) -> Path:
         # Once the model is traced, its adapted layers have other names and its head is cut.
         _tell_targets(config, source)
         rows = _calibration_rows(config, source, tokenizer)
+        changes = Changes() if config.explain else None
         with stage("tracing") as note:
-            chain = _traced(config, source, context)
+            chain = _traced(config, source, context, changes)
             check_operators(chain, config.roles)
             note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
+        if changes is not None:
+            print(explain(changes))
         _hint_about_bos(config, source, tokenizer)
         _tell_no_end(source, block)
         if source.start.parameters <= MOST_COMPARED:
@@ -103,14 +109,14 @@ def _export(config: ExportConfig, out: Path) -> Path:
     return out
 
 
-def _traced(config: ExportConfig, source: Source, context: int) -> ModelChain:
+def _traced(config: ExportConfig, source: Source, context: int, changes: Changes | None) -> ModelChain:
     """The model's blocks; a model that no decoder is refused as such, whatever tracing raises of it."""
     from server_export.check.chain import check_causal
     from server_export.check.own_forward import blame_own_forward
 
     with blame_own_forward(source.loaded):
         try:
-            return source.chain(config.quantize, context)
+            return source.chain(config.quantize, context, changes)
         except Exception:
             if source.loaded.is_decoder and source.start.parameters <= MOST_COMPARED:
                 check_causal(config.model, config.revision)

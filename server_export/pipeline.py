@@ -1,40 +1,71 @@
 """A model without weights becomes a chain of blocks: the passes of an export, in order.
 
-outline -> adapter inserted -> traced -> cut into blocks -> a quantized, rewritten graph for each kind
+    check        what its patterns can't export is refused
+    prepare      adapters, rotary tables, and what its patterns replace of the model
+    trace        one graph of the whole model
+    WHOLE        passes over that graph
+    cut          blocks, where one value alone is alive, and their types
+    BLOCK        freeze, then passes over the graph of each type
+
+What only some architectures need is a pattern, a file of `server_export/trace/patterns/`, whose passes run at
+a stage of its own. `prge export --explain` prints what changed something in a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
-from prge.errors import BundleError
+from prge.errors import Refusal
 from prge.learning.vocabulary import pieces_of
 from prge.model_spec import AdaptedModule, matrices
 from server_export.adapter.layers import CallInputs, conv1d_names, convert_conv1d, insert_lora
-from server_export.checkpoint.experts import expert_layers
 from server_export.checkpoint.files import ModelFiles
 from server_export.checkpoint.loading import LoadedModel, vocabulary_size
 from server_export.checkpoint.weights import Weights
 from server_export.ir.block import Block
-from server_export.ir.markers import BATCH, COPIES, TOKENS
-from server_export.ir.modules import give_memory
+from server_export.ir.markers import BATCH, COPIES
+from server_export.ir.modules import give_memory, remove_unused_attributes
 from server_export.ir.plain import take_apart
 from server_export.ir.rewriting import rewrite
 from server_export.model.chain import BlockType, ModelChain, no_codes
 from server_export.model.frozen import freeze
+from server_export.trace import patterns
 from server_export.trace.cutting import ModelBlock, cut, kinds
-from server_export.trace.expert_blocks import expert_blocks
-from server_export.trace.heads import join_heads
-from server_export.trace.positional import fold_positions
+from server_export.trace.model_graph import WHOLE_PREFIX, ModelGraph, TracedModel
+from server_export.trace.passes import ALL, Changes, Pass, run_passes
+from server_export.trace.patterns import Stage
+from server_export.trace.positional import drop_casts, fold_positions
 from server_export.trace.positions import first_position
 from server_export.trace.readout import cut_head
 from server_export.trace.rotation import turn_by_layers
 from server_export.trace.tables import TABLE, ModelTables, make_rotary_tables
-from server_export.trace.tracing import WHOLE_PREFIX, check_attention, trace
+from server_export.trace.tracing import check_numbers, trace
+
+# Passes over the graph of the whole model, in order; a stage's name stands for the passes of patterns there.
+WHOLE: tuple[Pass[ModelGraph] | Stage, ...] = (
+    "traced",
+    Pass("plain operators", ALL, lambda graph: take_apart(graph.graph_module)),
+    Pass("unused weights", ALL, lambda graph: remove_unused_attributes(graph.graph_module)),
+    Pass("no complex numbers", ALL, check_numbers),
+    Pass("casts", ALL, lambda graph: drop_casts(graph.graph_module)),
+    "positions",
+    "tables",
+    Pass("tables of positions", "models that compute with positions themselves", fold_positions),
+)
+# Passes over the graph of a block type, in order.
+BLOCK: tuple[Pass[GraphModule] | Stage, ...] = (
+    Pass("operators of XNNPACK", ALL, rewrite),
+    Pass("declined operators", ALL, lambda graph_module: take_apart(graph_module, declined=True)),
+    Pass("rotations by layers", "models with rotary embeddings of halves", turn_by_layers),
+    "block",
+    Pass("memory of weights", ALL, give_memory),
+)
 
 # What torch.export calls tensors that are made of numbers.
 _MADE_OF_NUMBERS = "lifted_tensor"
@@ -50,6 +81,7 @@ def build_chain(
     transposed: Collection[str] = (),
     scheme: str = "fp32",
     copies: int = COPIES,
+    changes: Changes | None = None,
 ) -> ModelChain:
     """Cut a model into blocks.
 
@@ -62,13 +94,15 @@ def build_chain(
         transposed: what `plain_layers` answered of it.
         scheme: of the frozen weights.
         copies: 1, or COPIES for a graph of any number of them.
+        changes: gets what each pass and each pattern changed.
 
     Raises:
-        BundleError: the files can't be read, or the adapter is outside of the blocks between the embedding
+        BundleError: the files can't be read.
+        Refusal: the model can't be exported, or its adapter is outside of the blocks between the embedding
             and the head.
     """
     model = outline.model
-    check_attention(model, longest)
+    patterns.check_model(model, longest)
     transposed = {*transposed, *plain_layers(model)}
     weights = Weights(files, model, transposed)
     vocabulary = vocabulary_size(model)
@@ -76,21 +110,19 @@ def build_chain(
     inputs, tables = CallInputs(), ModelTables(longest)
     modules = insert_lora(model, {name: a.to("meta") for name, a in lora_a.items()}, inputs, scales)
     make_rotary_tables(model, tables)
-    trained = matrices(modules)
     traced = trace(
-        model,
+        of_model := TracedModel(model, tables, outline.is_decoder, outline.classifier is not None),
         inputs,
-        tables,
-        trained,
-        outline.is_decoder,
-        first_position(model),
-        copies,
-        outline.classifier is not None,
+        matrices(modules),
+        first_position=first_position(model),
+        copies=copies,
+        changes=changes,
     )
-    weights.buffers |= fold_positions(traced.graph_module, tables, weights.buffers)
-    parts = cut(traced.graph_module, traced.adapter, TABLE)
+    graph = ModelGraph(traced.graph_module, of_model, weights.buffers)
+    run_passes(with_patterns(WHOLE), graph, graph.graph_module, changes)
+    parts = cut(graph.graph_module, traced.adapter, TABLE)
     _check_constants(parts, weights)
-    blocks = _with_experts(parts, model, copies * BATCH)
+    blocks = patterns.with_blocks(model, parts, copies * BATCH)
     blocks += blocks[-1:] * (len(head_rows) - 1)
     kind_of = kinds(blocks)
     end = len(blocks) - len(head_rows)
@@ -98,7 +130,7 @@ def build_chain(
     return ModelChain(
         blocks,
         kind_of,
-        _kinds(blocks, kind_of, scheme, end),
+        _kinds(blocks, kind_of, scheme, end, changes=changes),
         tables,
         modules,
         weights,
@@ -111,23 +143,26 @@ def build_chain(
     )
 
 
-def _with_experts(parts: Sequence[ModelBlock], model: torch.nn.Module, rows: int) -> list[ModelBlock]:
-    """Blocks with the experts that they ask behind them."""
-    layers = [*expert_layers(model).items()]
-    blocks = list[ModelBlock]()
-    for block in parts:
-        blocks.append(block)
-        if block.experts is not None:
-            name, module = layers[block.experts]
-            blocks += expert_blocks(WHOLE_PREFIX + name, module, rows, TOKENS)
-    return blocks
+def with_patterns(passes: Sequence[Pass[Any] | Stage]) -> Iterator[Pass[Any]]:
+    """Passes in order, those of patterns at their stages among them."""
+    for each in passes:
+        if isinstance(each, Pass):
+            yield each
+        else:
+            yield from patterns.passes_at(each)
+
+
+def explain(changes: Changes) -> str:
+    """The passes and patterns that changed something in a model, in order, one line each."""
+    return "\n".join(change.describe() for change in changes)
 
 
 def _check_constants(blocks: Sequence[ModelBlock], weights: Weights) -> None:
     """A tensor that a model makes of numbers while it runs has none while it is traced."""
     names = {name.removeprefix(WHOLE_PREFIX) for block in blocks for name in block.weights}
     if lost := sorted(name for name in names - set(weights.buffers) if _MADE_OF_NUMBERS in name):
-        raise BundleError(
+        raise Refusal(
+            "tensor-of-numbers",
             f"the model makes a tensor of numbers while it runs, which tracing loses: {lost[0]}",
             remedy="this architecture isn't supported; take another checkpoint, and please report it",
         )
@@ -136,13 +171,15 @@ def _check_constants(blocks: Sequence[ModelBlock], weights: Weights) -> None:
 def _check_adapter(blocks: Sequence[ModelBlock], modules: Sequence[AdaptedModule], end: int) -> None:
     names = ", ".join(module.name for module in modules)
     if modules and not any(block.modules for block in blocks):
-        raise BundleError(
+        raise Refusal(
+            "adapter-without-effect",
             f"{names} can't be adapted: nothing that the model answers depends on what they compute",
             remedy="name other layers with --target-modules, or take another checkpoint",
         )
     for number in (0, *range(end, len(blocks))):
         if adapted := blocks[number].modules:
-            raise BundleError(
+            raise Refusal(
+                "adapter-outside-blocks",
                 f"{', '.join(adapted)} can't be adapted: it belongs to the "
                 f"{'head' if number else 'embedding'}, and only the blocks between are trained",
                 remedy="name other layers with --target-modules",
@@ -163,16 +200,13 @@ def _kinds(
     scheme: str,
     end: int,
     int8: Mapping[int, frozenset[str]] = MappingProxyType({}),
+    changes: Changes | None = None,
 ) -> dict[int, BlockType]:
     """The graphs of all kinds, by the number of their first block; `int8` as of `with_int8`."""
     made = {}
     for number in sorted(set(kind_of)):
         graph_module, frozen = freeze(blocks[number], scheme, number >= end, int8.get(number, ()))
-        rewrite(graph_module)
-        take_apart(graph_module, declined=True)
-        turn_by_layers(graph_module)
-        join_heads(graph_module)
-        give_memory(graph_module)
+        run_passes(with_patterns(BLOCK), graph_module, graph_module, changes)
         made[number] = BlockType(Block(graph_module, blocks[number].outputs), frozen)
     return made
 

@@ -162,6 +162,9 @@ class ExportConfig:
     """Take programs that an earlier export lowered from the same graphs; --no-cache lowers them again.
     `prge cache` shows and empties the cache. They hold no weights."""
 
+    explain: bool = False
+    """Print each pass over the model's graph that changed something, one line each."""
+
     def __post_init__(self) -> None:
         problems = bound_problems(self)
         if self.start_adapter is not None:

@@ -15,6 +15,8 @@ from server_export.model.outline import outline_of
 from server_export.pipeline import build_chain, plain_layers
 from server_export.quiet import quiet_libraries
 from server_export.settings import ExportConfig
+from server_export.trace.passes import Changes
+from server_export.trace.patterns import unread_modules
 from server_export.trace.positions import longest_row
 from server_export.trace.readout import readout_of
 
@@ -59,8 +61,13 @@ class Source:
         """The same model with another adapter."""
         return replace(self, start=start, costs=outline_of(start, self.longest))
 
-    def chain(self, scheme: str, context: int) -> ModelChain:
+    def chain(self, scheme: str, context: int, changes: Changes | None = None) -> ModelChain:
         """The model's blocks, for texts of up to `context` tokens; they can be made once.
+
+        Args:
+            scheme: of the frozen weights.
+            context: tokens of the longest text.
+            changes: gets what each pass changed.
 
         Raises:
             BundleError: the model can't be written in blocks.
@@ -74,6 +81,7 @@ class Source:
             longest=context,
             transposed=self.transposed,
             scheme=scheme,
+            changes=changes,
         )
 
     def thin_chain(self, scheme: str, context: int) -> ModelChain:
@@ -100,5 +108,5 @@ def open_source(config: ExportConfig) -> Source:
     readout = readout_of(config, loaded)
     longest = longest_row(loaded, config.sequence_length)
     transposed = plain_layers(loaded.model)
-    start = start_adapter(config, loaded, bool(transposed))
+    start = start_adapter(config, loaded, bool(transposed), unread_modules(loaded.model))
     return Source(files, readout, longest, transposed, start, outline_of(start, longest))

@@ -11,7 +11,7 @@ all perturbations: P-RGE, arXiv 2409.15520.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from types import SimpleNamespace
@@ -25,8 +25,6 @@ from prge.errors import AdapterError, ConfigError, Refusal
 from prge.files.peft import PeftAdapter
 from prge.model_spec import AdaptedModule
 from server_export.adapter.blocks import block_names
-from server_export.checkpoint.experts import expert_layers
-from server_export.checkpoint.indexers import indexers
 from server_export.library_errors import TRANSFORMERS_ERRORS
 
 ALL_LINEAR = "all-linear"
@@ -136,20 +134,24 @@ def usual_target_modules(model: nn.Module) -> str | list[str] | None:
     return next((list(names) for names in choices), None)
 
 
-def default_target_modules(model: nn.Module) -> str | list[str]:
-    """What is usual, or all linear layers of the blocks; raises ConfigError for a model without these."""
+def default_target_modules(model: nn.Module, unread: Collection[str] = ()) -> str | list[str]:
+    """What is usual, or all linear layers of the blocks but those of `unread` modules.
+
+    Raises:
+        ConfigError: the model has none.
+    """
     usual = usual_target_modules(model)
     if usual is not None:
         return usual
-    return _linear_names_of_blocks(model)
+    return _linear_names_of_blocks(model, unread)
 
 
 def _linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def _linear_names_of_blocks(model: nn.Module) -> list[str]:
-    """Without the head's, those that make what a model's blocks begin with, and those of indexers."""
+def _linear_names_of_blocks(model: nn.Module, unread: Collection[str]) -> list[str]:
+    """Without the head's, those that make what a model's blocks begin with, and those of unread modules."""
     try:
         blocks = tuple(f"{name}." for name in block_names(model))
     except ConfigError:
@@ -158,8 +160,8 @@ def _linear_names_of_blocks(model: nn.Module) -> list[str]:
             [f"the blocks of {type(model).__name__} have no linear layers, which adapters are for"],
             remedy="take another checkpoint",
         ) from None
-    unread = tuple(f"{name}." for name in indexers(model))
-    return [name for name in _linear_names(model) if name.startswith(blocks) and not name.startswith(unread)]
+    left_out = tuple(f"{name}." for name in unread)
+    return [n for n in _linear_names(model) if n.startswith(blocks) and not n.startswith(left_out)]
 
 
 def normal_targets(target_modules: str | Sequence[str]) -> str | list[str]:
@@ -172,8 +174,15 @@ def normal_targets(target_modules: str | Sequence[str]) -> str | list[str]:
     return words
 
 
-def match_target_modules(model: nn.Module, target_modules: str | Sequence[str]) -> list[str]:
+def match_target_modules(
+    model: nn.Module, target_modules: str | Sequence[str], unread: Collection[str] = ()
+) -> list[str]:
     """Names of the linear layers that PEFT would adapt, in module order; the output head never is.
+
+    Args:
+        model: which may lack its weights.
+        target_modules: with PEFT's meaning.
+        unread: names of modules whose layers `all-linear` leaves out.
 
     Raises:
         ConfigError: nothing matches, or what matches isn't a linear layer.
@@ -184,7 +193,7 @@ def match_target_modules(model: nn.Module, target_modules: str | Sequence[str]) 
     modules = dict(model.named_modules())
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if targets == ALL_LINEAR:
-        return _linear_names_of_blocks(model)
+        return _linear_names_of_blocks(model, unread)
     settings = SimpleNamespace(target_modules=targets, target_parameters=None)
     matched = [name for name in modules if name and check_target_module_exists(settings, name)]
     problems = [
@@ -196,7 +205,8 @@ def match_target_modules(model: nn.Module, target_modules: str | Sequence[str]) 
     ]
     if not matched:
         endings = sorted({name.rpartition(".")[2] for name in _linear_names(model)})
-        frozen = "; experts have no adapters" if expert_layers(model) else ""
+        stacked = any(parameter.dim() == 3 for parameter in model.parameters())
+        frozen = "; stacks of matrices, such as experts, have no adapters" if stacked else ""
         problems.append(f"no layer matches {targets!r}; linear layers end in {', '.join(endings)}{frozen}")
     if problems:
         raise ConfigError("these target modules can't be adapted:", problems)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,15 +72,23 @@ class StartAdapter:
         )
 
 
-def start_adapter(config: ExportConfig, outline: LoadedModel, had_conv1d: bool) -> StartAdapter:
+def start_adapter(
+    config: ExportConfig, outline: LoadedModel, had_conv1d: bool, unread: Collection[str] = ()
+) -> StartAdapter:
     """The adapter that `config` asks for, of a model that may lack its weights.
+
+    Args:
+        config: of an export.
+        outline: the model.
+        had_conv1d: whether its linear layers were GPT-2's.
+        unread: names of modules whose layers no adapter is for, unless they are named.
 
     Raises:
         PrgeError: the adapter or settings can't be used.
     """
     parameters = parameter_count(outline.model)
     start = read_lora(config.start_adapter) if config.start_adapter is not None else None
-    rank, alpha, targets, names = _adapted_layers(config, outline, start)
+    rank, alpha, targets, names = _adapted_layers(config, outline, start, unread)
     lora_a, lora_b = _matrices(config, outline.model, start, names)
     alphas = {ours: alpha if start is None else start.alpha_of(theirs) for ours, theirs in names.items()}
     return StartAdapter(
@@ -99,14 +107,14 @@ def start_adapter(config: ExportConfig, outline: LoadedModel, had_conv1d: bool) 
 
 
 def _adapted_layers(
-    config: ExportConfig, outline: LoadedModel, start: PeftAdapter | None
+    config: ExportConfig, outline: LoadedModel, start: PeftAdapter | None, unread: Collection[str]
 ) -> tuple[int, float, str | list[str], dict[str, str]]:
     """Rank, alpha, target modules, and layers in module order with the names that `start` has for them."""
     model = outline.model
     if start is not None:
         return start.rank, start.alpha, start.target_modules, match_start_adapter(model, start)
-    targets = normal_targets(config.target_modules or default_target_modules(model))
-    names = match_target_modules(model, targets)
+    targets = normal_targets(config.target_modules or default_target_modules(model, unread))
+    names = match_target_modules(model, targets, unread)
     refused = refused_by_peft(model, names)
     kept = [name for name in names if name not in refused]
     is_named = bool(config.target_modules) and targets != ALL_LINEAR

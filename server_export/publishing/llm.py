@@ -28,7 +28,7 @@ from server_export.lower.program import lowered
 from server_export.model.quantization import NO_LAYERS, BundleLayers
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, quantized_and_checked
 from server_export.trace import attention
-from server_export.trace.recurrent import functions_of
+from server_export.trace.patterns import functions_of
 
 # Of a prompt in one call: the runner cuts longer ones. Memory is planned for it, and products of more rows
 # are hardly faster.

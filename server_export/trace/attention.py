@@ -15,24 +15,19 @@ from torch import nn
 
 from prge.files.chain import MASKED
 
-NAME, PADDED, CACHED, INDEXED = "prge", "prge_padded", "prge_cached", "prge_indexed"
+NAME, CACHED = "prge", "prge_cached"
+# What a token has at least of padding's additive mask, and padding hasn't.
+LEAST_SEEN = -1
 
 
 def register() -> None:
-    """Make the attentions known to transformers: `prge`; of an encoder that reads its padding elsewhere too,
-    `prge_padded`, whose masks transformers makes; over a cache `prge_cached`; and of a decoder that hands its
-    mask to an indexer too `prge_indexed`, with a mask that says nothing.
-    """
+    """Make the attentions known to transformers: `prge`, and over a cache `prge_cached`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, grouped_attention)
-    AttentionInterface.register(PADDED, grouped_attention)
     AttentionInterface.register(CACHED, cached_attention)
-    AttentionInterface.register(INDEXED, _without_mask)
     AttentionMaskInterface.register(CACHED, cached_mask)
-    AttentionMaskInterface.register(PADDED, _mask_of_padding)
-    AttentionMaskInterface.register(INDEXED, lambda **_: torch.zeros(1, 1, 1, 1))
 
 
 def causal_mask(length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -54,20 +49,9 @@ def padding_mask(mask: torch.Tensor) -> torch.Tensor:
     return ((1 - mask) * MASKED).reshape(mask.shape[0], 1, 1, mask.shape[1])
 
 
-def _mask_of_padding(*, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
-    """`padding_mask` of what transformers makes of a mask of tokens; windows are the attention's."""
-    return padding_mask(attention_mask.float())
-
-
-def _without_mask(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **more: Any,
-) -> tuple[torch.Tensor, None]:
-    return grouped_attention(module, query, key, value, None, **more)
+def seen_tokens(padding: torch.Tensor) -> torch.Tensor:
+    """Which tokens an additive mask [rows, 1, 1, length] doesn't hide: bool [rows, length]."""
+    return (padding >= LEAST_SEEN).reshape(padding.shape[0], padding.shape[-1])
 
 
 def grouped_attention(

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from prge.errors import ConfigError
-from server_export.adapter.layers import replace_module
 from server_export.checkpoint.loading import LoadedModel
 from server_export.settings import DEFAULT_CONTEXT, DEFAULT_LENGTH
 
 # Rotations whose frequencies depend on the length of a text.
 _CHANGING = ("dynamic", "longrope")
 # What tables of positions are called, and buffers that number them.
-_TABLES = ("position_embedding", "position_embeddings")
-_NUMBERS = "position_ids"
-# How many positions some models make biases for, of which a row has the last.
-_BIASES = "max_seq_len"
+TABLES = ("position_embedding", "position_embeddings")
+NUMBERS = "position_ids"
 
 
 def first_position(model: nn.Module) -> int:
@@ -33,7 +28,7 @@ def _rows_before(model: nn.Module) -> int:
     """Rows of a table of positions that come before those which the model's own numbers look up."""
     for module in model.modules():
         numbers = _own_numbers(module)
-        tables = (getattr(module, name, None) for name in _TABLES)
+        tables = (getattr(module, name, None) for name in TABLES)
         for table in tables:
             if numbers is not None and isinstance(table, nn.Embedding):
                 return max(0, table.num_embeddings - numbers.shape[-1])
@@ -41,60 +36,14 @@ def _rows_before(model: nn.Module) -> int:
 
 
 def _own_numbers(module: nn.Module) -> torch.Tensor | None:
-    return dict(module.named_buffers(recurse=False)).get(_NUMBERS)
+    return dict(module.named_buffers(recurse=False)).get(NUMBERS)
 
 
 def _position_tables(model: nn.Module) -> Iterator[nn.Module]:
     """Tables of embeddings of positions, and what numbers them in older models."""
     for name, module in model.named_modules():
-        if hasattr(module, "create_position_ids_from_input_ids") or name.endswith(_TABLES):
+        if hasattr(module, "create_position_ids_from_input_ids") or name.endswith(TABLES):
             yield module
-
-
-@contextmanager
-def any_length(model: nn.Module, tokens: int, more: int) -> Iterator[dict[str, torch.Tensor]]:
-    """While a row of any length is traced, a model has all that it has for each position for that row.
-
-    Args:
-        model: without memory.
-        tokens: of the row.
-        more: positions that tables have beside the row's.
-
-    Returns:
-        The model's own tables and masks, by name.
-    """
-    config: Any = model.config
-    own, biases = _by_position(model), getattr(config, _BIASES, None)
-    try:
-        for name, (table, dims) in own.items():
-            shape = [tokens + more if dim in dims else size for dim, size in enumerate(table.shape)]
-            longer = torch.empty(shape, dtype=table.dtype, device=table.device)
-            is_parameter = isinstance(table, nn.Parameter)
-            replace_module(model, name, nn.Parameter(longer, requires_grad=False) if is_parameter else longer)
-        if biases is not None:
-            setattr(config, _BIASES, tokens)
-        yield {name: table for name, (table, _) in own.items()}
-    finally:
-        for name, (table, _) in own.items():
-            replace_module(model, name, table)
-        if biases is not None:
-            setattr(config, _BIASES, biases)
-
-
-def _by_position(model: nn.Module) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
-    """Tables of positions, buffers that number them, and masks of all of them; with their dimensions."""
-    count = getattr(model.config, "max_position_embeddings", None)
-    found: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
-        f"{name}.weight": (module.weight, (0,))
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and name.endswith(_TABLES)
-    }
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name.rpartition(".")[2] == _NUMBERS:
-            found[name] = (buffer, (buffer.dim() - 1,))
-        elif [*buffer.shape] == [1, 1, count, count]:
-            found[name] = (buffer, (2, 3))
-    return found
 
 
 def longest_row(loaded: LoadedModel, asked: int | None) -> int:

@@ -164,8 +164,7 @@ class TableRotary(nn.Module):
 
     Args:
         tables: where they are asked for.
-        values: cosines and sines f32 [longest, width] by type of layer; or both in turn, as complex numbers
-            lie, in one f32 [longest, width].
+        values: cosines and sines f32 [longest, width] by type of layer.
         config: of the embedding whose place it takes; some models read it there.
     """
 
@@ -184,10 +183,10 @@ class TableRotary(nn.Module):
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
-    ) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        """Cosines and sines f32 [1, length, width], or complex numbers [1, length, width / 2]."""
+    ) -> tuple[torch.Tensor, ...]:
+        """Cosines and sines f32 [1, length, width]."""
         length = position_ids.shape[-1]
-        asked = [
+        return tuple(
             self.tables.ask(
                 (id(self), layer_type, part),
                 lambda part=part: ModelTable("rotary", values=self.values[layer_type][part]),  # type: ignore[misc]
@@ -195,20 +194,31 @@ class TableRotary(nn.Module):
                 torch.float32,
             )
             for part in range(len(self.values[layer_type]))
-        ]
-        return tuple(asked) if len(asked) > 1 else torch.view_as_complex(asked[0].unflatten(-1, (-1, 2)))
+        )
 
 
 def make_rotary_tables(model: nn.Module, tables: ModelTables) -> int:
-    """Make tables of every rotary embedding of a model, which may lack its weights; returns how many."""
-    names = rotary_names(model)
-    for name in names:
-        config = getattr(model.get_submodule(name), "config", None)
-        replace_module(model, name, TableRotary(tables, _rotary_values(model, name, tables.longest), config))
-    return len(names)
+    """Make tables of the rotary embeddings of a model that answer cosines and sines; returns how many.
+
+    Args:
+        model: which may lack its weights.
+        tables: of the model.
+    """
+    count = 0
+    for name in rotary_names(model):
+        values = rotary_values(model, name, tables.longest)
+        if all(isinstance(parts, tuple) for parts in values.values()):
+            config = getattr(model.get_submodule(name), "config", None)
+            by_type = {
+                kind: tuple(part.reshape(part.shape[-2:]) for part in parts) for kind, parts in values.items()
+            }
+            replace_module(model, name, TableRotary(tables, by_type, config))
+            count += 1
+    return count
 
 
-def _rotary_values(model: nn.Module, name: str, longest: int) -> dict[str | None, tuple[torch.Tensor, ...]]:
+def rotary_values(model: nn.Module, name: str, longest: int) -> dict[str | None, Any]:
+    """What a rotary embedding of a model answers of so many positions, by type of layer."""
     old: Any = model.get_submodule(name)
     config = getattr(old, "config", model.config)
     # Made anew: that of a model without weights has no frequencies either.
@@ -221,9 +231,4 @@ def _rotary_values(model: nn.Module, name: str, longest: int) -> dict[str | None
     types = sorted({kind for kind in named if by_type.get(kind, not by_type)}) if named else [None]
     positions, marker = torch.arange(longest).reshape(1, longest), torch.zeros(1)
     with torch.no_grad():
-        found = {kind: rotary(marker, positions, *([] if kind is None else [kind])) for kind in types}
-    as_parts = {
-        kind: (torch.view_as_real(parts).flatten(-2),) if isinstance(parts, torch.Tensor) else parts
-        for kind, parts in found.items()
-    }
-    return {kind: tuple(part.reshape(part.shape[-2:]) for part in parts) for kind, parts in as_parts.items()}
+        return {kind: rotary(marker, positions, *([] if kind is None else [kind])) for kind in types}

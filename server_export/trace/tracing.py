@@ -1,39 +1,38 @@
 """A model without weights becomes one graph of all its operators, in sizes that mark what they are.
 
 Rows, tokens and copies are large primes, so that wherever one shows in a shape it is known. No tensor of the
-graph has memory: the model's are named, and read when a block's are written.
+graph has memory: the model's are named, and read when a block's are written. What only some models need is
+for `server_export.trace.patterns`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import UserError
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
-from prge.errors import BundleError, PrgeError
+from prge.errors import PrgeError, Refusal, first_line
 from prge.model_spec import Matrix
 from server_export.adapter.layers import CallInputs
-from server_export.checkpoint.classifier import given_to_base, states_of
-from server_export.checkpoint.indexers import choose_nothing, indexers
+from server_export.checkpoint.classifier import states_of
 from server_export.ir.markers import BATCH, TOKENS
-from server_export.ir.modules import remove_unused_attributes, replace_tensor
-from server_export.ir.plain import take_apart
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
-from server_export.trace import attention
-from server_export.trace import expert_blocks as experts
-from server_export.trace.experts import choose_experts
+from server_export.trace import attention, patterns
 from server_export.trace.functional import functional_graph
-from server_export.trace.neighbours import write_neighbours
-from server_export.trace.positions import any_length
-from server_export.trace.recurrent import traced_recurrences, write_convolutions
-from server_export.trace.rotation import write_complex
+from server_export.trace.model_graph import WHOLE_PREFIX as WHOLE_PREFIX
+from server_export.trace.model_graph import ModelGraph, TracedModel
+from server_export.trace.passes import Changes, module_of
+from server_export.trace.patterns import Call
 from server_export.trace.tables import ModelTables
 
 aten = torch.ops.aten
@@ -42,10 +41,6 @@ _LAID_OUT = {
     *(aten.slice.Tensor, aten.clone.default, aten.contiguous.default, aten.to.dtype, aten.alias.default),
     *(aten.detach_.default, aten._assert_tensor_metadata.default),
 }
-# What a token has at least of padding's additive mask, and padding hasn't.
-_LEAST_SEEN = -1
-# What a graph's names of weights have before transformers' own.
-WHOLE_PREFIX = "model."
 
 
 @dataclass(frozen=True)
@@ -66,73 +61,47 @@ class _Whole(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,
+        traced: TracedModel,
         inputs: CallInputs,
-        tables: ModelTables,
         adapter: Sequence[Matrix],
         first_position: int,
-        has_own_masks: bool = False,
-        has_classes: bool = False,
+        call: Call,
     ) -> None:
         super().__init__()
-        self.model = model
-        self.has_classes = has_classes
+        self.model = traced.model
+        self.traced = traced
         self.inputs = inputs
-        self.tables = tables
         self.adapter = adapter
         self.first_position = first_position
-        self.has_own_masks = has_own_masks
-        base: Any = getattr(model, model.base_model_prefix) if has_classes else model
-        self.accepted = frozenset(inspect.signature(base.forward).parameters)
+        self.call = call
+        self.accepted = frozenset(inspect.signature(traced.base.forward).parameters)
 
     def forward(
         self, tokens: torch.Tensor, beside: torch.Tensor, shift: torch.Tensor, *adapter: torch.Tensor
     ) -> torch.Tensor:
         names = (matrix.name for matrix in self.adapter)
         self.inputs.adapter = dict(zip(names, adapter, strict=True))
-        length = tokens.shape[1]
-        is_decoder = beside.dim() == 2
-        positions = self.tables.positions(length, self.first_position)
+        length, tables = tokens.shape[1], self.traced.tables
         values = {
-            # What has masks of its own may want a number for each of them.
-            "position_ids": positions.expand(tokens.shape) if self.has_own_masks else positions,
-            "token_type_ids": self.tables.zeros(length),
+            "position_ids": tables.positions(length, self.first_position),
+            "token_type_ids": tables.zeros(length),
             "use_cache": False,
         }
         arguments = {name: value for name, value in values.items() if name in self.accepted}
         if not any(name.endswith("token_type_embeddings") for name, _ in self.model.named_modules()):
             arguments.pop("token_type_ids", None)
-        mask = None if is_decoder else beside
-        if self.has_own_masks:
-            mask = (beside >= _LEAST_SEEN).reshape(beside.shape[0], length).long()
-        arguments |= {"attention_mask": mask, "return_dict": True}
-        if self.has_classes:
-            # A head may count the tokens of a row.
-            seen = (beside >= _LEAST_SEEN).reshape(beside.shape[0], length).float()
-            with given_to_base(self.model, arguments):
-                output: Any = self.model(input_ids=tokens, attention_mask=seen, return_dict=True)
-        else:
-            output = self.model(input_ids=tokens, **arguments)
-        if is_decoder:
+        padding = None if self.traced.is_decoder else beside
+        output = self.call(tokens, {**arguments, "attention_mask": padding, "return_dict": True}, padding)
+        if self.traced.is_decoder:
             parts: torch.Tensor = SOFTMAX_PARTS(output.logits, shift, beside.unsqueeze(-1))
             return parts
         return states_of(output, length)
 
 
 class _WithKnownNumbers(TorchFunctionMode):
-    """Numbers that a model makes tensors of are known, and not without memory as all else.
-
-    Args:
-        lengths: so is a whole number that it asks of a tensor: how long the longest row is.
-    """
-
-    def __init__(self, lengths: bool) -> None:
-        super().__init__()
-        self.lengths = lengths
+    """Numbers that a model makes tensors of are known, and not without memory as all else."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.lengths and function is torch.Tensor.item and args[0].dtype is torch.long:
-            return TOKENS
         if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             args = (args[0], tuple(_as_slice(place) for place in args[1]))
         known = function is torch.tensor and isinstance(args[0], bool | int | float)
@@ -147,37 +116,34 @@ def _as_slice(place: Any) -> Any:
 
 
 def trace(
-    model: Any,
+    traced: TracedModel,
     inputs: CallInputs,
-    tables: ModelTables,
     adapter: Sequence[Matrix],
-    is_decoder: bool,
+    *,
     first_position: int,
     copies: int,
-    has_classes: bool = False,
+    changes: Changes | None = None,
 ) -> Traced:
-    """The graph of a model whose adapted layers, attention and rotary embeddings ask `inputs` and `tables`.
+    """The graph of a model whose adapted layers, attention and rotary embeddings ask `inputs` and its tables.
 
     Args:
-        model: on the meta device, with its adapter inserted.
+        traced: the model, which is changed.
         inputs: of its adapted layers.
-        tables: of its blocks.
         adapter: the trained matrices, in order.
-        is_decoder: whether it answers what it reads of logits; an encoder answers states.
         first_position: the number of a row's first position.
         copies: 1, or COPIES.
-        has_classes: whether an encoder has the layers of its own classification head, but for the last.
+        changes: gets what patterns changed of the model.
 
     Raises:
-        BundleError: torch.export can't trace it, or it has a recurrence of a kind that isn't known.
+        Refusal: the model's own code does what no graph can.
     """
+    model, is_decoder = traced.model, traced.is_decoder
     attention.register()
-    model.set_attn_implementation(attention.INDEXED if indexers(model) else attention.NAME)
-    choose_nothing(model)
-    experts.register(model)
+    model.set_attn_implementation(attention.NAME)
+    patterns.prepare(traced, changes)
     for module in model.modules():
         if is_decoder or hasattr(module, "is_causal"):
-            module.tables = tables
+            module.tables = traced.tables
             # Some leave it to the mask that they give.
             module.is_causal = is_decoder or module.is_causal
     rows = copies * BATCH
@@ -185,103 +151,86 @@ def trace(
         tokens = torch.empty(rows, TOKENS, dtype=torch.long)
         beside = tokens.clone() if is_decoder else torch.empty(rows, 1, 1, TOKENS)
         trained = [torch.empty(copies, matrix.rank, matrix.width) for matrix in adapter]
-        shift = torch.empty(rows, TOKENS, 1)
-        given = (tokens, beside, shift, *trained)
+        given = (tokens, beside, torch.empty(rows, TOKENS, 1), *trained)
 
-        def whole(has_own_masks: bool) -> nn.Module:
-            return _Whole(model, inputs, tables, adapter, first_position, has_own_masks, has_classes).eval()
+        def call_model(tokens: torch.Tensor, arguments: dict[str, Any], padding: torch.Tensor | None) -> Any:
+            return model(input_ids=tokens, **arguments)
 
-        longer = any_length(model, TOKENS, first_position + 1)
-        with longer as own:
-            exported = _exported(model, tables, whole, given)
-    graph_module = functional_graph(exported)
-    _put_back(graph_module, own)
-    write_complex(graph_module)
-    write_neighbours(graph_module, tables)
-    write_convolutions(graph_module, tables)
-    choose_experts(graph_module)
-    take_apart(graph_module)
-    remove_unused_attributes(graph_module)
-    _check_numbers(graph_module)
-    placeholders = [str(node.target) for node in graph_module.graph.nodes if node.op == "placeholder"]
+        def exported(call: Call) -> ExportedProgram:
+            whole = _Whole(traced, inputs, adapter, first_position, call).eval()
+            with _WithKnownNumbers():
+                return torch.export.export(whole, given, strict=False)
+
+        with patterns.tracing(traced, call_model, changes) as call:
+            program = _with_masks_read(traced, exported, call, changes)
+    graph_module = functional_graph(program)
+    placeholders = [str(node.target) for node in graph_module.graph.find_nodes(op="placeholder")]
     return Traced(graph_module, dict(zip(placeholders[3:], adapter, strict=True)))
 
 
-def _exported(
-    model: Any, tables: ModelTables, whole: Callable[[bool], nn.Module], given: tuple[torch.Tensor, ...]
+def _with_masks_read(
+    traced: TracedModel, exported: Callable[[Call], ExportedProgram], call: Call, changes: Changes | None
 ) -> ExportedProgram:
-    """The program of a model, whose attention gets the masks that it takes.
-
-    Args:
-        model: it.
-        tables: of its blocks.
-        whole: the model with its readout, and whether an encoder gets masks of tokens.
-        given: its inputs.
-    """
-
-    def exported_with(has_own_masks: bool) -> ExportedProgram:
-        with _WithKnownNumbers(has_own_masks), traced_recurrences(model, tables):
-            return torch.export.export(whole(has_own_masks), given, strict=False)
-
-    if given[1].dim() == 2:
-        exported = exported_with(False)
-        is_asked = model.config._attn_implementation == attention.NAME
-        if not is_asked or not _lacks_masks(exported, tables):
-            return exported
-        # Its own attention gets masks that transformers makes; that of its other parts is asked.
-        model.set_attn_implementation("eager")
-        return exported_with(False)
+    """The program of a model that reads the masks it is given, if need be in the context of a pattern."""
+    program, failure = None, None
     try:
-        exported = exported_with(False)
-        if _adds(exported):
-            return exported
+        program = exported(call)
+        if _reads_masks(program, traced):
+            return program
     except PrgeError:
         raise
-    except Exception:  # it does more with the padding than to add it
-        pass
-    # It makes masks of its own, of what is a token and what is padding.
-    model.set_attn_implementation(attention.PADDED)
-    return exported_with(True)
+    except Exception as error:
+        # An encoder that doesn't just add its padding may raise anything; what is tried next is not caught.
+        failure = error
+        if traced.is_decoder:
+            with _refusals():
+                raise
+    for pattern in patterns.patterns():
+        context = pattern.retrace(traced) if pattern.retrace is not None else None
+        if context is not None:
+            with ExitStack() as stack, _refusals():
+                if changes is not None:
+                    changes.of_parts(pattern.name, pattern.serves, ["masks"])
+                wrap = stack.enter_context(context)
+                return exported(wrap(traced, call))
+    if program is None:
+        assert failure is not None
+        raise failure
+    return program
 
 
-def check_attention(model: Any, longest: int) -> None:
-    """Raise BundleError if a model's attention doesn't see a whole text.
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Refuse a model whose own code decides by numbers of a row, which torch.export says of it.
 
-    Args:
-        model: which may lack its weights.
-        longest: tokens of the longest sequence.
+    Raises:
+        Refusal: it does.
     """
-    chosen = min(indexers(model).values(), default=longest)
-    if chosen < longest:
-        raise BundleError(
-            f"the attention of {type(model).__name__} sees only {chosen} tokens, which an indexer "
-            f"chooses, and texts may have {longest}",
-            remedy=f"export it with --context {chosen}",
-        )
-    in_chunks = "chunked_attention" in (getattr(model.config, "layer_types", None) or ())
-    if in_chunks and longest > (chunk := int(model.config.attention_chunk_size)):
-        raise BundleError(
-            f"the attention of {type(model).__name__} sees only the tokens of a chunk of {chunk} "
-            f"(attention_chunk_size), and texts may have {longest}",
-            remedy=f"export it with --context {chunk}",
-        )
+    try:
+        yield
+    except (UserError, GuardOnDataDependentSymNode) as error:
+        raise Refusal(
+            "data-dependent-control-flow",
+            f"the model's own code decides by numbers that it computes: {first_line(error)}",
+            remedy="no program can follow it; take a checkpoint of another type",
+        ) from error
 
 
-def _put_back(graph_module: GraphModule, own: Mapping[str, torch.Tensor]) -> None:
-    """Put a model's own tables in the place of those that it was traced with."""
-    for node in graph_module.graph.find_nodes(op="get_attr"):
-        if (table := own.get(str(node.target).removeprefix(WHOLE_PREFIX))) is not None:
-            replace_tensor(graph_module, str(node.target), table)
-            node.meta["val"] = table
+def _reads_masks(program: ExportedProgram, traced: TracedModel) -> bool:
+    """Whether a decoder's attention asks for causal masks, or an encoder adds its padding and no more."""
+    return _adds(program) if not traced.is_decoder else not _lacks_masks(program, traced.tables)
 
 
-def _check_numbers(graph_module: GraphModule) -> None:
-    """Raise BundleError if a model computes with complex numbers other than rotations."""
-    for node in graph_module.graph.nodes:
+def check_numbers(graph: ModelGraph) -> None:
+    """Raise Refusal if a model computes with complex numbers other than rotations."""
+    for node in graph.graph_module.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.is_complex():
-            raise BundleError(
+            raise Refusal(
+                "complex-numbers",
                 f"the model computes with complex numbers ({node.target}), which no program has",
+                operator=str(node.target),
+                module=module_of(node),
                 remedy="take a checkpoint of another type",
             )
 
@@ -303,7 +252,7 @@ def _adds(exported: ExportedProgram) -> bool:
         for user in ahead.pop().users:
             if user.target in _LAID_OUT:
                 ahead.append(user)
-            elif user.target is aten.ge.Scalar and user.args[1] == _LEAST_SEEN:
+            elif user.target is aten.ge.Scalar and user.args[1] == attention.LEAST_SEEN:
                 continue
             elif user.op != "output" and user.target not in (aten.add.Tensor, aten.add_.Tensor):
                 return False

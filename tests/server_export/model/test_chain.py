@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from prge.errors import BundleError, ConfigError
+from prge.errors import BundleError, ConfigError, Refusal
 from server_export.adapter.layers import (
     convert_conv1d,
     default_target_modules,
@@ -27,6 +27,7 @@ from server_export.model.chain import ModelChain
 from server_export.model.quantization import int8_rows
 from server_export.pipeline import build_chain
 from server_export.settings import ExportConfig
+from server_export.trace.patterns import unread_modules
 from server_export.trace.tables import ModelTable
 from tests.tiers import rest
 from tests.tiny_models import make_tokenizer, save_model
@@ -235,24 +236,26 @@ def test_layers_that_change_no_answer_are_refused(tmp_path: Path) -> None:
     """Without a kernel for another device transformers' MRA attends to nothing."""
     make_tiny("mra").save_pretrained(tmp_path)
     outline, start = outline_model(str(tmp_path)), start_of(tmp_path)
-    with pytest.raises(BundleError, match="nothing that the model answers depends on what they compute"):
+    with pytest.raises(Refusal) as found:
         build_chain(outline, find_files(str(tmp_path)), start, longest=LONGEST)
+    assert found.value.code == "adapter-without-effect"
 
 
 def test_complex_numbers_are_refused(tmp_path: Path) -> None:
     make_tiny("fnet").save_pretrained(tmp_path)
     outline = outline_model(str(tmp_path))
-    with pytest.raises(BundleError, match=r"complex numbers \(aten.fft_fftn.default\)"):
+    with pytest.raises(Refusal) as found:
         build_chain(outline, find_files(str(tmp_path)), {}, longest=LONGEST)
+    assert (found.value.code, found.value.operator) == ("complex-numbers", "aten.fft_fftn.default")
 
 
 def test_texts_of_more_tokens_than_an_indexer_chooses_are_refused(tmp_path: Path) -> None:
     make_tiny("deepseek_v32").save_pretrained(tmp_path)
     outline = outline_model(str(tmp_path))
-    with pytest.raises(BundleError, match="sees only 64 tokens, which an indexer chooses") as found:
+    with pytest.raises(Refusal, match="--context 64") as found:
         build_chain(outline, find_files(str(tmp_path)), {}, longest=65)
-    assert "--context 64" in str(found.value)
-    linear = match_target_modules(outline.model, "all-linear")
+    assert found.value.code == "indexer-budget"
+    linear = match_target_modules(outline.model, "all-linear", unread_modules(outline.model))
     assert linear and not any("indexer" in name for name in linear)
 
 
@@ -274,6 +277,7 @@ def test_texts_longer_than_a_chunk_of_attention_are_refused(tmp_path: Path) -> N
     make_tiny("llama4_text").save_pretrained(tmp_path)
     outline = outline_model(str(tmp_path))
     outline.config.attention_chunk_size = 32
-    with pytest.raises(BundleError, match=r"sees only the tokens of a chunk of 32 .* may have 64") as found:
+    with pytest.raises(Refusal, match=r"sees only the tokens of a chunk of 32 .* may have 64") as found:
         build_chain(outline, find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST)
+    assert found.value.code == "attention-chunk"
     assert found.value.remedy == "export it with --context 32"

@@ -3,52 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from server_export.checkpoint.loading import LoadedModel, outline_model
-from server_export.trace.positions import any_length, first_position, position_count
+from server_export.checkpoint.loading import LoadedModel
+from server_export.trace.positions import first_position, position_count
 from tests.tiny_models import make_model
 from tests.tiny_types import POSITIONS, make_tiny
-
-TOKENS, MORE = 100, 3
-
-
-@pytest.mark.parametrize(
-    ("model_type", "name", "dims"),
-    [
-        ("bert", "embeddings.position_embeddings.weight", (0,)),
-        ("bert", "embeddings.position_ids", (1,)),
-        ("gpt_neo", "transformer.h.0.attn.attention.bias", (2, 3)),
-    ],
-)
-def test_tables_and_masks_of_positions_are_longer_while_a_row_is_traced(
-    model_type: str, name: str, dims: tuple[int, ...], tmp_path: Path
-) -> None:
-    make_tiny(model_type).save_pretrained(tmp_path)
-    model = outline_model(str(tmp_path)).model
-
-    def found() -> torch.Tensor:
-        return {**dict(model.named_parameters()), **dict(model.named_buffers())}[name]
-
-    before = found()
-    with any_length(model, TOKENS, MORE) as own:
-        assert own[name] is before
-        assert {found().shape[dim] for dim in dims} == {TOKENS + MORE}
-    assert found() is before
-    assert {before.shape[dim] for dim in dims} == {POSITIONS}
-
-
-def test_biases_of_all_positions_are_made_for_the_row_alone() -> None:
-    """MPT makes as many as it has positions, and takes the last."""
-    config: Any = make_tiny("mpt").config
-    model: Any = torch.nn.Module()
-    model.config = config
-    with any_length(model, TOKENS, MORE):
-        assert config.max_seq_len == TOKENS
-    assert config.max_seq_len == POSITIONS
 
 
 @pytest.mark.parametrize(("model_type", "first"), [("bert", 0), ("roberta", 2), ("nystromformer", 2)])

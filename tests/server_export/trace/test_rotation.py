@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from server_export.trace.rotation import turn_by_layers, write_complex
+from server_export.trace.rotation import turn_by_layers
 
 torch.set_num_threads(1)
 
@@ -26,21 +26,6 @@ def test_halves_are_turned_by_a_layer() -> None:
     )
     assert names == {"mul": 2, "linear": 1, "add": 1}
     assert torch.equal(graph_module(*inputs), Rotary()(*inputs))
-
-
-def test_a_product_of_complex_numbers_turns_neighbours() -> None:
-    class Rotary(torch.nn.Module):
-        def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-            numbers = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
-            turns = torch.view_as_complex(table.unflatten(-1, (-1, 2))).unsqueeze(1)
-            return torch.view_as_real(numbers * turns).flatten(3)
-
-    inputs = torch.randn(2, 3, 5, 6), torch.randn(1, 5, 6)
-    graph_module = torch.export.export(Rotary(), inputs, strict=False).module(check_guards=False)
-    write_complex(graph_module)
-    assert not any("complex" in str(node.target) for node in graph_module.graph.nodes)
-    graph_module.recompile()
-    assert torch.allclose(graph_module(*inputs), Rotary()(*inputs), atol=1e-6)
 
 
 @pytest.mark.parametrize("parts", [(0, 3, 3, 6), (3, 6, 3, 6), (2, 6, 0, 2)])

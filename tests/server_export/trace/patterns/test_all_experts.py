@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.fx import GraphModule
 
-from prge.errors import BundleError
-from server_export.trace.experts import ALL_EXPERTS, EXPERTS, choose_experts
-from server_export.trace.functional import functional_graph
-from tests.server_export.derive.tangent.graphs import Function
+from prge.errors import Refusal
+from server_export.trace.experts import EXPERTS
+from server_export.trace.model_graph import ModelGraph
+from server_export.trace.patterns.all_experts import ALL_EXPERTS, choose_experts
+from tests.server_export.trace.graphs import model_graph
 
 COUNT, CHOSEN, TOKENS, WIDTH = 6, 2, 5, 4
 
 
-def asked(others: float, act: Callable[[torch.Tensor], torch.Tensor]) -> GraphModule:
+def asked(others: float, act: Callable[[torch.Tensor], torch.Tensor]) -> ModelGraph:
     """A graph of a layer whose router gives all but the largest scores another number."""
 
     def layer(state: torch.Tensor) -> torch.Tensor:
@@ -28,12 +28,13 @@ def asked(others: float, act: Callable[[torch.Tensor], torch.Tensor]) -> GraphMo
 
     with torch.device("meta"):
         state = torch.empty(TOKENS, WIDTH)
-        return functional_graph(torch.export.export(Function(layer), (state,), strict=False))
+        return model_graph(layer, state)
 
 
 def test_chosen_shares_are_computed_as_all_were() -> None:
-    graph_module = asked(float("-inf"), torch.sigmoid)
-    choose_experts(graph_module)
+    graph = asked(float("-inf"), torch.sigmoid)
+    choose_experts(graph)
+    graph_module = graph.graph_module
     (node,) = graph_module.graph.find_nodes(op="call_function", target=EXPERTS)
     states, shares, index, number, out = node.args
     assert (states.op, number, out) == ("placeholder", 3, WIDTH)
@@ -49,5 +50,6 @@ def test_chosen_shares_are_computed_as_all_were() -> None:
 def test_shares_that_may_not_be_0_are_refused(
     others: float, act: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    with pytest.raises(BundleError, match="times shares that are computed in a way that isn't known"):
+    with pytest.raises(Refusal) as found:
         choose_experts(asked(others, act))
+    assert found.value.code == "shares-of-experts"

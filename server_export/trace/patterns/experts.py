@@ -2,17 +2,15 @@
 
 transformers asks a registered function for what the experts of a layer say, as it does for attention. What an
 expert computes is told by what its own such functions read of a module of experts: which weights it has, how
-they lie, and `_apply_gate`, a private name that they all call. Experts of some modules see all tokens
-instead, each times its share of the expert: what they compute is told by the shapes of their weights, and
-checked when blocks are compared with the model.
+they lie, and `_apply_gate`, a private name that they all call. Of experts that see all tokens it is told by
+the shapes of their weights, and checked when blocks are compared with the model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,43 +18,38 @@ import torch.nn.functional as F
 from torch import nn
 
 from server_export.checkpoint.experts import expert_layers, sees_all, weight_names
+from server_export.ir.markers import TOKENS
 from server_export.ir.modules import remove_unused_attributes
 from server_export.ir.plain import take_apart
 from server_export.trace.cutting import ModelBlock, whole_block
-from server_export.trace.experts import ALL_EXPERTS, EXPERTS
+from server_export.trace.experts import EXPERTS
+from server_export.trace.model_graph import WHOLE_PREFIX, TracedModel
+from server_export.trace.patterns import Pattern, register
 
 NAME = "prge"
 
 
-def register(model: Any) -> None:
+def _prepare(traced: TracedModel) -> None:
     """Let a model's experts be operators of its graph, in place."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    layers = [*expert_layers(model).values()]
+    layers = [*expert_layers(traced.model).values()]
     ALL_EXPERTS_FUNCTIONS.register(NAME, _asked)
     for number, module in enumerate(layers):
         module.number = number
-        if sees_all(module):
-            module.forward = partial(_all_asked, module)
     if any(not sees_all(module) for module in layers):
-        model.set_experts_implementation(NAME)
+        traced.model.set_experts_implementation(NAME)
 
 
 def _asked(
     module: Any, states: torch.Tensor, index: torch.Tensor, shares: torch.Tensor, **_: Any
 ) -> torch.Tensor:
     """What the experts of a module say, an operator of the graph."""
-    said: torch.Tensor = EXPERTS(states, shares, index.float(), module.number, _width(module))
+    said: torch.Tensor = EXPERTS(states, shares, index.float(), module.number, width_of(module))
     return said
 
 
-def _all_asked(module: Any, states: torch.Tensor) -> torch.Tensor:
-    """What all experts say, an operator of the graph."""
-    said: torch.Tensor = ALL_EXPERTS(states, module.number, _width(module))
-    return said
-
-
-def _width(module: Any) -> int:
+def width_of(module: Any) -> int:
     """Numbers that an expert answers."""
     return int(module.down_proj.shape[-1 if module.is_transposed else -2])
 
@@ -131,3 +124,37 @@ def expert_blocks(name: str, module: Any, rows: int, tokens: int) -> Iterator[Mo
         # A norm behind all experts is one, and has no number.
         names = (re.sub(r"\.0$", f".{number}", weight) for weight in first.weights)
         yield replace(first, weights=tuple(names))
+
+
+def _with_experts(model: Any, blocks: Sequence[ModelBlock], rows: int) -> list[ModelBlock]:
+    """Blocks with the experts that they ask behind them."""
+    layers = [*expert_layers(model).items()]
+    found = list[ModelBlock]()
+    for block in blocks:
+        found.append(block)
+        if block.experts is not None:
+            name, module = layers[block.experts]
+            found += expert_blocks(WHOLE_PREFIX + name, module, rows, TOKENS)
+    return found
+
+
+register(
+    Pattern(
+        "experts",
+        serves="mixtures of experts, each of which is a block of its own",
+        model_types=tuple(
+            """
+            afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v2 deepseek_v3
+            deepseek_v32 dots1 dots3_note dots3_note_text ernie4_5_moe exaone_moe flex_olmo glm4_moe
+            glm4_moe_lite glm_moe_dsa gpt_oss granitemoe granitemoe_swa granitemoehybrid
+            granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 inkling2_text inkling_text jamba kimi_linear
+            kolibri1 laguna lfm2_moe mellum minimax_m3_vl_text mixtral olmoe
+            """.split()
+        ),
+        example="olmoe",
+        matches=lambda traced: bool(expert_layers(traced.model)),
+        unread=expert_layers,
+        prepare=_prepare,
+        blocks=_with_experts,
+    )
+)

@@ -14,9 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from server_export.ir.writer import Writer
+from server_export.trace.model_graph import ModelGraph
+from server_export.trace.patterns import Pattern, Rewrite, register
+from server_export.trace.patterns.convolutions import convolution_of
 from server_export.trace.tables import ModelTable, ModelTables, asked
 
 aten = torch.ops.aten
@@ -24,17 +27,11 @@ aten = torch.ops.aten
 _MOST_PARTS = 4
 
 
-def write_neighbours(graph_module: GraphModule, tables: ModelTables) -> None:
-    """Rewrite what moves the rows of an encoder, in place; of any other model nothing.
-
-    Args:
-        graph_module: as it was traced; `beside` is the padding f32 [rows, 1, 1, tokens].
-        tables: of the model; more are asked for.
-    """
+def write_neighbours(graph: ModelGraph) -> None:
+    """Rewrite what moves the rows of an encoder, in place; `beside` is its padding [rows, 1, 1, tokens]."""
+    graph_module = graph.graph_module
     (beside,) = (node for node in graph_module.graph.find_nodes(op="placeholder") if node.name == "beside")
-    if beside.meta["val"].dim() != 4:
-        return
-    writer, moving = Writer(graph_module), _Moving(beside, tables)
+    writer, moving = Writer(graph_module), _Moving(beside, graph.tables)
     for node in list(graph_module.graph.nodes):
         if node.op == "call_function" and (write := _RULES.get(node.target)) is not None:
             writer.replace(node, write, moving, node)
@@ -88,16 +85,6 @@ def _padded(writer: Writer, moving: _Moving, node: Any) -> Node | None:
     turned = writer.call(aten.permute.default, source, [0, 2, 1])
     (moved,) = moving.all_of(writer, turned, range(place, place + 1), node)
     return writer.call(aten.permute.default, moved, [0, 2, 1])
-
-
-def convolution_of(node: Any) -> tuple[Any, ...]:
-    """States, weight, bias, stride, padding, dilation and groups of a convolution of either operator."""
-    source, weight, *more = node.args
-    if node.target is aten.conv1d.default:
-        bias, stride, padding, dilation, groups = more + [None, [1], [0], [1], 1][len(more) :]
-    else:
-        bias, stride, padding, dilation, *_, groups = more
-    return source, weight, bias, stride, padding, dilation, groups
 
 
 def _convolved(writer: Writer, moving: _Moving, node: Any) -> Node | None:
@@ -192,3 +179,14 @@ _RULES: dict[Any, Callable[[Writer, _Moving, Node], Node | None]] = {
     aten.conv2d.default: _convolved,
     aten.im2col.default: _side_by_side,
 }
+
+
+register(
+    Pattern(
+        "neighbours",
+        serves="encoders whose tokens read those beside them, or the first token",
+        model_types=("bert", "convbert", "funnel", "mobilebert", "nystromformer", "roberta"),
+        example="convbert",
+        rewrites=(Rewrite(write_neighbours, operators=tuple(_RULES), of="encoder"),),
+    )
+)

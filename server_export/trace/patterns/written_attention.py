@@ -19,6 +19,7 @@ from prge.files.signatures import TABLE
 from server_export.ir.block import is_input
 from server_export.ir.rewriting import share_equal_calls
 from server_export.ir.writer import Writer
+from server_export.trace.patterns import Pattern, Rewrite, register
 
 aten = torch.ops.aten
 
@@ -228,3 +229,20 @@ def _join(writer: Writer, apart: Node, chain: Sequence[Node]) -> None:
         return hidden(writer, answer, masks)
 
     writer.replace(chain[-1], write)
+
+
+register(
+    Pattern(
+        "written attention",
+        serves="models that write the products of their attention themselves",
+        model_types=tuple(
+            """
+            big_bird bloom codegen cohere2_moe convbert deepseek_v2 diffllama falcon git gpt_neo
+            gpt_neox_japanese gptj hrm_text layoutlm luke megatron-bert mpnet mpt nystromformer rembert
+            roformer tapas xglm
+            """.split()
+        ),
+        example="bloom",
+        rewrites=(Rewrite(join_heads, "block", operators=(aten.softmax.int, aten.bmm.default)),),
+    )
+)

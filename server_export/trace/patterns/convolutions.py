@@ -1,0 +1,144 @@
+"""Convolutions that read the tokens before each, and tokens that are moved back, as operators with a memory.
+
+transformers' layers call a function of their own files, which packages with kernels take the place of by its
+name, and so does the function here; or the convolution is found in the graph, whoever calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+
+from prge.files.relations import relation_shape
+from server_export.ir.recurrences import CONVOLUTION
+from server_export.ir.writer import Writer
+from server_export.trace.model_graph import ModelGraph
+from server_export.trace.patterns import Pattern, Rewrite, register
+from server_export.trace.tables import ModelTable, ModelTables, asked
+
+aten = torch.ops.aten
+_PADS, _CONVOLUTIONS = (
+    (aten.pad.default, aten.constant_pad_nd.default),
+    (aten.conv1d.default, aten.convolution.default),
+)
+
+
+def convolution(
+    tables: ModelTables,
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | Callable[[torch.Tensor], torch.Tensor] | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Of states [rows, width, tokens] and a weight [width, taps]."""
+    from transformers.activations import ACT2FN
+
+    width, taps = weight.shape
+    padded = F.conv1d(hidden_states, weight.unsqueeze(1), bias, padding=taps - 1, groups=width)
+    found = padded[..., : hidden_states.shape[-1]]
+    if activation is None:
+        return found
+    act: Any = ACT2FN[activation] if isinstance(activation, str) else activation
+    result: torch.Tensor = act(found)
+    return result
+
+
+def convolution_of(node: Any) -> tuple[Any, ...]:
+    """States, weight, bias, stride, padding, dilation and groups of a convolution of either operator."""
+    source, weight, *more = node.args
+    if node.target is aten.conv1d.default:
+        bias, stride, padding, dilation, groups = more + [None, [1], [0], [1], 1][len(more) :]
+    else:
+        bias, stride, padding, dilation, *_, groups = more
+    return source, weight, bias, stride, padding, dilation, groups
+
+
+def write_convolutions(graph: ModelGraph) -> None:
+    """Write convolutions that read the tokens before each as operators with a memory, in place."""
+    graph_module, tables = graph.graph_module, graph.tables
+    writer = Writer(graph_module)
+    for node in list(graph_module.graph.nodes):
+        if node.target in _PADS:
+            writer.replace(node, _moved, tables, node)
+        if node.target in _CONVOLUTIONS:
+            for part in list(node.users):
+                writer.replace(part, _convolved, tables, node, part)
+    graph_module.graph.eliminate_dead_code()
+
+
+def _convolved(writer: Writer, tables: ModelTables, node: Any, part: Any) -> Node | None:
+    """What a convolution answers of f32 [rows, width, tokens], without what is behind the last token."""
+    source, weight, bias, stride, padding, dilation, groups = convolution_of(node)
+    width, each, *sizes = weight.meta["val"].shape
+    tokens = source.meta["val"].shape[-1]
+    taps = sizes[0]
+    is_one = part.target is aten.slice.Tensor and part.meta["val"].shape[-1] == tokens
+    is_first = is_one and part.args[1] % 3 == 2 and part.args[2] in (None, 0)
+    is_causal = len(sizes) == 1 and (*stride, *padding, *dilation) == (1, taps - 1, 1)
+    if not (is_first and is_causal and (groups, each) == (width, 1) and taps > 1):
+        return None
+
+    columns = [
+        writer.reshape(writer.call(aten.select.int, weight, 2, taps - 1 - back), [width, 1])
+        for back in range(taps)
+    ]
+    found = _with_memory(writer, tables, part, source, columns)
+    return found if bias is None else writer.plus(found, writer.reshape(bias, [width, 1]))
+
+
+def _moved(writer: Writer, tables: ModelTables, node: Any) -> Node | None:
+    """Of f32 [rows, tokens, width], the token that is so many places before each."""
+    source, pads, *fill = node.args
+    shape = node.meta["val"].shape
+    is_nothing = all(each in ("constant", None, 0) for each in fill)
+    is_moved = len(pads) == 4 and pads[:2] == [0, 0] and pads[2] == -pads[3] > 0
+    if len(shape) != 3 or not (is_moved and is_nothing):
+        return None
+    ones = [torch.zeros(shape[2], 1)] * pads[2] + [torch.ones(shape[2], 1)]
+    turned = writer.call(aten.permute.default, source, [0, 2, 1])
+    found = _with_memory(writer, tables, node, turned, [*map(writer.constant, ones)])
+    return writer.call(aten.permute.default, found, [0, 2, 1])
+
+
+def _with_memory(
+    writer: Writer, tables: ModelTables, before: Node, source: Node, columns: Sequence[Node]
+) -> Node:
+    """The operator of a convolution of f32 [rows, width, tokens] with taps [width, 1]."""
+    taps, tokens = len(columns), source.meta["val"].shape[-1]
+
+    def relation(kind: str, first: int, window: int) -> Node:
+        shape = [1, *relation_shape(kind, tokens, window)[1:]]
+        key, table = (kind, first, window), ModelTable(kind, window, first)
+        return asked(before, tables, key, table, shape, torch.float32)
+
+    return writer.call(
+        CONVOLUTION,
+        source,
+        [*columns],
+        relation("behind", 1, 1),
+        [relation("entering", back, taps - 1) for back in range(1, taps)],
+        relation("leaving", 0, taps - 1),
+        relation("staying", 0, taps - 1),
+    )
+
+
+register(
+    Pattern(
+        "convolutions",
+        serves="short convolutions over the tokens before, as beside recurrences and in LFM 2",
+        model_types=tuple(
+            """
+            bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text
+            jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 qwen3_5_text recurrent_gemma rwkv
+            """.split()
+        ),
+        example="lfm2",
+        functions={"causal_conv1d_fn": convolution},
+        rewrites=(Rewrite(write_convolutions, operators=(*_PADS, *_CONVOLUTIONS)),),
+    )
+)

@@ -1,0 +1,83 @@
+"""Attention to the tokens that an indexer chooses: texts of no more than these are seen whole."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from prge.errors import Refusal
+from server_export.trace.attention import grouped_attention
+from server_export.trace.model_graph import TracedModel
+from server_export.trace.patterns import Pattern, register
+
+# What modules call how many tokens they choose.
+_COUNTS = ("index_topk", "token_budget")
+_ATTENTION = "prge_indexed"
+
+
+def indexers(model: nn.Module) -> dict[str, int]:
+    """How many tokens each indexer of a model chooses, by its name."""
+    return {
+        name: int(getattr(module, count))
+        for name, module in model.named_modules()
+        for count in _COUNTS
+        if hasattr(module, count)
+    }
+
+
+def _check(model: Any, longest: int) -> None:
+    chosen = min(indexers(model).values(), default=longest)
+    if chosen < longest:
+        raise Refusal(
+            "indexer-budget",
+            f"the attention of {type(model).__name__} sees only {chosen} tokens, which an indexer "
+            f"chooses, and texts may have {longest}",
+            remedy=f"export it with --context {chosen}",
+        )
+
+
+def _prepare(traced: TracedModel) -> None:
+    """Let indexers compute nothing: every token is chosen."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(_ATTENTION, _without_mask)
+    # A decoder hands its mask to an indexer too: one that says nothing.
+    AttentionMaskInterface.register(_ATTENTION, lambda **_: torch.zeros(1, 1, 1, 1))
+    traced.model.set_attn_implementation(_ATTENTION)
+    for name in indexers(traced.model):
+        module: Any = traced.model.get_submodule(name)
+        module.forward = MethodType(_chosen, module)
+
+
+def _chosen(self: nn.Module, *_: Any, **__: Any) -> torch.Tensor:
+    # Numbers of tokens, or whether each is chosen; no attention here reads either.
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+
+def _without_mask(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    return grouped_attention(module, query, key, value, None, **more)
+
+
+register(
+    Pattern(
+        "indexers",
+        serves="attention to tokens that an indexer chooses, such as DeepSeek V3.2's",
+        model_types=("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
+        example="deepseek_v32",
+        attributes=_COUNTS,
+        check=_check,
+        unread=indexers,
+        prepare=_prepare,
+    )
+)

@@ -1,0 +1,60 @@
+"""Rotary embeddings that turn pairs of numbers that lie side by side.
+
+x * cos + stack(-x[1::2], x[::2]) * sin        for x [rows, heads, length, width]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from server_export.ir.writer import Writer
+from server_export.trace.patterns import Pattern, Rewrite, register
+from server_export.trace.rotation import bounds_of, turned_by_layer
+
+aten = torch.ops.aten
+
+
+def turn_pairs(graph_module: GraphModule) -> None:
+    """Make a linear layer of what turns the pairs of a head, in place."""
+    writer = Writer(graph_module)
+    for node in graph_module.graph.find_nodes(op="call_function", target=aten.cat.default):
+        source, turned = _pairs(node)
+        if source is not None:
+            writer.replace(turned, turned_by_layer, source, False)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
+
+
+def _pairs(node: Node) -> tuple[Node | None, Node]:
+    """x of stack(-x[1::2], x[::2]) in its last dimension, and the node that lays them side by side."""
+    parts: Any = node.args[0]
+    (user,) = node.users if len(node.users) == 1 else (node,)
+    if len(parts) != 2 or any(part.target is not aten.reshape.default for part in parts):
+        return None, node
+    first, second = (part.args[0] for part in parts)
+    if first.target is not aten.neg.default or second.target is not aten.slice.Tensor:
+        return None, node
+    source, (*lead, width) = second.args[0], second.args[0].meta["val"].shape
+    shapes = [tuple(each.meta["val"].shape) for each in (node, user)]
+    if len(lead) != 3 or shapes != [(*lead, width // 2, 2), (*lead, width)]:
+        return None, node
+    bounds = [bounds_of(part, source, width) for part in (first.args[0], second)]
+    return (source if bounds == [(1, width, 2), (0, width, 2)] else None), user
+
+
+register(
+    Pattern(
+        "rotary pairs",
+        serves="rotations of pairs that lie side by side, such as GPT-J's",
+        model_types=tuple(
+            """
+            codegen cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe glm glm4 gptj helium roformer
+            """.split()
+        ),
+        example="gptj",
+        rewrites=(Rewrite(turn_pairs, "block", operators=(aten.cat.default,)),),
+    )
+)

@@ -1,0 +1,35 @@
+"""Recurrences that no pattern knows: a model is refused before it is traced token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prge.errors import Refusal
+from server_export.trace.patterns import Pattern, functions_of, patterns, register
+
+
+def _check(model: Any, longest: int) -> None:
+    # A class of models that keep a state of their own says so, or the types of its layers do.
+    types = getattr(getattr(model, "config", None), "layer_types", None) or ()
+    if not getattr(model, "_is_stateful", False) and "linear_attention" not in types:
+        return
+    known = [name for pattern in patterns() if pattern.keeps_state for name in pattern.functions]
+    if not any(name in known for _, name, _ in functions_of(model)):
+        raise Refusal(
+            "unknown-recurrence",
+            f"{type(model).__name__} has a recurrence of a kind that isn't known here; known are delta "
+            "rules, state spaces of Mamba 1 and 2, gated linear recurrences and RWKV's, where transformers "
+            f"calls them {', '.join(known)}",
+            remedy="take a model with attention or one of these",
+        )
+
+
+register(
+    Pattern(
+        "unknown recurrences",
+        serves="models with a recurrence that no other pattern knows, which are refused",
+        model_types=("minimax", "zaya"),
+        example="minimax",
+        check=_check,
+    )
+)
