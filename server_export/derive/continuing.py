@@ -15,7 +15,7 @@ they carried before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,9 +27,11 @@ from prge.errors import BundleError
 from prge.files.chain import CAUSAL, OWN, PAST_KEYS, PAST_VALUES, SEEN
 from server_export.ir.mixed_parts import MIXED_PARTS
 from server_export.ir.modules import as_module, copied
+from server_export.ir.operators import Category, members
 from server_export.ir.recurrences import expand, memories
 from server_export.ir.shapes import fill_in_values, resized
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
+from server_export.ir.walks import origin, readers
 from server_export.ir.writer import Writer
 from server_export.trace.cutting import TAKEN_PREFIX
 
@@ -39,8 +41,9 @@ aten = torch.ops.aten
 FROZEN_PREFIX = "a_"
 # How the name of what a recurrence carries begins.
 CARRIED_PREFIX = "carried_"
-_RESHAPES = (aten.reshape.default, aten.view.default)
+_RESHAPES = members(Category.RESHAPE)
 _TRANSPOSITIONS = (aten.transpose.int, aten.permute.default)
+_LAYOUTS = (*_RESHAPES, *_TRANSPOSITIONS)
 # What sinks of an attention are weighed against.
 _TOTAL = aten.logsumexp.default
 _REMEDY = (
@@ -104,7 +107,7 @@ def taken_past(one_row: GraphModule) -> tuple[int, ...]:
         BundleError: they lie otherwise, or only one of them is taken.
     """
     for _, masked in _attentions(one_row):
-        sources = [_origin(node) for node in _keys_and_values(masked)]
+        sources = [origin(node, _LAYOUTS) for node in _keys_and_values(masked)]
         taken = [str(source[0].target).startswith(TAKEN_PREFIX) for source in sources]
         if any(taken):
             if not all(taken) or not all(_is_in_order(*source) for source in sources):
@@ -128,15 +131,6 @@ def _attentions(graph_module: GraphModule) -> list[tuple[Node, Node]]:
     if len(found) > 1:
         raise BundleError(f"a block has {len(found)} attentions", remedy=_REMEDY)
     return found
-
-
-def _origin(node: Node) -> tuple[Node, list[Node]]:
-    """What a node is another shape of, and the changes of shape and order on the way to it."""
-    steps = list[Node]()
-    while node.target in (*_RESHAPES, *_TRANSPOSITIONS):
-        steps.insert(0, node)
-        (node,) = node.all_input_nodes
-    return node, steps
 
 
 def _is_in_order(taken: Node, steps: Sequence[Node]) -> bool:
@@ -181,13 +175,11 @@ def _is_causal(node: Node) -> bool:
     """Whether a placeholder is a mask f32 [members, tokens, tokens]: a square table that is added."""
     shape = node.meta["val"].shape
     is_table = str(node.target).startswith("table_") and node.meta["val"].dtype == torch.float32
-    return is_table and shape[1] == shape[2] and all(user.target is aten.add.Tensor for user in _met(node))
-
-
-def _met(node: Node) -> Iterator[Node]:
-    """What reads a value, or a reshape of it."""
-    for user in node.users:
-        yield from _met(user) if user.target in _RESHAPES else [user]
+    return (
+        is_table
+        and shape[1] == shape[2]
+        and all(user.target is aten.add.Tensor for user in readers(node, _RESHAPES))
+    )
 
 
 def _give_rows(graph_module: GraphModule, rows: int) -> None:
@@ -215,9 +207,7 @@ def _give_lora_a(graph_module: GraphModule, name: str, rows: int) -> None:
     product, *others = lora_b.users
     if others:
         raise BundleError(f"{name} is of a layer that a block asks more than once", remedy=_REMEDY)
-    layer: Any = product.args[0]
-    while layer.target in _RESHAPES:
-        layer = layer.args[0]
+    layer, _ = origin(product.args[0], _RESHAPES)
     if layer.target is not aten.linear.default:
         raise BundleError(f"what {name} multiplies comes from {layer.format_node()}", remedy=_REMEDY)
     source, matrix = layer.args
@@ -292,7 +282,7 @@ def _attend(graph_module: GraphModule, table: Node, masked: Node, rows: int, tok
         writer.replace(mixed, mixed_of_both)
         for total in totals:
             writer.replace(total, _total_of_both, *parts)
-    if not str(_origin(keys)[0].target).startswith(TAKEN_PREFIX):
+    if not str(origin(keys, _LAYOUTS)[0].target).startswith(TAKEN_PREFIX):
         output = graph.output_node()
         output.args = ((*output.args[0], keys, values),)
 
@@ -344,9 +334,7 @@ def _simplify_shapes(graph_module: GraphModule) -> None:
         if node.target in _TRANSPOSITIONS and _moves_ones(node):
             node.target, node.args = aten.view.default, (node.args[0], [*node.meta["val"].shape])
         if node.target in _RESHAPES:
-            source = node.args[0]
-            while source.target in _RESHAPES:
-                source = source.args[0]
+            source, _ = origin(node.args[0], _RESHAPES)
             if source.meta["val"].shape == node.meta["val"].shape:
                 node.replace_all_uses_with(source)
             else:

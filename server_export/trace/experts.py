@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from prge.errors import BundleError
+from server_export.ir.walks import descendants
 from server_export.ir.writer import Writer
 from server_export.trace.layers import Stretch, Values
 
@@ -153,11 +154,6 @@ def parted_at_experts(
 
 def _beside(nodes: Sequence[Node], flow: set[Node], experts: Sequence[Node]) -> Values:
     """What passes by the first of some experts: needed behind them, and computed without any of them."""
-    behind, ahead = set[Node](), [*experts]
-    while ahead:
-        node = ahead.pop()
-        if node not in behind:
-            behind.add(node)
-            ahead += node.users
+    behind = descendants(experts)
     before = flow - behind
     return tuple(node for node in nodes if node in before and behind.intersection(node.users) - {experts[0]})

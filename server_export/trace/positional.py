@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 from prge.errors import BundleError
 from server_export.ir.markers import BATCH, COPIES, TOKENS
 from server_export.ir.modules import attribute
-from server_export.ir.rewriting import KEPT
+from server_export.ir.operators import Category, members
 from server_export.ir.shapes import fill_in_values, resized
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
 from server_export.ir.writer import Writer
@@ -37,16 +37,11 @@ from server_export.trace.tracing import WHOLE_PREFIX
 aten = torch.ops.aten
 
 # What only lays numbers out in another way.
-_LAYOUTS = {
-    *KEPT,
-    aten.view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.permute.default,
-    aten.transpose.int,
-}
-_ARITHMETIC = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+_LAYOUTS = members(
+    *(Category.IDENTITY, Category.CAST, Category.CAST_LIKE, Category.SPLIT, Category.RESHAPE),
+    *(Category.SQUEEZE, Category.PERMUTE, Category.EXPAND, Category.EXPAND_LIKE),
+)
+_ARITHMETIC = members(Category.ARITHMETIC)
 # Positions that a table may have before those of a row.
 _MOST_MORE = 8
 _REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"

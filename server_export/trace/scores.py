@@ -19,7 +19,9 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from server_export.ir.markers import BATCH, COPIES, TOKENS
+from server_export.ir.operators import Category, members
 from server_export.ir.shapes import resized
+from server_export.ir.walks import origin
 from server_export.ir.writer import Writer
 
 aten = torch.ops.aten
@@ -27,9 +29,8 @@ aten = torch.ops.aten
 # Scores that are this low are hidden.
 HIDDEN = -1e4
 _LAYOUTS = {
-    *(aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.slice.Tensor, aten.to.dtype),
-    *(aten.expand.default, aten.clone.default, aten.alias.default, aten._unsafe_view.default),
-    aten.squeeze.dim,
+    *members(Category.IDENTITY, Category.RESHAPE, Category.SQUEEZE, Category.EXPAND),
+    *(aten.slice.Tensor, aten.to.dtype, aten.clone.default),
 }
 _LARGER = {aten.maximum.default, aten.max.other}
 _PRODUCTS = {aten.matmul.default, aten.bmm.default}
@@ -236,10 +237,7 @@ def _meet(numbers: Any, value: Any, scores: Node, product: Any, place: Mapping[N
 
 def _of_each_key(value: Node) -> Node | None:
     """The numbers of keys that [..., queries, keys] repeats for all queries; None if it doesn't."""
-    steps = list[Node]()
-    while value.target in _LAYOUTS:
-        steps.insert(0, value)
-        (value,) = value.all_input_nodes
+    value, steps = origin(value, _LAYOUTS)
 
     def small(size: Any) -> Any:
         return resized(resized(resized(size, COPIES, 1), BATCH, 2), TOKENS, 3)

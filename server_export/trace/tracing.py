@@ -24,8 +24,10 @@ from server_export.checkpoint.classifier import given_to_base, states_of
 from server_export.checkpoint.indexers import choose_nothing, indexers
 from server_export.ir.markers import BATCH, TOKENS
 from server_export.ir.modules import remove_unused_attributes, replace_tensor
+from server_export.ir.operators import Category, members
 from server_export.ir.plain import take_apart
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
+from server_export.ir.walks import readers
 from server_export.trace import attention
 from server_export.trace import expert_blocks as experts
 from server_export.trace.experts import choose_experts
@@ -38,9 +40,8 @@ from server_export.trace.tables import ModelTables
 
 aten = torch.ops.aten
 _LAID_OUT = {
-    *(aten.expand.default, aten.reshape.default, aten.view.default, aten.unsqueeze.default),
-    *(aten.slice.Tensor, aten.clone.default, aten.contiguous.default, aten.to.dtype, aten.alias.default),
-    *(aten.detach_.default, aten._assert_tensor_metadata.default),
+    *members(Category.IDENTITY, Category.CAST, Category.RESHAPE, Category.SQUEEZE, Category.EXPAND),
+    *(aten.slice.Tensor, aten.detach_.default, aten._assert_tensor_metadata.default),
 }
 # What a token has at least of padding's additive mask, and padding hasn't.
 _LEAST_SEEN = -1
@@ -299,13 +300,9 @@ def _adds(exported: ExportedProgram) -> bool:
     What its classification head counts is no padding of scores.
     """
     (beside,) = (n for n in exported.graph.find_nodes(op="placeholder") if n.name == "beside")
-    ahead = [beside]
-    while ahead:
-        for user in ahead.pop().users:
-            if user.target in _LAID_OUT:
-                ahead.append(user)
-            elif user.target is aten.ge.Scalar and user.args[1] == _LEAST_SEEN:
-                continue
-            elif user.op != "output" and user.target not in (aten.add.Tensor, aten.add_.Tensor):
-                return False
-    return True
+    return all(
+        user.op == "output"
+        or user.target in (aten.add.Tensor, aten.add_.Tensor)
+        or (user.target is aten.ge.Scalar and user.args[1] == _LEAST_SEEN)
+        for user in readers(beside, _LAID_OUT)
+    )
