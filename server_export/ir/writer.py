@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -96,20 +97,17 @@ class Writer(Calls):
 
     def replace(self, node: Node, write: Rule, *arguments: Any, **named: Any) -> None:
         """Put what `write(writer, ...)` returns in the place of a node; None keeps the node."""
-        self._before = node
+        outer, self._before = self._before, node
         new = write(self, *arguments, **named)
-        self._before = None
+        self._before = outer
         if new is not None:
             node.replace_all_uses_with(new)
             self.graph.erase_node(node)
 
     def call(self, target: Any, *arguments: Any, **named: Any) -> Node:
         """One operator."""
-        if self._before is None:
+        with self._in_place():
             node = self.graph.call_function(target, arguments, named)
-        else:
-            with self.graph.inserting_before(self._before):
-                node = self.graph.call_function(target, arguments, named)
         given = torch.fx.node.map_arg((arguments, named), lambda source: without_memory(source.meta["val"]))
         node.meta["val"] = self._shapes.of(target, *given)
         return node
@@ -120,13 +118,13 @@ class Writer(Calls):
 
     def attribute(self, name: str, tensor: torch.Tensor) -> Node:
         """A tensor of the module by its name."""
-        if self._before is None:
+        with self._in_place():
             node = self.graph.get_attr(name)
-        else:
-            with self.graph.inserting_before(self._before):
-                node = self.graph.get_attr(name)
         node.meta["val"] = without_memory(tensor)
         return node
+
+    def _in_place(self) -> Any:
+        return nullcontext() if self._before is None else self.graph.inserting_before(self._before)
 
     def reshape(self, source: Node, shape: Sequence[int]) -> Node:
         """The same numbers in another shape."""

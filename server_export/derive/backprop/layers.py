@@ -92,7 +92,7 @@ class Layer:
 
 def replace_layers(graph_module: GraphModule) -> list[Layer]:
     """Make one operator of every linear layer with a constant weight, in place; numbered in order."""
-    graph, layers = graph_module.graph, list[Layer]()
+    graph, layers, writer = graph_module.graph, list[Layer](), Writer(graph_module)
     is_head = any(node.target is SOFTMAX_PARTS for node in graph.nodes)
     for node in list(graph.nodes):
         if node.target is not aten.linear.default:
@@ -104,10 +104,7 @@ def replace_layers(graph_module: GraphModule) -> list[Layer]:
         layer = replace(layer, is_head=is_head)
         if layer.scales is not None:
             source = layer.scales.args[0]
-        with graph.inserting_before(node):
-            new = graph.call_function(FROZEN, (source, len(layers), *layer.widths, False))
-        new.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(new)
+        writer.replace(node, Writer.call, FROZEN, source, len(layers), *layer.widths, False)
         layers.append(layer)
     # The chains stay in the graph: what is expanded is copied from them.
     return layers

@@ -27,9 +27,13 @@ def through(target: Any) -> Any:
     return target if known is None or known.autograd is None else known.autograd
 
 
-@cache
 def decompositions() -> dict[Any, Any]:
     """How PyTorch takes apart what autograd writes, where no row does."""
-    table = torch.export.default_decompositions().items()
     written = rules("backward")
-    return {target: way for target, way in table if "_backward" in str(target) and str(target) not in written}
+    return {target: way for target, way in _of_pytorch().items() if str(target) not in written}
+
+
+@cache
+def _of_pytorch() -> dict[Any, Any]:
+    table = torch.export.default_decompositions().items()
+    return {target: way for target, way in table if "_backward" in str(target)}

@@ -61,7 +61,7 @@ def differentiate(
 
     Returns:
         A module that returns every output [...] with its tangents [queries, ...] behind it. It takes `ones`
-        before the adapter, but for those that nothing reads. Its inputs alone carry `meta["val"]`.
+        before the adapter, but for those that nothing reads. Its nodes carry `meta["val"]`.
 
     Raises:
         BundleError: an operator has no rule, or the output doesn't depend on the differentiated inputs.

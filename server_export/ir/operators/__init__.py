@@ -20,20 +20,5 @@ from server_export.ir.operators.table import (
     rules,
 )
 
-__all__ = [
-    "TABLE",
-    "Category",
-    "Operator",
-    "arithmetic",
-    "differentiable",
-    "elementwise",
-    "layouts",
-    "members",
-    "products",
-    "quantization",
-    "reductions",
-    "row",
-    "row_of",
-    "rules",
-    "selection",
-]
+__all__ = ["TABLE", "Category", "Operator", "differentiable", "members", "row", "row_of", "rules"]
+__all__ += ["arithmetic", "elementwise", "layouts", "products", "quantization", "reductions", "selection"]

@@ -113,7 +113,7 @@ def _silu_backward(writer: Writer, node: Any, gradient: Any, x: Any) -> Any:
 
 
 function = partial(row, category=Category.ELEMENTWISE)
-backward = partial(row, category=Category.GRADIENT)
+gradient = partial(row, category=Category.GRADIENT)
 
 function(aten.exp.default, derivative=lambda w, x, y: y)
 function(aten.log.default, derivative=lambda w, x, y: w.reciprocal(x))
@@ -142,16 +142,16 @@ function(
 function(aten.elu.default, derivative=_elu)
 
 function(aten.tanh.default, derivative=lambda w, x, y: w.plus(w.times(w.times(y, y), -1.0), 1.0))
-backward(aten.tanh_backward.default, backward=_tanh_backward)
+gradient(aten.tanh_backward.default, backward=_tanh_backward)
 function(aten.sigmoid.default, derivative=lambda w, x, y: w.minus(y, w.times(y, y)))
-backward(aten.sigmoid_backward.default, backward=gradient_of(aten.sigmoid.default, "result"))
+gradient(aten.sigmoid_backward.default, backward=gradient_of(aten.sigmoid.default, "result"))
 function(aten.relu.default, derivative=lambda w, x, y: step(w, x))
-backward(aten.threshold_backward.default, backward=gradient_of(aten.relu.default, "result", usual=(0,)))
+gradient(aten.threshold_backward.default, backward=gradient_of(aten.relu.default, "result", usual=(0,)))
 function(aten.softplus.default, derivative=lambda w, x, y: w.sigmoid(x), core=_softplus)
-backward(
+gradient(
     aten.softplus_backward.default, backward=gradient_of(aten.softplus.default, "argument", usual=(1, 20))
 )
 function(aten.silu.default, derivative=_silu, core=lambda writer, node, x: writer.times(x, writer.sigmoid(x)))
-backward(aten.silu_backward.default, backward=_silu_backward)
+gradient(aten.silu_backward.default, backward=_silu_backward)
 function(aten.gelu.default, derivative=_gelu, rewrite=_tanh_gelu)
-backward(aten.gelu_backward.default, backward=gradient_of(aten.gelu.default, "argument", usual=("none",)))
+gradient(aten.gelu_backward.default, backward=gradient_of(aten.gelu.default, "argument", usual=("none",)))

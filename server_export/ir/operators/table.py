@@ -1,6 +1,6 @@
 """The table of operators: one row for each, with all that passes know of it.
 
-    row(aten.silu.default, Category.ELEMENTWISE, derivative=_silu_derivative, core=_silu_in_core)
+    row(aten.silu.default, category=Category.ELEMENTWISE, derivative=_silu, core=_silu_in_core)
 
 A row stands in the file of its subject, or in the file of the one peculiarity that it serves. What a pass
 doesn't find in a row it leaves as it is, or refuses.
