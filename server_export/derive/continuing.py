@@ -15,7 +15,7 @@ they carried before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,15 +43,18 @@ from prge.files.signatures import (
 from server_export.ir.block import PORT, Block, is_input, new_input, port_of
 from server_export.ir.mixed_parts import MIXED_PARTS
 from server_export.ir.modules import as_module, copied
+from server_export.ir.operators import Category, members
 from server_export.ir.recurrences import expand, memories
 from server_export.ir.shapes import fill_in_values, resized
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
+from server_export.ir.walks import origin, readers
 from server_export.ir.writer import Writer
 
 aten = torch.ops.aten
 
-_RESHAPES = (aten.reshape.default, aten.view.default)
+_RESHAPES = members(Category.RESHAPE)
 _TRANSPOSITIONS = (aten.transpose.int, aten.permute.default)
+_LAYOUTS = (*_RESHAPES, *_TRANSPOSITIONS)
 # What sinks of an attention are weighed against.
 _TOTAL = aten.logsumexp.default
 _REMEDY = (
@@ -113,7 +116,7 @@ def taken_past(one_row: Block) -> tuple[int, ...]:
         BundleError: they lie otherwise, or only one of them is taken.
     """
     for _, masked in _attentions(one_row.graph_module):
-        sources = [_origin(node) for node in _keys_and_values(masked)]
+        sources = [origin(node, _LAYOUTS) for node in _keys_and_values(masked)]
         taken = [is_input(source[0], TAKEN) for source in sources]
         if any(taken):
             if not all(taken) or not all(_is_in_order(*source) for source in sources):
@@ -137,15 +140,6 @@ def _attentions(graph_module: GraphModule) -> list[tuple[Node, Node]]:
     if len(found) > 1:
         raise BundleError(f"a block has {len(found)} attentions", remedy=_REMEDY)
     return found
-
-
-def _origin(node: Node) -> tuple[Node, list[Node]]:
-    """What a node is another shape of, and the changes of shape and order on the way to it."""
-    steps = list[Node]()
-    while node.target in (*_RESHAPES, *_TRANSPOSITIONS):
-        steps.insert(0, node)
-        (node,) = node.all_input_nodes
-    return node, steps
 
 
 def _is_in_order(taken: Node, steps: Sequence[Node]) -> bool:
@@ -192,13 +186,11 @@ def _is_causal(node: Node) -> bool:
     """Whether a placeholder is a mask f32 [members, tokens, tokens]: a square table that is added."""
     shape = node.meta["val"].shape
     is_table = is_input(node, TABLE) and node.meta["val"].dtype == torch.float32
-    return is_table and shape[1] == shape[2] and all(user.target is aten.add.Tensor for user in _met(node))
-
-
-def _met(node: Node) -> Iterator[Node]:
-    """What reads a value, or a reshape of it."""
-    for user in node.users:
-        yield from _met(user) if user.target in _RESHAPES else [user]
+    return (
+        is_table
+        and shape[1] == shape[2]
+        and all(user.target is aten.add.Tensor for user in readers(node, _RESHAPES))
+    )
 
 
 def _give_rows(graph_module: GraphModule, rows: int) -> None:
@@ -227,9 +219,7 @@ def _give_lora_a(graph_module: GraphModule, port: Port, rows: int) -> None:
     product, *others = lora_b.users
     if others:
         raise BundleError(f"{name} is of a layer that a block asks more than once", remedy=_REMEDY)
-    layer: Any = product.args[0]
-    while layer.target in _RESHAPES:
-        layer = layer.args[0]
+    layer, _ = origin(product.args[0], _RESHAPES)
     if layer.target is not aten.linear.default:
         raise BundleError(f"what {name} multiplies comes from {layer.format_node()}", remedy=_REMEDY)
     source, matrix = layer.args
@@ -270,7 +260,9 @@ def _attend(
     value_width = values.meta["val"].shape[-1]
     members = table.meta["val"].shape[0]
     given = partial(_given, graph_module)
-    taken = [source for source, _ in map(_origin, (keys, values)) if is_input(source, TAKEN)]
+    taken = [
+        source for source, _ in (origin(node, _LAYOUTS) for node in (keys, values)) if is_input(source, TAKEN)
+    ]
     changes = all(source.meta[PORT].changes for source in taken)
     past_keys = given(Port(PAST_KEYS, changes=changes), heads, past, width)
     past_values = given(Port(PAST_VALUES, changes=changes), heads, past, value_width)
@@ -364,9 +356,7 @@ def _simplify_shapes(graph_module: GraphModule) -> None:
         if node.target in _TRANSPOSITIONS and _moves_ones(node):
             node.target, node.args = aten.view.default, (node.args[0], [*node.meta["val"].shape])
         if node.target in _RESHAPES:
-            source = node.args[0]
-            while source.target in _RESHAPES:
-                source = source.args[0]
+            source, _ = origin(node.args[0], _RESHAPES)
             if source.meta["val"].shape == node.meta["val"].shape:
                 node.replace_all_uses_with(source)
             else:

@@ -15,6 +15,12 @@ import sys
 from typing import Any
 
 import torch
+from torch.fx import Node
+
+from server_export.ir.operators import Category, row
+from server_export.ir.operators.products import product_jvp
+from server_export.ir.tangents import Dual, Interleaved, Tangents
+from server_export.ir.writer import Writer
 
 aten = torch.ops.aten
 
@@ -63,3 +69,30 @@ class MixedParts(torch.autograd.Function):
         by_before, by_past_values = part(of_past, past_values)
         by_within, by_values = part(of_own, values)
         return by_before, by_within, by_past_values, by_values
+
+
+def _jvp(t: Tangents, node: Node, before: Dual, within: Dual, *mixed_in: Dual) -> Dual:
+    """With p = softmax(s): d(p v) = (p ds) v + p dv - (sum of p ds) p v."""
+    past = before.shape[-1]
+    weights = t.call(aten.softmax.int, t.call(aten.cat.default, [before.primal, within.primal], -1), -1)
+    totals, terms = [], []
+    bounds = (0, past), (past, sys.maxsize)
+    for scores, values, part in zip((before, within), mixed_in, bounds, strict=True):
+        weight = t.call(aten.slice.Tensor, weights, -1, *part)
+        weighted = t.times(*Interleaved.of(scores).meeting(weight))
+        totals.append(t.total(weighted))
+        terms.append(Interleaved.of(product_jvp(t, Interleaved(t, weight, weighted), values)))
+    primal = t.plus(*(each.primal for each in terms))
+    mixed, moved = terms[0].meeting(primal)
+    moved = t.plus(moved, terms[1].meeting(primal)[1])
+    total = t.reshape(t.plus(*totals), [*moved.meta["val"].shape[:-1], 1])
+    return Interleaved(t, primal, t.minus(moved, t.times(total, mixed)))
+
+
+def _in_core(writer: Writer, node: Node, before: Node, within: Node, past_values: Node, values: Node) -> Node:
+    scores = writer.call(aten.cat.default, [before, within], -1)
+    weights = writer.call(aten._softmax.default, scores, -1, False)
+    return writer.call(aten.bmm.default, weights, writer.call(aten.cat.default, [past_values, values], 1))
+
+
+row(MIXED_PARTS, category=Category.FUSED, jvp=_jvp, core=_in_core, autograd=MixedParts.apply)

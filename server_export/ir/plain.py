@@ -15,28 +15,16 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from server_export.ir import rewriting
+from server_export.ir.operators import Category, differentiable, members, rules
+from server_export.ir.rewriting import rewrite
 from server_export.ir.shapes import without_memory
 
 aten = torch.ops.aten
 
-# Those that tangents have rules for, beside what is rewritten before.
-DIFFERENTIABLE = frozenset(
-    f"aten.{name}"
-    for name in """
-    _log_softmax.default abs.default add.Tensor bmm.default cat.default clamp.default constant_pad_nd.default
-    cos.default cumsum.default div.Tensor elu.default erf.default exp.default expand.default expm1.default
-    flip.default full_like.default gather.default gelu.default gt.Scalar gt.Tensor index_select.default
-    leaky_relu.default linear.default log.default log1p.default logsumexp.default lt.Scalar lt.Tensor
-    masked_fill.Scalar maximum.default mean.dim minimum.default mul.Tensor neg.default permute.default
-    pow.Tensor_Scalar reciprocal.default relu.default repeat.default reshape.default rsqrt.default
-    scatter.value sigmoid.default silu.default sin.default slice.Tensor softmax.int softplus.default
-    sqrt.default sub.Tensor sum.dim_IntList t.default tanh.default topk.default transpose.int view.default
-    where.self
-    """.split()
+_KEPT = (
+    *(Category.IDENTITY, Category.CAST, Category.CAST_LIKE, Category.SPLIT),
+    *(Category.EXPAND, Category.EXPAND_LIKE),
 )
-
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def take_apart(graph_module: GraphModule, declined: bool = False) -> None:
@@ -46,34 +34,37 @@ def take_apart(graph_module: GraphModule, declined: bool = False) -> None:
         graph_module: as it was traced.
         declined: it was rewritten, and what rules of rewriting know is taken apart too: they left it.
     """
-    known = DIFFERENTIABLE | {str(target) for target in rewriting.KEPT}
-    known |= set() if declined else set(rewriting.RULES)
-    meant = set(rewriting.RULES) if declined else None
+    rewritten = rules("rewrite").keys()
+    # What is taken out, or read by rules for what is made of it.
+    kept = members(*_KEPT)
+    known = differentiable() if declined else differentiable() | rewritten
     unknown = [
         node
         for node in graph_module.graph.nodes
         if str(node.target) not in known
-        and (meant is None or str(node.target) in meant)
+        and node.target not in kept
+        and (str(node.target) in rewritten or not declined)
         and _computes_floats(node)
     ]
     if not unknown:
         return
     for node in unknown:
         _take_apart(graph_module.graph, node)
+    views = members(Category.RESHAPE)
     for node in graph_module.graph.nodes:
-        if node.target in _VIEWS:
+        if node.target in views:
             # What it looks at may lie otherwise now.
             node.target = aten.reshape.default
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     if declined:
-        rewriting.rewrite(graph_module)
+        rewrite(graph_module)
 
 
 def unknown_operators(graph_module: GraphModule) -> dict[str, Node]:
     """Operators of numbers without a derivative in a graph that was rewritten, each with its first node."""
-    nodes = [node for node in graph_module.graph.nodes if _computes_floats(node)]
-    return {str(node.target): node for node in reversed(nodes) if str(node.target) not in DIFFERENTIABLE}
+    nodes, known = [node for node in graph_module.graph.nodes if _computes_floats(node)], differentiable()
+    return {str(node.target): node for node in reversed(nodes) if str(node.target) not in known}
 
 
 def _computes_floats(node: Node) -> bool:

@@ -4,8 +4,7 @@
 
 The logit at the index, and the sum of the exponentials of all, both after `shift` is taken from the logits.
 With the sums of all pieces, log p = logit - log(sum); `prge.learning.vocabulary` adds them up. A traced graph
-keeps the operator whole, so that what is made of the graph has a short form of it and needn't look for it:
-tangents (derive/tangent/rules.py), a backward pass (`SoftmaxParts`), operators of the engine (core.py).
+keeps the operator whole, so that what is made of the graph has a short form of it and needn't look for it.
 """
 
 from __future__ import annotations
@@ -13,6 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx import Node
+
+from server_export.ir.operators import Category, row
+from server_export.ir.tangents import Dual, Tangents, shape_of
+from server_export.ir.writer import Writer
 
 aten = torch.ops.aten
 
@@ -46,3 +50,27 @@ class SoftmaxParts(torch.autograd.Function):
         exponentials, index = ctx.saved_tensors
         of_chosen, of_total = slopes.split(1, -1)
         return (exponentials * of_total).scatter_add(-1, index, of_chosen), None, None
+
+
+def _jvp(t: Tangents, node: Node, logits: Dual, shift: Node, index: Node) -> Dual:
+    one, shape = t.one_of(index), shape_of(index)
+    shifted = t.minus(logits.primal, t.one_of(shift))
+    exponentials = t.exp(shifted)
+
+    def parts(part: Node, weighted: Node, count: int) -> Node:
+        places = t.call(aten.expand.default, one, [count, *shape])
+        chosen = t.call(aten.gather.default, part, -1, places)
+        return t.call(aten.cat.default, [chosen, t.total(weighted)], -1)
+
+    tangents = parts(logits.tangents, t.times(exponentials, logits.tangents), t.queries)
+    return Dual(t, parts(shifted, exponentials, 1), tangents)
+
+
+def _in_core(writer: Writer, node: Node, logits: Node, shift: Node, index: Node) -> Node:
+    """The shift is taken from what was chosen once more: there are far fewer of these than of all."""
+    total = writer.total(writer.exp(writer.minus(logits, shift)))
+    chosen = writer.minus(writer.call(aten.gather.default, logits, -1, index), shift)
+    return writer.call(aten.cat.default, [chosen, total], -1)
+
+
+row(SOFTMAX_PARTS, category=Category.FUSED, jvp=_jvp, core=_in_core, autograd=SoftmaxParts.apply)

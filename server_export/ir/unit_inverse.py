@@ -18,6 +18,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx import Node
+
+from server_export.ir.operators import Category, row
+from server_export.ir.operators.products import product_jvp
+from server_export.ir.tangents import Dual, Tangents
+from server_export.ir.writer import Writer
+
+aten = torch.ops.aten
 
 torch.library.define("prge::unit_inverse", "(Tensor below, Tensor one, Tensor[] halves) -> Tensor")
 
@@ -50,3 +58,22 @@ class UnitInverse(torch.autograd.Function):
         (inverse,) = ctx.saved_tensors
         turned = inverse.transpose(1, 2)
         return -torch.bmm(torch.bmm(turned, slope), turned), None, None
+
+
+def _jvp(t: Tangents, node: Node, below: Dual, *tables: Any) -> Dual:
+    """d(X) = -X d(below) X."""
+    inverse = t.call(node.target, below.value, *tables)
+    moved = product_jvp(t, product_jvp(t, inverse, below), inverse)
+    return Dual(t, t.one_of(inverse), t.negative(moved.tangents))
+
+
+def _in_core(writer: Writer, node: Node, below: Node, one: Node, halves: list[Node]) -> Node:
+    """Blocks of 1, 2, 4, ... rows, those of each in turn by the one before; with one row all are 1."""
+    inverse = writer.minus(one, writer.times(below, halves[0]))
+    for half in halves[1:]:
+        product = writer.call(aten.bmm.default, inverse, writer.times(below, half))
+        inverse = writer.minus(inverse, writer.call(aten.bmm.default, product, inverse))
+    return inverse
+
+
+row(UNIT_INVERSE, category=Category.FUSED, jvp=_jvp, core=_in_core, autograd=UnitInverse.apply)

@@ -21,6 +21,7 @@ from server_export.ir.markers import BATCH, COPIES, TOKENS
 from server_export.ir.modules import as_module, copied, remove_unused_attributes
 from server_export.ir.rewriting import remove_identities
 from server_export.ir.shapes import without_memory
+from server_export.ir.walks import descendants
 from server_export.model.quantization import (
     EMBEDDING_BYTES,
     GROUP_SIZE,
@@ -229,15 +230,8 @@ def _is_frozen_layer(node: Node) -> bool:
 
 def _chooses(layer: Node) -> bool:
     """Whether experts are chosen by what a layer says: rounded, a router would choose others."""
-    ahead, seen = [*layer.users], set[Node]()
-    while ahead:
-        node = ahead.pop()
-        if node.target is aten.topk.default:
-            return True
-        if node not in seen and node.target is not aten.linear.default:
-            seen.add(node)
-            ahead += node.users
-    return False
+    reached = descendants(layer.users, until=lambda node: node.target is aten.linear.default)
+    return any(node.target is aten.topk.default for node in reached)
 
 
 def _is_of_adapter(name: str) -> bool:

@@ -13,7 +13,7 @@ is parted at its experts, which are blocks of their own; server_export/trace/exp
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -38,8 +38,10 @@ from prge.files.signatures import (
 from prge.model_spec import Matrix
 from server_export.ir.block import PORT, Block, new_input
 from server_export.ir.modules import as_module, attribute
+from server_export.ir.operators import Category, members
 from server_export.ir.shapes import without_memory
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
+from server_export.ir.walks import ancestors, descendants, readers
 from server_export.trace.experts import parted_at_experts
 from server_export.trace.layers import Stretch, Values, ends_of_layers, of_layers
 
@@ -85,7 +87,7 @@ def cut(graph_module: GraphModule, adapter: Mapping[str, Matrix], table: Any) ->
     nodes = list(graph_module.graph.nodes)
     (output,) = (node for node in nodes if node.op == "output")
     source = next(node for node in nodes if node.op == "placeholder")
-    flow = reached([source])
+    flow = descendants([source])
     answer = output.args[0][0]
     stretches = of_layers(nodes, flow, answer) or _where_one_is_alive(nodes, flow, source, answer, adapter)
     if len(stretches) < _LEAST:
@@ -143,18 +145,6 @@ def kinds(blocks: Sequence[ModelBlock]) -> list[int]:
     return [first.setdefault(block.signature, number) for number, block in enumerate(blocks)]
 
 
-def reached(sources: Iterable[Node]) -> set[Node]:
-    """All nodes that depend on some, with them."""
-    found: set[Node] = set()
-    ahead = list(sources)
-    while ahead:
-        node = ahead.pop()
-        if node not in found:
-            found.add(node)
-            ahead.extend(node.users)
-    return found
-
-
 def _points(nodes: Sequence[Node], source: Node, flow: set[Node]) -> list[Node]:
     """States float32 [rows, tokens, width] that are alone alive of what depends on the source."""
     place = {node: index for index, node in enumerate(nodes)}
@@ -180,39 +170,16 @@ def _points(nodes: Sequence[Node], source: Node, flow: set[Node]) -> list[Node]:
     return points
 
 
-def _between(ends: Values, starts: Values) -> set[Node]:
-    """What is computed of `starts` on the way to `ends`, with all that it needs besides."""
-    found: set[Node] = set()
-    ahead = [*ends]
-    while ahead:
-        node = ahead.pop()
-        if node not in starts and node not in found:
-            found.add(node)
-            ahead.extend(node.all_input_nodes)
-    return found
-
-
 def _frozen_shapes(end: Node, start: Node, adapter: Collection[str]) -> tuple[Any, ...]:
     """Shapes of the weights that a stretch reads, but for those of an adapter, in the order of their use."""
-    needed = _between((end,), (start,))
+    needed = ancestors([end], without=[start])
     by_adapter = {node for node in needed if node.op == "placeholder" and str(node.target) in adapter}
-    shapes = []
+    shapes, reshapes = [], members(Category.RESHAPE)
     for node in end.graph.nodes:
-        if node in needed and not by_adapter.intersection(_nearby(node)):
+        met = {each for user in readers(node, reshapes) for each in user.all_input_nodes}
+        if node in needed and not by_adapter & met:
             shapes += [tuple(n.meta["val"].shape) for n in node.all_input_nodes if n.op == "get_attr"]
     return tuple(shapes)
-
-
-def _nearby(node: Node) -> set[Node]:
-    """What a node's answer meets, after changes of shape."""
-    found: set[Node] = set()
-    ahead = list(node.users)
-    while ahead:
-        user = ahead.pop()
-        found.update(user.all_input_nodes)
-        if user.target in (torch.ops.aten.reshape.default, torch.ops.aten.view.default):
-            ahead.extend(user.users)
-    return found
 
 
 def _last_of_blocks(shapes: Sequence[Any], has_head: bool) -> list[int]:
@@ -241,7 +208,7 @@ def _last_of_blocks(shapes: Sequence[Any], has_head: bool) -> list[int]:
 
 
 def _is_adapted(end: Node, start: Node, adapter: Collection[str]) -> bool:
-    needed = _between((end,), (start,))
+    needed = ancestors([end], without=[start])
     return any(node.op == "placeholder" and str(node.target) in adapter for node in needed)
 
 
@@ -265,7 +232,7 @@ def _block(
     source: Node,
     shared: Mapping[Node, int],
 ) -> ModelBlock:
-    needed = _between((*stretch.ends, *stretch.gives), (*stretch.starts, *stretch.takes))
+    needed = ancestors([*stretch.ends, *stretch.gives], without=[*stretch.starts, *stretch.takes])
     graph = Graph()
     values: dict[Node, Node] = {}
     packing = _Packing(graph, tuple(source.meta["val"].shape))

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from prge.errors import Refusal
+from server_export.ir.walks import descendants
 from server_export.trace.layers import Stretch, Values
 
 
@@ -76,11 +77,6 @@ def parted_at_experts(
 
 def _beside(nodes: Sequence[Node], flow: set[Node], experts: Sequence[Node]) -> Values:
     """What passes by the first of some experts: needed behind them, and computed without any of them."""
-    behind, ahead = set[Node](), [*experts]
-    while ahead:
-        node = ahead.pop()
-        if node not in behind:
-            behind.add(node)
-            ahead += node.users
+    behind = descendants(experts)
     before = flow - behind
     return tuple(node for node in nodes if node in before and behind.intersection(node.users) - {experts[0]})

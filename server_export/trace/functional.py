@@ -14,14 +14,14 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from server_export.ir.constants import is_foldable
+from server_export.ir.folding import is_foldable
 from server_export.ir.modules import attribute
+from server_export.ir.operators import Category, members, rules
 from server_export.ir.rewriting import remove_identities
-from server_export.ir.writer import Rule, Writer, apply_rules, registrar
+from server_export.ir.writer import apply_rules
 
 aten = torch.ops.aten
 
-_TRANSPOSED = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default)
 # What has the shape of something else, and one number everywhere.
 _FILLS: dict[Any, Any] = {
     aten.zeros_like.default: 0,
@@ -33,8 +33,6 @@ _FILLS: dict[Any, Any] = {
 }
 _MATRIX = 2
 _STACK = "nn_module_stack"
-RULES: dict[str, Rule] = {}
-_rule = registrar(RULES)
 
 
 def functional_graph(program: ExportedProgram) -> GraphModule:
@@ -59,7 +57,7 @@ def functional_graph(program: ExportedProgram) -> GraphModule:
     _write_layers(graph_module)
     if changes_values:
         remove_identities(graph_module.graph)
-        apply_rules(graph_module, RULES)
+        apply_rules(graph_module, rules("functional"))
         stack: Any = {}
         for node in graph_module.graph.nodes:
             # What rules wrote stands behind what it is made of.
@@ -119,47 +117,11 @@ def _fold_numbers(graph_module: GraphModule) -> None:
 
 def _write_layers(graph_module: GraphModule) -> None:
     """Write products with a weight that is transposed as layers, in place."""
+    orders = members(Category.PERMUTE)
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.matmul.default):
         states, turned = node.args
-        source: Any = turned.args[0] if turned.target in _TRANSPOSED else None
+        source: Any = turned.args[0] if turned.target in orders else None
         if source is not None and source.op == "get_attr" and source.meta["val"].dim() == _MATRIX:
             node.target, node.args = aten.linear.default, (states, source)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
-
-
-@_rule(aten.view.default, aten._unsafe_view.default)
-def _view(writer: Writer, node: Node, source: Node, *_: Any) -> Node:
-    return writer.reshape(source, node.meta["val"].shape)
-
-
-@_rule(aten.copy.default)
-def _copy(writer: Writer, node: Node, target: Node, source: Node, *_: Any) -> Node | None:
-    values = (target.meta["val"], source.meta["val"])
-    return source if len({(value.shape, value.dtype) for value in values}) == 1 else None
-
-
-@_rule(aten.permute.default)
-def _permute(writer: Writer, node: Node, source: Node, order: list[int]) -> Node | None:
-    """What takes another change of order back leaves none."""
-    first: Any = source.args[1] if source.target is aten.permute.default else []
-    taken_back = [first[dim] for dim in order] == list(range(len(order))) if first else False
-    return source.all_input_nodes[0] if taken_back else None
-
-
-@_rule(aten.slice.Tensor)
-def _slice(writer: Writer, node: Node, source: Node, *bounds: Any) -> Node | None:
-    """What was just put there."""
-    return source.all_input_nodes[1] if _is_put_at(source, bounds) else None
-
-
-@_rule(aten.slice_scatter.default)
-def _slice_scatter(writer: Writer, node: Node, source: Node, part: Node, *bounds: Any) -> Node | None:
-    """What is put over what was just put there."""
-    if not _is_put_at(source, bounds):
-        return None
-    return writer.call(aten.slice_scatter.default, source.all_input_nodes[0], part, *bounds)
-
-
-def _is_put_at(node: Node, bounds: tuple[Any, ...]) -> bool:
-    return node.target is aten.slice_scatter.default and node.args[2:] == bounds

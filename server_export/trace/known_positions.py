@@ -12,22 +12,17 @@ from torch.fx.node import map_aggregate
 
 from server_export.ir.markers import BATCH, COPIES, TOKENS
 from server_export.ir.modules import attribute
-from server_export.ir.rewriting import KEPT
+from server_export.ir.operators import Category, members
 from server_export.ir.shapes import resized
 from server_export.trace.tables import TABLE, ModelTables
 
 aten = torch.ops.aten
 
 # What only lays numbers out in another way.
-_LAYOUTS = {
-    *KEPT,
-    aten.view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.permute.default,
-    aten.transpose.int,
-}
+_LAYOUTS = members(
+    *(Category.IDENTITY, Category.CAST, Category.CAST_LIKE, Category.SPLIT, Category.RESHAPE),
+    *(Category.SQUEEZE, Category.PERMUTE, Category.EXPAND, Category.EXPAND_LIKE),
+)
 # Positions that a table may have before those of a row.
 _MOST_MORE = 8
 

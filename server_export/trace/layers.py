@@ -18,10 +18,12 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Node
 
+from server_export.ir.operators import Category, members
+
 aten = torch.ops.aten
 
 _PARTS = (aten.select.int, aten.slice.Tensor)
-_SHAPES = (aten.reshape.default, aten.view.default)
+_SHAPES = members(Category.RESHAPE)
 
 Values: TypeAlias = tuple[Node, ...]
 

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from prge.errors import Refusal
 from server_export.ir.markers import BATCH, COPIES, TOKENS
 from server_export.ir.modules import attribute
+from server_export.ir.operators import Category, members
 from server_export.ir.shapes import resized
 from server_export.ir.writer import Writer
 from server_export.trace.known_positions import Positions
@@ -23,7 +24,7 @@ from server_export.trace.tables import ModelTable, ModelTables, asked
 
 aten = torch.ops.aten
 
-_ARITHMETIC = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+_ARITHMETIC = members(Category.ARITHMETIC)
 _REMEDY = "this architecture isn't supported; take another checkpoint, and please report it"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from server_export.ir.operators import Category, members
 from server_export.ir.writer import Writer
 
 aten = torch.ops.aten
@@ -15,9 +16,8 @@ aten = torch.ops.aten
 # Scores that are this low are hidden.
 HIDDEN = -1e4
 LAYOUTS = {
-    *(aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.slice.Tensor, aten.to.dtype),
-    *(aten.expand.default, aten.clone.default, aten.alias.default, aten._unsafe_view.default),
-    aten.squeeze.dim,
+    *members(Category.IDENTITY, Category.RESHAPE, Category.SQUEEZE, Category.EXPAND),
+    *(aten.slice.Tensor, aten.to.dtype, aten.clone.default),
 }
 PRODUCTS = {aten.matmul.default, aten.bmm.default}
 # The numbers of a node that depends on positions alone; None of any other.

@@ -26,7 +26,9 @@ from prge.model_spec import Matrix
 from server_export.adapter.layers import CallInputs
 from server_export.checkpoint.classifier import states_of
 from server_export.ir.markers import BATCH, TOKENS
+from server_export.ir.operators import Category, members
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
+from server_export.ir.walks import readers
 from server_export.trace import attention, patterns
 from server_export.trace.functional import functional_graph
 from server_export.trace.model_graph import WHOLE_PREFIX as WHOLE_PREFIX
@@ -37,9 +39,8 @@ from server_export.trace.tables import ModelTables
 
 aten = torch.ops.aten
 _LAID_OUT = {
-    *(aten.expand.default, aten.reshape.default, aten.view.default, aten.unsqueeze.default),
-    *(aten.slice.Tensor, aten.clone.default, aten.contiguous.default, aten.to.dtype, aten.alias.default),
-    *(aten.detach_.default, aten._assert_tensor_metadata.default),
+    *members(Category.IDENTITY, Category.CAST, Category.RESHAPE, Category.SQUEEZE, Category.EXPAND),
+    *(aten.slice.Tensor, aten.detach_.default, aten._assert_tensor_metadata.default),
 }
 
 
@@ -247,13 +248,9 @@ def _adds(exported: ExportedProgram) -> bool:
     What its classification head counts is no padding of scores.
     """
     (beside,) = (n for n in exported.graph.find_nodes(op="placeholder") if n.name == "beside")
-    ahead = [beside]
-    while ahead:
-        for user in ahead.pop().users:
-            if user.target in _LAID_OUT:
-                ahead.append(user)
-            elif user.target is aten.ge.Scalar and user.args[1] == attention.LEAST_SEEN:
-                continue
-            elif user.op != "output" and user.target not in (aten.add.Tensor, aten.add_.Tensor):
-                return False
-    return True
+    return all(
+        user.op == "output"
+        or user.target in (aten.add.Tensor, aten.add_.Tensor)
+        or (user.target is aten.ge.Scalar and user.args[1] == attention.LEAST_SEEN)
+        for user in readers(beside, _LAID_OUT)
+    )

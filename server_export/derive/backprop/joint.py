@@ -13,7 +13,6 @@ runs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,27 +21,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from prge.errors import BundleError, refused_as
-from server_export.derive.backprop.choosing import Gather, largest
 from server_export.derive.backprop.layers import FROZEN, Expansion, Layer, replace_layers
-from server_export.derive.backprop.rules import ONES, RULES
+from server_export.derive.backprop.rules import ONES, decompositions, through, write_backward
 from server_export.ir.block import PORT, port_of
-from server_export.ir.mixed_parts import MIXED_PARTS, MixedParts
 from server_export.ir.modules import as_module, attribute, copied
 from server_export.ir.rewriting import rewrite
 from server_export.ir.shapes import fill_in_values
-from server_export.ir.softmax_parts import SOFTMAX_PARTS, SoftmaxParts
-from server_export.ir.unit_inverse import UNIT_INVERSE, UnitInverse
-from server_export.ir.writer import apply_rules
+from server_export.ir.walks import ancestors
 
-# What autograd goes through instead of an operator; a view of the engine asks nothing of strides.
-_WITH_A_BACKWARD_PASS = {
-    SOFTMAX_PARTS: SoftmaxParts.apply,
-    MIXED_PARTS: MixedParts.apply,
-    UNIT_INVERSE: UnitInverse.apply,
-    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
-    torch.ops.aten.gather.default: Gather.apply,
-    torch.ops.aten.topk.default: largest,
-}
 REMEDY = "leave back out of --roles, and please report it with the name of the model"
 
 SLOPE = "slope"
@@ -96,23 +82,16 @@ def backpropagate(
         return (*answers, *found) if with_answer else found
 
     with torch.enable_grad():
-        traced = make_fx(joint, decomposition_table=_plainer())(*tensors, *inputs.values())
+        traced = make_fx(joint, decomposition_table=decompositions())(*tensors, *inputs.values())
     result = _rebuilt(graph_module, traced.graph, constants, list(inputs), layers)
     fill_in_values(result)
-    apply_rules(result, RULES)
+    write_backward(result)
     rewrite(result, has_weights=False)
     for node in result.graph.find_nodes(op="placeholder", target=ONES):
         if not node.users:
             result.graph.erase_node(node)
     result.recompile()
     return result
-
-
-@cache
-def _plainer() -> dict[Any, Any]:
-    """How PyTorch takes apart what autograd writes, where no rule does."""
-    table = torch.export.default_decompositions().items()
-    return {target: way for target, way in table if "_backward" in str(target) and str(target) not in RULES}
 
 
 def _inputs(
@@ -136,10 +115,7 @@ def _inputs(
 def _run(graph: Graph, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The graph's answers of inputs and constants by name; what it doesn't depend on isn't computed."""
     output = graph.output_node()
-    needed = {output}
-    for node in reversed(graph.nodes):
-        if node in needed:
-            needed.update(node.all_input_nodes)
+    needed = ancestors([output])
     values: dict[Node, Any] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -149,8 +125,7 @@ def _run(graph: Graph, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
                 # Autograd would go through it, and find the slope of rounding: 0.
                 raise BundleError(f"the quantized operator {node.target} is in no layer", remedy=REMEDY)
             arguments, named = map_arg((node.args, node.kwargs), values.__getitem__)
-            target: Any = _WITH_A_BACKWARD_PASS.get(node.target, node.target)
-            values[node] = target(*arguments, **named)
+            values[node] = through(node.target)(*arguments, **named)
     return [values[answer] for answer in output.args[0]]
 
 

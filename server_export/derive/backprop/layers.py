@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 
 from server_export.ir.modules import attribute
+from server_export.ir.shapes import without_memory
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
+from server_export.ir.writer import Writer
 from server_export.model.quantization import int8_weight
 
 aten = torch.ops.aten
@@ -91,7 +92,7 @@ class Layer:
 
 def replace_layers(graph_module: GraphModule) -> list[Layer]:
     """Make one operator of every linear layer with a constant weight, in place; numbered in order."""
-    graph, layers = graph_module.graph, list[Layer]()
+    graph, layers, writer = graph_module.graph, list[Layer](), Writer(graph_module)
     is_head = any(node.target is SOFTMAX_PARTS for node in graph.nodes)
     for node in list(graph.nodes):
         if node.target is not aten.linear.default:
@@ -103,10 +104,7 @@ def replace_layers(graph_module: GraphModule) -> list[Layer]:
         layer = replace(layer, is_head=is_head)
         if layer.scales is not None:
             source = layer.scales.args[0]
-        with graph.inserting_before(node):
-            new = graph.call_function(FROZEN, (source, len(layers), *layer.widths, False))
-        new.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(new)
+        writer.replace(node, Writer.call, FROZEN, source, len(layers), *layer.widths, False)
         layers.append(layer)
     # The chains stay in the graph: what is expanded is copied from them.
     return layers
@@ -138,7 +136,8 @@ class Expansion:
         self.root = root
         self.graph = graph
         self.layers = layers
-        self.copy = copy
+        self._writer = Writer(root, graph=graph)
+        self._copy = copy
 
     def write(self, node: Node) -> Node:
         """What takes the place of one frozen layer, written before it."""
@@ -148,81 +147,78 @@ class Expansion:
             if transposed:
                 return self._backward(source, layer)
             if layer.scales is None:
-                weight = self.copy(layer.weight)
+                weight = self._constant_of(layer.weight)
             else:
                 source = self._rounded(source, layer.scales)
-                weight = self._dequantized(layer.weight, *map(self.copy, _tensors(layer.weight)))
-            bias = () if layer.bias is None else (self.copy(layer.bias),)
-            return self._call(aten.linear.default, source, weight, *bias)
+                weight = self._dequantized(layer.weight, *map(self._constant_of, _tensors(layer.weight)))
+            bias = () if layer.bias is None else (self._constant_of(layer.bias),)
+            return self._writer.call(aten.linear.default, source, weight, *bias)
 
     def _backward(self, source: Node, layer: Layer) -> Node:
+        writer = self._writer
         if layer.scales is None:
             weight = _transposed(attribute(self.root, str(layer.weight.target)).detach())
             name, *_ = transposed_names(str(layer.weight.target))
             # A row spreads one number over itself.
             product = aten.mul.Tensor if weight.dim() == 1 else aten.linear.default
-            return self._call(product, source, self._constant(name, weight))
+            return writer.call(product, source, self._constant(name, weight))
         parts = [str(node.target) for node in _tensors(layer.weight)]
         backward = transposed_codes(*(attribute(self.root, part) for part in parts))
         names = transposed_names(parts[0])
-        tensors = [self._constant(name, tensor) for name, tensor in zip(names, backward, strict=True)]
+        codes, *scales = (self._constant(name, tensor) for name, tensor in zip(names, backward, strict=True))
         rows = source.meta["val"].shape[-2]
         if layer.is_head:
             source = self._large_and_small(source)
         rounded = self._rounded(source, layer.scales)
-        width_out = layer.widths[1]
-        dequantized = self._call(
-            torch.ops.torchao.dequantize_affine.default,
-            tensors[0], [1, width_out], *tensors[1:], torch.int8, -128, 127,
-        )  # fmt: skip
-        found = self._call(aten.linear.default, rounded, dequantized)
+        block = [1, layer.widths[1]]
+        restore = torch.ops.torchao.dequantize_affine.default
+        weight = writer.call(restore, codes, block, *scales, torch.int8, -128, 127)
+        result = writer.call(aten.linear.default, rounded, weight)
         if not layer.is_head:
-            return found
-        large, small = (self._call(aten.slice.Tensor, found, -2, start, start + rows) for start in (0, rows))
-        return self._call(aten.add.Tensor, large, small)
+            return result
+        parts_of_rows = (
+            writer.call(aten.slice.Tensor, result, -2, start, start + rows) for start in (0, rows)
+        )
+        return writer.plus(*parts_of_rows)
 
     def _large_and_small(self, source: Node) -> Node:
         """Rows [..., n, words] as [..., 2 n, words]: values above a limit, and then the others.
 
         Which is which is written as arithmetic: XNNPACK has no comparison.
         """
-        sizes = self._valued(aten.abs.default, source)
-        total = self._valued(aten.sum.dim_IntList, sizes, [-1], True)
-        limit = self._valued(aten.add.Tensor, self._valued(aten.mul.Tensor, total, _SMALL), _TINY)
-        above = self._valued(aten.mul.Tensor, sizes, self._valued(aten.reciprocal.default, limit))
-        steep = self._valued(aten.mul.Tensor, self._valued(aten.sub.Tensor, above, 1.0), _STEEP)
-        large = self._valued(aten.mul.Tensor, source, self._valued(aten.clamp.default, steep, 0.0, 1.0))
-        small = self._valued(aten.sub.Tensor, source, large)
-        return self._valued(aten.cat.default, [large, small], -2)
+        writer = self._writer
+        sizes = writer.call(aten.abs.default, source)
+        total = writer.call(aten.sum.dim_IntList, sizes, [-1], True)
+        limit = writer.plus(writer.times(total, _SMALL), _TINY)
+        steep = writer.times(writer.minus(writer.times(sizes, writer.reciprocal(limit)), 1.0), _STEEP)
+        large = writer.times(source, writer.call(aten.clamp.default, steep, 0.0, 1.0))
+        return writer.call(aten.cat.default, [large, writer.minus(source, large)], -2)
 
     def _rounded(self, source: Node, like: Node) -> Node:
         """Activations quantized row by row and back, as another layer does it."""
         block = [*(1 for _ in source.meta["val"].shape[:-1]), int(source.meta["val"].shape[-1])]
-        ops = torch.ops.torchao
+        ops, call = torch.ops.torchao, self._writer.call
         _, mapping, _, *rest = like.args
-        chosen = self._call(ops.choose_qparams_affine.default, source, mapping, block, *rest)
-        parameters = [self._call(operator.getitem, chosen, index) for index in range(2)]
+        chosen = call(ops.choose_qparams_affine.default, source, mapping, block, *rest)
+        parameters = [call(operator.getitem, chosen, index) for index in range(2)]
         limits = (rest[0], *rest[1:3])
-        codes = self._call(ops.quantize_affine.default, source, block, *parameters, *limits)
-        return self._call(ops.dequantize_affine.default, codes, block, *parameters, *limits)
+        codes = call(ops.quantize_affine.default, source, block, *parameters, *limits)
+        return call(ops.dequantize_affine.default, codes, block, *parameters, *limits)
 
     def _dequantized(self, weight: Node, codes: Node, scale: Node, zero: Node) -> Node:
         _, block, _, _, *range_of_codes = weight.args
-        return self._call(weight.target, codes, block, scale, zero, *range_of_codes)
+        return self._writer.call(weight.target, codes, block, scale, zero, *range_of_codes)
+
+    def _constant_of(self, node: Node) -> Node:
+        """The copy of a constant."""
+        copy = self._copy(node)
+        copy.meta.setdefault("val", without_memory(node.meta["val"]))
+        return copy
 
     def _constant(self, name: str, tensor: torch.Tensor) -> Node:
         if not hasattr(self.root, name):
             self.root.register_buffer(name, tensor)
-        return self.graph.get_attr(name)
-
-    def _call(self, target: Any, *arguments: Any) -> Node:
-        return self.graph.call_function(target, arguments)
-
-    def _valued(self, target: Any, *arguments: Any) -> Node:
-        """A call whose node carries the shape of its value."""
-        node = self._call(target, *arguments)
-        node.meta["val"] = target(*map_arg(arguments, lambda each: each.meta["val"]))
-        return node
+        return self._writer.attribute(name, tensor)
 
 
 def with_transposed(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:

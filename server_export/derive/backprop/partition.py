@@ -27,6 +27,7 @@ from server_export.derive.backprop.joint import REMEDY, SLOPE
 from server_export.derive.backprop.rules import ONES
 from server_export.ir.block import new_input
 from server_export.ir.modules import as_module
+from server_export.ir.walks import ancestors, descendants
 
 aten = torch.ops.aten
 
@@ -62,7 +63,7 @@ def partition(
     answer, *given = outputs[:answers]
     slopes = outputs[answers:]
     whole = batch * tokens
-    of_changing = _leading_from(joint.graph, [n for n in joint.graph.nodes if n.target in changing])
+    of_changing = descendants(n for n in joint.graph.nodes if n.target in changing)
 
     def may_be_saved(node: Node) -> bool:
         value = node.meta["val"]
@@ -87,8 +88,8 @@ def _smallest_cut(
     graph: Graph, slopes: Sequence[Node], layers: Sequence[Node], may_be_saved: Callable[[Node], bool]
 ) -> list[Node]:
     """The values to save, in order, so that no layer is computed again."""
-    of_slope = _leading_from(graph, [node for node in graph.nodes if _is_slope(node)])
-    inside = (_leading_from(graph, layers) & _leading_to(slopes, ())) - of_slope
+    of_slope = descendants(filter(_is_slope, graph.nodes)) - {graph.output_node()}
+    inside = (descendants(layers) & ancestors(slopes)) - of_slope
     flow: Any = networkx.DiGraph()
     flow.add_nodes_from((_FORWARD, _BACK))
     for node in inside:
@@ -123,26 +124,6 @@ def _is_slope(node: Node) -> bool:
     return node.op == "placeholder" and str(node.target).startswith(SLOPE)
 
 
-def _leading_from(graph: Graph, roots: Sequence[Node]) -> set[Node]:
-    """These nodes, and what is computed of them."""
-    found = set(roots)
-    for node in graph.nodes:
-        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _leading_to(outputs: Sequence[Node], given: Collection[Node]) -> set[Node]:
-    """What these are computed of, with themselves, as far as nothing is given."""
-    found, open_ends = set[Node](), [*outputs]
-    while open_ends:
-        node = open_ends.pop()
-        if node not in found and node not in given:
-            found.add(node)
-            open_ends += node.all_input_nodes
-    return found
-
-
 def _part(
     joint: GraphModule,
     outputs: Sequence[Node],
@@ -154,7 +135,7 @@ def _part(
     What is given is no longer computed, but an input of the shape that it is given in.
     """
     graph, copies = Graph(), dict[Node, Node]()
-    needed = _leading_to(outputs, given)
+    needed = ancestors(outputs, without=given)
     for node in joint.graph.find_nodes(op="placeholder"):
         if node in needed or not (node.target == ONES or _is_slope(node)):
             copies[node] = graph.node_copy(node)

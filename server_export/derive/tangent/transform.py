@@ -16,11 +16,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from prge.errors import BundleError
 from prge.files.signatures import Part, Port
-from server_export.derive.tangent.builder import Builder
-from server_export.derive.tangent.dual import Dual
-from server_export.derive.tangent.rules import OF_MATRICES, RULES, Factors, Value
+from server_export.derive.tangent.adapter import Factors, of_factors
 from server_export.ir.block import PORT, port_of
 from server_export.ir.modules import as_module
+from server_export.ir.operators import differentiable, row_of
+from server_export.ir.tangents import Dual, Tangents
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def differentiate(
 
     Returns:
         A module that returns every output [...] with its tangents [queries, ...] behind it. It takes `ones`
-        before the adapter, but for those that nothing reads. Its inputs alone carry `meta["val"]`.
+        before the adapter, but for those that nothing reads. Its nodes carry `meta["val"]`.
 
     Raises:
         BundleError: an operator has no rule, or the output doesn't depend on the differentiated inputs.
@@ -79,9 +79,9 @@ def differentiate(
     copies |= {node: _input(graph, str(node.target), node, *node.meta["val"].shape[1:]) for node in adapter}
     for node in adapter:
         _give_port(copies[node], node, Part.VALUE)
-    builder = Builder(graph_module, graph, queries, sums)
-    answers = _differentiated(builder, copies, seeds)
-    pairs = [(builder.reshape(each.primal, *each.shape), each.tangents) for each in answers]
+    writer = Tangents(graph_module, graph, queries, sums)
+    answers = _differentiated(writer, copies, seeds)
+    pairs = [(each.value, each.tangents) for each in answers]
     graph.output(tuple(part for pair in pairs for part in pair))
     graph.eliminate_dead_code()
     for node in sums.values():
@@ -90,39 +90,37 @@ def differentiate(
     return as_module(graph_module, graph)
 
 
-def _differentiated(builder: Builder, copies: Mapping[Node, Node], seeds: Mapping[str, Seed]) -> list[Dual]:
+def _differentiated(writer: Tangents, copies: Mapping[Node, Node], seeds: Mapping[str, Seed]) -> list[Dual]:
     """Write a graph with tangents; returns its answers. `copies` are the new graph's inputs."""
-    graph, values = builder.graph, dict[Node, Value]()
-    for node in builder.graph_module.graph.find_nodes(op="placeholder"):
+    values = dict[Node, Any]()
+    for node in writer.graph_module.graph.find_nodes(op="placeholder"):
         seed = seeds.get(str(node.target))
-        values[node] = copies[node] if seed is None else _seeded(builder, node, copies[node], seed)
-    for node in builder.graph_module.graph.nodes:
+        values[node] = copies[node] if seed is None else _seeded(writer, node, copies[node], seed)
+    for node in writer.graph_module.graph.nodes:
         if node.op == "placeholder":
             continue
         if node.op == "output":
             return [_answer(values[answer]) for answer in node.args[0]]
         if any(isinstance(values[source], Dual | Factors | tuple) for source in node.all_input_nodes):
-            values[node] = _apply_rule(builder, node, values)
+            values[node] = _apply_rule(writer, node, values)
         else:
-            values[node] = graph.node_copy(node, values.__getitem__)
+            values[node] = writer.graph.node_copy(node, values.__getitem__)
     raise AssertionError("a graph ends with its output")
 
 
-def _seeded(builder: Builder, node: Node, copy: Node, seed: Seed) -> Value:
+def _seeded(writer: Tangents, node: Node, copy: Node, seed: Seed) -> Dual | Factors:
     name, shape = str(node.target), tuple(node.meta["val"].shape)
     if isinstance(seed, Dense):
-        tangents = _input(builder.graph, f"d_{name}", node, builder.queries, *shape)
+        tangents = _input(writer.graph, f"d_{name}", node, writer.queries, *shape)
         _give_port(tangents, node, Part.TANGENT)
-        return Dual(builder, shape, builder.reshape(copy, 1, *shape), tangents)
-    builder.know_shape(copy, *shape[1:])
+        return Dual(writer, writer.one_of(copy), tangents)
     u, v = (
-        _input(builder.graph, f"{factor}_{name}", node, builder.queries, seed.rows, width)
+        _input(writer.graph, f"{factor}_{name}", node, writer.queries, seed.rows, width)
         for factor, width in (("u", shape[1]), ("v", shape[2]))
     )
     for factor, part in ((u, Part.U), (v, Part.V)):
-        builder.know_shape(factor, *factor.meta["val"].shape)
         _give_port(factor, node, part)
-    return Factors(builder.reshape(copy, *shape), u, v, seed.rows, *shape[1:])
+    return Factors(writer.reshape(copy, shape), u, v, seed.rows, *shape[1:])
 
 
 def _input(graph: Graph, name: str, like: Node, *shape: int) -> Node:
@@ -138,13 +136,14 @@ def _give_port(node: Node, primal: Node, part: Part) -> None:
         node.meta[PORT] = port.of(part)
 
 
-def _apply_rule(builder: Builder, node: Node, values: Mapping[Node, Value]) -> Value:
-    rule = RULES.get(str(node.target))
+def _apply_rule(writer: Tangents, node: Node, values: Mapping[Node, Any]) -> Any:
+    known = row_of(node.target)
     arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-    is_matrix = any(isinstance(value, Factors) for value in arguments[:1])
     try:
-        if rule is not None and (not is_matrix or str(node.target) in OF_MATRICES):
-            return rule(builder, node, *arguments, **named)
+        if any(isinstance(value, Factors) for value in arguments):
+            return of_factors(writer, node, *arguments)
+        if known is not None and known.jvp is not None:
+            return known.jvp(writer, node, *arguments, **named)
     except NotImplementedError:
         pass
     raise _no_rule(node)
@@ -156,13 +155,13 @@ def check_rules(graph_module: GraphModule, differentiated: Collection[str]) -> N
     Raises:
         BundleError: an operator of PyTorch's has no rule.
     """
-    depending = set[Node]()
+    depending, known = set[Node](), differentiable()
     for node in graph_module.graph.nodes:
         if node.op == "placeholder" and str(node.target) in differentiated:
             depending.add(node)
         if not depending.intersection(node.all_input_nodes):
             continue
-        if str(node.target).startswith("aten.") and str(node.target) not in RULES:
+        if str(node.target).startswith("aten.") and str(node.target) not in known:
             raise _no_rule(node)
         # What is chosen, or compared, or of a shape alone has no tangent.
         value = node.meta.get("val")
@@ -178,7 +177,7 @@ def _no_rule(node: Node) -> BundleError:
     )
 
 
-def _answer(dual: Value) -> Dual:
+def _answer(dual: Any) -> Dual:
     if not isinstance(dual, Dual):
         raise BundleError(
             "the program's output doesn't depend on the adapter",

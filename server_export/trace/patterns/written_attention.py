@@ -17,16 +17,18 @@ from torch.fx import GraphModule, Node
 
 from prge.files.signatures import TABLE
 from server_export.ir.block import is_input
+from server_export.ir.operators import Category, members
 from server_export.ir.rewriting import share_equal_calls
+from server_export.ir.walks import ancestors, origin
 from server_export.ir.writer import Writer
 from server_export.trace.patterns import Pattern, Rewrite, register
 
 aten = torch.ops.aten
 
-_RESHAPES = (aten.reshape.default, aten.view.default)
+_RESHAPES = members(Category.RESHAPE)
 # What is computed of each score by itself, the last ones with another number.
 _ALONE = (aten.tanh.default, aten.softmax.int, aten.clone.default)
-_WITH = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor)
+_WITH = members(Category.ARITHMETIC)
 
 
 def join_heads(graph_module: GraphModule) -> None:
@@ -58,12 +60,7 @@ def _join_values(writer: Writer) -> None:
 
 def _put_before(node: Node, values: Sequence[Any]) -> bool:
     """Move what makes some values in front of a node, in place; False if they depend on it."""
-    needed, ahead = set[Node](), [*values]
-    while ahead:
-        value = ahead.pop()
-        if value not in needed:
-            needed.add(value)
-            ahead.extend(value.all_input_nodes)
+    needed = ancestors(values)
     if node in needed:
         return False
     behind = [*node.graph.nodes]
@@ -184,8 +181,7 @@ def _turned(writer: Writer, node: Any) -> Any:
 
 def _is_causal(value: Any) -> bool:
     """Whether it is a mask, whose numbers are 0 or hide a score."""
-    while isinstance(value, Node) and value.target in _RESHAPES:
-        value = value.args[0]
+    value, _ = origin(value, _RESHAPES)
     is_table = is_input(value, TABLE)
     return is_table and _shape(value)[1] == _shape(value)[2]
 
@@ -202,8 +198,7 @@ def _join(writer: Writer, apart: Node, chain: Sequence[Node]) -> None:
         assert shape is not None
         if len(_shape(value)) > 3 and len(shape) == 3 and _shape(value)[1] == 1:
             value = writer.call(aten.expand.default, value, [*scores[:2], *shape[1:]])
-        while value.target in _RESHAPES:
-            value = value.args[0]
+        value, _ = origin(value, _RESHAPES)
         return value if _shape(value) == shape else writer.reshape(value, shape)
 
     def hidden(writer: Writer, answer: Node, masks: Sequence[Node]) -> Node:

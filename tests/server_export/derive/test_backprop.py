@@ -15,11 +15,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from prge.errors import BundleError
 from server_export.derive.backprop.joint import SLOPE, backpropagate
 from server_export.derive.backprop.layers import TRANSPOSED, with_transposed
-from server_export.derive.backprop.rules import ONES, RULES
+from server_export.derive.backprop.rules import ONES, write_backward
+from server_export.ir.operators import rules
 from server_export.ir.rewriting import rewritten_graph
 from server_export.ir.shapes import fill_in_values
 from server_export.ir.softmax_parts import SOFTMAX_PARTS, SoftmaxParts
-from server_export.ir.writer import apply_rules
 from tests.server_export.derive.tangent.graphs import Function, inputs_of, random, relative_difference
 
 torch.set_num_threads(1)
@@ -319,9 +319,9 @@ def test_a_rule_keeps_the_derivative_and_leaves_no_operator_of_autograd(name: st
     expected = derivative(x, weights)
     graph_module = make_fx(derivative, tracing_mode="fake")(x, weights)
     targets = {str(node.target) for node in graph_module.graph.nodes}
-    assert any(name.split()[0] in target for target in targets & set(RULES)), targets
+    assert any(name.split()[0] in target for target in targets & rules("backward").keys()), targets
     fill_in_values(graph_module)
-    apply_rules(graph_module, RULES)
+    write_backward(graph_module)
     graph_module.recompile()
     # Nor one that changes a value that is there.
     left = {str(node.target) for node in graph_module.graph.nodes}
@@ -332,5 +332,5 @@ def test_a_rule_keeps_the_derivative_and_leaves_no_operator_of_autograd(name: st
 def test_every_rule_has_a_test() -> None:
     tested = {name.split()[0] for name in CASES}
     # Views under another name.
-    untested = set(RULES) - {"aten._unsafe_view.default"}
+    untested = rules("backward").keys() - {"aten._unsafe_view.default"}
     assert {name for name in untested if not any(case in name for case in tested)} == set()

@@ -1,92 +1,18 @@
-"""Constants of a graph: computed where nothing depends on an input, stored once where they are equal."""
+"""Constants that are added to a module are stored once where they are equal."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from server_export.ir.constants import Constants
 
 
-class Tables(nn.Module):
-    """A function of an input and of a constant [4]."""
-
-    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-        self.register_buffer("table", torch.arange(4.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x, self.table)
-
-
-X = torch.linspace(-1, 1, 12).reshape(3, 4)
-
-
-def folded(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple[GraphModule, list[str]]:
-    """The folded graph of a function, and its operators."""
-    module = Tables(function)
-    graph_module = torch.export.export(module, (X,)).module(check_guards=False)
-    Constants(graph_module).fold()
-    graph_module.recompile()
-    torch.testing.assert_close(graph_module(X), module(X))
-    names = [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]
-    return graph_module, [name.split(".")[1] for name in names]
-
-
-@pytest.mark.parametrize(
-    ("function", "operators"),
-    [
-        (lambda x, table: x + (table * 2).cos(), ["add"]),
-        (lambda x, table: x + torch.arange(4) * table, ["add"]),
-        (lambda x, table: x + table.reshape(2, 2).t().reshape(4), ["add"]),
-        (lambda x, table: x + table.split(2)[1].sum(), ["add"]),
-        (lambda x, table: (x + table) * 2, ["add", "mul"]),
-        # As large as what they are made of, or larger by repetition.
-        (lambda x, table: x + table.expand(1, 4), ["add"]),
-        (lambda x, table: x + (table + 1).expand(3, 4), ["expand", "add"]),
-        (lambda x, table: x + table.repeat(3, 1), ["repeat", "add"]),
-    ],
-    ids=[
-        "functions of a table",
-        "a range",
-        "other shapes",
-        "a part",
-        "what depends on an input stays",
-        "an expansion that adds a dimension",
-        "a repetition stays",
-        "another repetition stays",
-    ],
-)
-def test_what_depends_on_no_input_is_computed(
-    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], operators: list[str]
-) -> None:
-    assert folded(function)[1] == operators
-
-
-def test_nothing_is_computed_of_weights_that_have_no_numbers() -> None:
-    module = Tables(lambda x, table: x * (table * 2) + torch.ones(4).cos())
-    graph_module = torch.export.export(module, (X,)).module(check_guards=False)
-    Constants(graph_module).fold(has_weights=False)
-    names = [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]
-    assert names.count("aten.mul.Tensor") == 2 and "aten.cos.default" not in names
-
-
-def test_random_numbers_are_drawn_at_every_call() -> None:
-    graph_module = torch.export.export(Tables(lambda x, table: x + torch.rand_like(table)), (X,)).module(
-        check_guards=False
-    )
-    Constants(graph_module).fold()
-    assert any("rand_like" in str(node.target) for node in graph_module.graph.nodes)
-
-
-def test_equal_constants_are_stored_once() -> None:
-    graph_module, _ = folded(lambda x, table: (x + table.cos()) * torch.arange(4.0).cos() - table.sin())
-    assert [name for name, _ in graph_module.named_buffers()] == ["table", "constant_0", "constant_1"]
+@pytest.fixture
+def module() -> GraphModule:
+    return GraphModule(nn.Module(), Graph())
 
 
 @pytest.mark.parametrize(
@@ -101,21 +27,17 @@ def test_equal_constants_are_stored_once() -> None:
     ids=["equal", "shape", "type with the same bytes", "sign of zero", "strides"],
 )
 def test_constants_are_equal_by_type_shape_and_bits(
-    first: torch.Tensor, second: torch.Tensor, are_one: bool
+    module: GraphModule, first: torch.Tensor, second: torch.Tensor, are_one: bool
 ) -> None:
-    graph_module = torch.export.export(Tables(lambda x, _: x * 2), (X,)).module(check_guards=False)
-    constants = Constants(graph_module)
-    output = graph_module.graph.output_node()
-    one, other = (constants.node(tensor, output) for tensor in (first, second))
-    assert (one.target == other.target) is are_one
-    for node, tensor in ((one, first), (other, second)):
-        assert torch.equal(graph_module.get_buffer(str(node.target)), tensor)
-        assert (node.meta["val"].shape, node.meta["val"].device.type) == (tensor.shape, "meta")
+    constants = Constants(module)
+    one, other = constants.name(first), constants.name(second)
+    assert (one == other) is are_one
+    for name, tensor in ((one, first), (other, second)):
+        assert torch.equal(module.get_buffer(name), tensor)
 
 
-def test_names_that_the_module_has_are_left_alone() -> None:
-    graph_module = torch.export.export(Tables(lambda x, _: x * 2), (X,)).module(check_guards=False)
-    graph_module.register_buffer("constant_0", torch.zeros(1))
-    node = Constants(graph_module).node(torch.ones(1), graph_module.graph.output_node())
-    assert graph_module.get_buffer("constant_0").item() == 0
-    assert graph_module.get_buffer(str(node.target)).item() == 1
+def test_names_that_the_module_has_are_left_alone(module: GraphModule) -> None:
+    module.register_buffer("constant_0", torch.zeros(1))
+    name = Constants(module).name(torch.ones(1))
+    assert module.get_buffer("constant_0").item() == 0
+    assert module.get_buffer(name).item() == 1

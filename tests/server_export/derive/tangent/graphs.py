@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Interpreter, Node
 
-from server_export.derive.tangent.builder import Builder
 from server_export.derive.tangent.transform import ONES, Dense, differentiate
 from server_export.ir.rewriting import rewritten_graph
+from server_export.ir.tangents import Tangents
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -97,13 +97,16 @@ def shapes_of(graph_module: GraphModule, inputs: Sequence[torch.Tensor]) -> dict
     return recorder.shapes
 
 
-def run(builder: Builder, value: Any, *inputs: torch.Tensor) -> Any:
-    """What nodes of a builder's graph are for the inputs of its placeholders; ends the graph."""
-    builder.graph.output(value)
+def run(writer: Tangents, value: Any, *inputs: torch.Tensor) -> Any:
+    """What nodes of a graph are for the inputs of its placeholders; ends the graph."""
+    writer.graph.output(value)
     with torch.no_grad():
-        return GraphModule(builder.graph_module, builder.graph)(torch.ones(1, TOKENS, 1), *inputs)
+        return GraphModule(writer.graph_module, writer.graph)(torch.ones(1, TOKENS, 1), *inputs)
 
 
-def placeholders(builder: Builder, *names: str) -> list[Node]:
-    """New inputs of a builder's graph, after its `ones`."""
-    return [builder.graph.placeholder(name) for name in names]
+def placeholders(writer: Tangents, **values: torch.Tensor) -> list[Node]:
+    """New inputs of a graph with the shapes of some values, after its `ones`."""
+    nodes = [writer.graph.placeholder(name) for name in values]
+    for node, value in zip(nodes, values.values(), strict=True):
+        node.meta["val"] = value
+    return nodes

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from server_export.derive.tangent.builder import Builder
+from server_export.ir.tangents import Tangents
 from tests.server_export.derive.tangent.graphs import QUERIES, TOKENS
 
 
 @pytest.fixture
-def builder() -> Builder:
+def tangents() -> Tangents:
     graph = Graph()
     ones = graph.placeholder("ones")
     ones.meta["val"] = torch.ones(1, TOKENS, 1)
-    return Builder(GraphModule(nn.Module(), Graph()), graph, QUERIES, {TOKENS: ones})
+    return Tangents(GraphModule(nn.Module(), Graph()), graph, QUERIES, {TOKENS: ones})

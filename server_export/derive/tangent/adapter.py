@@ -1,0 +1,88 @@
+"""Products with a matrix of the adapter, whose tangents are products of two vectors and never formed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from server_export.ir.tangents import Dual, Tangents
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """An adapter matrix [1, above, out] whose tangent of a query and row is the product u v^T.
+
+    `u` [queries, rows, above] and `v` [queries, rows, out] are nodes.
+    """
+
+    primal: Node
+    u: Node
+    v: Node
+    rows: int
+    above: int
+    out: int
+
+
+def of_factors(t: Tangents, node: Node, *arguments: Any) -> Dual | Factors:
+    """What an operator makes of the adapter's matrices among its arguments.
+
+    Raises:
+        NotImplementedError: it is neither a transposition nor a product of states with one.
+    """
+    if node.target is aten.transpose.int and isinstance(arguments[0], Factors):
+        matrix = arguments[0]
+        primal = t.call(aten.transpose.int, matrix.primal, 1, 2)
+        return Factors(primal, matrix.v, matrix.u, matrix.rows, matrix.out, matrix.above)
+    if node.target is aten.bmm.default and not isinstance(arguments[0], Factors):
+        return _product(t, *arguments)
+    raise NotImplementedError(f"{node.target} of a matrix of the adapter")
+
+
+def _product(t: Tangents, left: Any, right: Factors) -> Dual:
+    """left right and its tangents d(left) right + left u v^T, of [1, rows x length, above]."""
+    value = left.value if isinstance(left, Dual) else left
+    primal = t.one_of(t.call(aten.bmm.default, value, right.primal))
+    tangents = (_reducing if right.above > right.out else _spreading)(t, left, value, right)
+    return Dual(t, primal, t.reshape(tangents, [t.queries, *primal.meta["val"].shape[1:]]))
+
+
+def _spreading(t: Tangents, left: Any, value: Node, right: Factors) -> Node:
+    """Of a matrix with few rows: one number for each token and query, the sum of left u over the rank."""
+    queries, rows, rank, out = t.queries, right.rows, right.above, right.out
+    length = value.meta["val"].shape[1] // rows
+    u = t.reshape(right.u, [queries, rows, 1, rank])
+    projected = t.total(t.times(t.reshape(value, [rows, length, rank]), u))
+    v = t.reshape(right.v, [queries, rows, 1, out])
+    if not isinstance(left, Dual):
+        return t.times(projected, v)
+    # [left, projected] [lora_b; v] for every query and row: a sum of outputs would pass over all of them.
+    count = queries * rows
+    parts = t.reshape(left.tangents, [count, length, rank]), t.reshape(projected, [count, length, 1])
+    v = t.call(aten.constant_pad_nd.default, v, [0, 0, rank, 0, 0, 0, 0, 0], 0.0)
+    lora_b = t.call(aten.constant_pad_nd.default, t.reshape(right.primal, [rank, out]), [0, 0, 0, 1], 0.0)
+    matrices = t.reshape(t.plus(v, lora_b), [count, rank + 1, out])
+    return t.call(aten.bmm.default, t.call(aten.cat.default, [*parts], 2), matrices)
+
+
+def _reducing(t: Tangents, left: Any, value: Node, right: Factors) -> Node:
+    """Of a matrix with few columns: sums of its results cost little, its copies would not."""
+    queries, rows, above, out = t.queries, right.rows, right.above, right.out
+    tokens = value.meta["val"].shape[1]
+    length = tokens // rows
+    # A row's tokens meet the u of all queries in one product.
+    u = t.call(aten.permute.default, right.u, [1, 2, 0])
+    projected = t.call(aten.bmm.default, t.reshape(value, [rows, length, above]), u)
+    projected = t.call(aten.permute.default, projected, [2, 0, 1])
+    projected = t.reshape(projected, [queries, rows, length, 1])
+    tangents = t.times(projected, t.reshape(right.v, [queries, rows, 1, out]))
+    if not isinstance(left, Dual):
+        return tangents
+    tangents = t.reshape(tangents, [queries, 1, tokens, out])
+    moved = t.reshape(left.tangents, [1, queries * tokens, above])
+    product = t.call(aten.bmm.default, moved, right.primal)
+    return t.plus(t.reshape(product, [queries, 1, tokens, out]), tangents)

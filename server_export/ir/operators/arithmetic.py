@@ -1,0 +1,189 @@
+"""Sums, products, quotients and choices of two values, which broadcast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from server_export.ir.operators.table import Category, row
+from server_export.ir.tangents import Dual, Number, Tangents, shape_of
+from server_export.ir.writer import Writer
+
+aten = torch.ops.aten
+
+
+def primal_of(value: Any, rank: int) -> Any:
+    """A value with the dimensions of a result of this rank, without its tangents."""
+    return value.aligned(rank).primal if isinstance(value, Dual) else value
+
+
+def _rank(node: Node) -> int:
+    return len(shape_of(node))
+
+
+def _add(t: Tangents, node: Node, left: Any, right: Any, *, alpha: Number = 1) -> Dual:
+    if alpha != 1:
+        is_dual = isinstance(right, Dual)
+        right = right.each(lambda part, _: t.times(part, alpha)) if is_dual else t.product(right, alpha)
+    if isinstance(left, Dual) and isinstance(right, Dual):
+        left, right = left.aligned(_rank(node)), right.aligned(_rank(node))
+        sums = (
+            t.call(node.target, first, second)
+            for first, second in ((left.primal, right.primal), (left.tangents, right.tangents))
+        )
+        return Dual(t, *sums)
+    if isinstance(left, Dual):
+        return _shifted(t, node, left, right, node.target)
+    if node.target is aten.sub.Tensor:
+        right = right.each(lambda part, _: t.negative(part))
+    return _shifted(t, node, right, left, aten.add.Tensor)
+
+
+def _shifted(t: Tangents, node: Node, source: Dual, other: Any, target: Any) -> Dual:
+    """With what has no tangents: those of the source stay what they are."""
+    shape = shape_of(node)
+    source = source.aligned(len(shape))
+    primal = t.call(target, source.primal, other)
+    if source.shape == shape:
+        return source.scaled(primal)
+    return Dual(t, primal, t.call(aten.expand.default, source.tangents, [t.queries, *shape]))
+
+
+def _multiply(t: Tangents, node: Node, left: Any, right: Any) -> Dual:
+    shape = shape_of(node)
+    if isinstance(left, Dual) and left is right:
+        return left.scaled(t.times(left.primal, left.primal), t.plus(left.primal, left.primal))
+    if isinstance(left, Dual) and isinstance(right, Dual):
+        left, right = left.aligned(len(shape)), right.aligned(len(shape))
+        terms = [
+            t.product(t.product(one.factor, other.primal), one.unscaled)
+            for one, other in ((left, right), (right, left))
+        ]
+        return Dual(t, t.times(left.primal, right.primal), t.plus(*terms))
+    source, other = (left, right) if isinstance(left, Dual) else (right, left)
+    source = source.aligned(len(shape))
+    if source.shape != shape:
+        return source.each(lambda part, _: t.product(part, other))
+    return source.scaled(t.product(source.primal, other), other)
+
+
+def _divide(t: Tangents, node: Node, left: Any, right: Any) -> Dual:
+    rank = _rank(node)
+    if not isinstance(right, Dual):
+        return left.aligned(rank).each(lambda part, _: t.call(node.target, part, right))
+    right = right.aligned(rank)
+    inverse, above = t.reciprocal(right.primal), primal_of(left, rank)
+    # The model's own operation, so that a call has the same bits with tangents and without.
+    is_node = isinstance(above, Node)
+    primal = t.call(node.target, above, right.primal) if is_node else t.product(inverse, above)
+    derivative = t.product(t.negative(inverse), primal)
+    term = t.product(t.product(right.factor, derivative), right.unscaled)
+    if isinstance(left, Dual):
+        left = left.aligned(rank)
+        term = t.plus(t.product(t.product(left.factor, inverse), left.unscaled), term)
+    return Dual(t, primal, term)
+
+
+def _where(t: Tangents, node: Node, condition: Node, left: Any, right: Any) -> Dual:
+    shape = shape_of(node)
+    active = [side.shape for side in (left, right) if isinstance(side, Dual)]
+    # A constant side may be what the result has its shape from.
+    if torch.broadcast_shapes(shape_of(condition), *active) != shape:
+        condition = t.call(aten.expand.default, condition, list(shape))
+    return _chosen(t, node, condition, left, right)
+
+
+def _chosen(t: Tangents, node: Node, condition: Node, left: Any, right: Any) -> Dual:
+    """The left side where a condition holds, else the right one."""
+    sides = [side.aligned(_rank(node)) if isinstance(side, Dual) else side for side in (left, right)]
+    dtype = next(side.primal.meta["val"].dtype for side in sides if isinstance(side, Dual))
+    primals = [side.primal if isinstance(side, Dual) else side for side in sides]
+    tangents = [
+        side.tangents if isinstance(side, Dual) else t.constant(torch.zeros(1, dtype=dtype)) for side in sides
+    ]
+    return Dual(
+        t, t.call(aten.where.self, condition, *primals), t.call(aten.where.self, condition, *tangents)
+    )
+
+
+def _masked_fill(t: Tangents, node: Node, source: Dual, mask: Node, value: Number) -> Dual:
+    source = source.aligned(_rank(node))
+    primal = t.call(node.target, source.primal, mask, value)
+    return Dual(t, primal, t.call(node.target, source.tangents, mask, 0.0))
+
+
+def _compare(t: Tangents, node: Node, left: Any, right: Any) -> Node:
+    """True or false has no tangents."""
+    sides = (primal_of(side, _rank(node)) for side in (left, right))
+    return t.reshape(t.call(node.target, *sides), shape_of(node))
+
+
+def _extremum(t: Tangents, node: Node, left: Any, right: Any) -> Dual:
+    compare = aten.lt.Tensor if node.target is aten.minimum.default else aten.gt.Tensor
+    shape = shape_of(node)
+    sides = (primal_of(side, len(shape)) for side in (left, right))
+    condition = t.call(aten.expand.default, t.call(compare, *sides), [1, *shape])
+    return _chosen(t, node, t.reshape(condition, shape), left, right)
+
+
+def _filled(t: Tangents, node: Node, source: Dual, value: Number, **named: Any) -> Node:
+    """It has its source's shape alone, and no tangents."""
+    return t.call(node.target, source.value, value, **named)
+
+
+# The other forms of rows
+
+
+def _with_number(writer: Writer, node: Node, source: Node, number: float) -> Node:
+    of_tensors = {"add": aten.add, "sub": aten.sub, "mul": aten.mul, "div": aten.div}
+    return writer.call(of_tensors[str(node.target).split(".")[1]].Tensor, source, number)
+
+
+def _over_number(writer: Writer, node: Node, source: Node, number: float) -> Node:
+    return writer.times(source, 1 / number)
+
+
+def _reversed_difference(writer: Writer, node: Node, source: Node, other: float, *_: Any) -> Node:
+    return writer.plus(writer.times(source, -1.0), other)
+
+
+def _bounded(writer: Writer, node: Node, source: Node, least: Any = None, most: Any = None) -> Node:
+    above = source if least is None else writer.call(aten.maximum.default, source, least)
+    return above if most is None else writer.call(aten.minimum.default, above, most)
+
+
+def _in_place(target: Any) -> Any:
+    """Of what autograd has just made; no program changes a value that is there."""
+    return lambda writer, node, *arguments: writer.call(target, *arguments)
+
+
+ARITHMETIC, COMPARE = Category.ARITHMETIC, Category.COMPARE
+
+row(aten.add.Tensor, aten.sub.Tensor, category=ARITHMETIC, jvp=_add)
+row(aten.mul.Tensor, category=ARITHMETIC, jvp=_multiply)
+row(aten.div.Tensor, category=ARITHMETIC, jvp=_divide)
+
+row(
+    aten.neg.default, category=Category.ELEMENTWISE, jvp=lambda t, node, x: x.each(lambda p, _: t.negative(p))
+)
+row(
+    aten.multiply.Tensor,
+    category=ARITHMETIC,
+    rewrite=lambda writer, node, left, right: writer.times(left, right),
+)
+row(aten.add.Scalar, aten.sub.Scalar, category=ARITHMETIC, rewrite=_with_number)
+row(aten.mul.Scalar, category=ARITHMETIC, rewrite=_with_number, backward=_with_number)
+row(aten.div.Scalar, category=ARITHMETIC, rewrite=_with_number, backward=_over_number)
+row(aten.rsub.Scalar, category=ARITHMETIC, core=_reversed_difference)
+row(aten.clamp.Tensor, category=ARITHMETIC, rewrite=_bounded)
+
+row(aten.gt.Scalar, aten.lt.Scalar, aten.gt.Tensor, aten.lt.Tensor, category=COMPARE, jvp=_compare)
+row(aten.where.self, category=COMPARE, jvp=_where)
+row(aten.minimum.default, aten.maximum.default, category=COMPARE, jvp=_extremum)
+row(aten.masked_fill.Scalar, category=COMPARE, jvp=_masked_fill)
+row(aten.full_like.default, category=COMPARE, jvp=_filled)
+
+row(aten.logical_and_.default, category=Category.GRADIENT, backward=_in_place(aten.logical_and.default))
+row(aten.masked_fill_.Scalar, category=Category.GRADIENT, backward=_in_place(aten.masked_fill.Scalar))

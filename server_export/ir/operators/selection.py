@@ -1,0 +1,94 @@
+"""Numbers that are chosen by an index, and put where one says."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from server_export.ir.operators.layouts import after_queries, each_part
+from server_export.ir.operators.table import Category, row
+from server_export.ir.tangents import Dual, Number, Tangents, shape_of
+from server_export.ir.writer import Writer
+
+aten = torch.ops.aten
+
+
+class Gather(torch.autograd.Function):
+    """Numbers at places of a dimension; autograd's own backward makes zeros of a size that no input has."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
+        """As it is."""
+        ctx.dim = dim
+        ctx.save_for_backward(source, index)
+        return aten.gather.default(source, dim, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Gradient by what was chosen -> by the source."""
+        source, index = ctx.saved_tensors
+        return aten.zeros_like.default(source).scatter_add(ctx.dim, index, gradient), None, None
+
+
+def _largest(
+    scores: torch.Tensor, count: int, dim: int = -1, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The choice has no derivative."""
+    _, index = aten.topk.default(scores.detach(), count, dim, *rest)
+    return Gather.apply(scores, dim, index), index
+
+
+def _gather_jvp(t: Tangents, node: Node, source: Dual, dim: int, index: Node) -> Dual:
+    one = t.one_of(index)
+
+    def gather(part: Node, count: int) -> Node:
+        places = t.call(aten.expand.default, one, [count, *shape_of(index)])
+        return t.call(aten.gather.default, part, after_queries(dim), places)
+
+    return source.each(gather)
+
+
+def _topk_jvp(
+    t: Tangents, node: Node, source: Dual, count: int, dim: int = -1, *rest: Any
+) -> tuple[Dual, Node]:
+    """What is chosen has the tangents of its places; the choice has none."""
+    chosen = t.call(node.target, source.value, count, dim, *rest)
+    index = t.call(operator.getitem, chosen, 1)
+    return _gather_jvp(t, node, source, dim, index), index
+
+
+def _scatter_jvp(t: Tangents, node: Node, source: Dual, dim: int, index: Node, value: Number) -> Dual:
+    """What is put somewhere has no tangents."""
+    one = t.one_of(index)
+
+    def put(part: Node, count: int, number: Number) -> Node:
+        places = t.call(aten.expand.default, one, [count, *shape_of(index)])
+        return t.call(node.target, part, after_queries(dim), places, number)
+
+    return Dual(t, put(source.primal, 1, value), put(source.tangents, t.queries, 0.0))
+
+
+def _max(writer: Writer, node: Node, source: Node, dim: int, keepdim: bool = False) -> Node:
+    """The first of one that is chosen; both have a derivative where it stands."""
+    parts = {user.args[1]: user for user in node.users}
+    largest = writer.call(aten.topk.default, source, 1, dim)
+    for index, part in parts.items():
+        if not keepdim:
+            chosen = writer.reshape(writer.call(operator.getitem, largest, index), shape_of(part))
+            part.replace_all_uses_with(chosen)
+    return largest
+
+
+def _index_add(writer: Writer, node: Node, target: Node, dim: int, index: Node, source: Node) -> Node | None:
+    return writer.call(aten.index_put.default, target, [index], source, True) if dim == 0 else None
+
+
+row(aten.index_select.default, category=Category.SELECT, jvp=each_part(0))
+row(aten.index_add.default, category=Category.GRADIENT, backward=_index_add)
+row(aten.gather.default, category=Category.SELECT, jvp=_gather_jvp, autograd=Gather.apply)
+row(aten.topk.default, category=Category.SELECT, jvp=_topk_jvp, autograd=_largest)
+row(aten.max.dim, category=Category.SELECT, rewrite=_max)
+row(aten.scatter.value, category=Category.JOIN, jvp=_scatter_jvp)

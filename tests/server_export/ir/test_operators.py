@@ -1,0 +1,188 @@
+"""A new operator is a row in the table: passes find there all that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule, Node
+
+from server_export.check.engine import loaded_method
+from server_export.derive.backprop.joint import backpropagate
+from server_export.derive.tangent.transform import ONES, Dense, differentiate
+from server_export.ir.operators import TABLE, Category, differentiable, members, row, row_of, rules
+from server_export.ir.plain import unknown_operators
+from server_export.ir.rewriting import rewritten_graph
+from server_export.ir.writer import Calls, Writer
+from server_export.lower.program import write_program
+from tests.server_export.derive.tangent.graphs import (
+    Function,
+    directions,
+    inputs_of,
+    jvp,
+    random,
+    relative_difference,
+    with_tangents,
+)
+
+torch.set_num_threads(1)
+aten = torch.ops.aten
+
+ROWS, WIDTH, QUERIES = 3, 5, 2
+X = random(ROWS, WIDTH, dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def table() -> Iterator[None]:
+    """The rows of this project, again after a test has added some."""
+    before = dict(TABLE)
+    yield
+    TABLE.clear()
+    TABLE.update(before)
+
+
+# An operator of PyTorch that is made of others
+
+
+def test_an_operator_without_a_row_has_no_derivative() -> None:
+    graph_module = rewritten_graph(Function(torch.log2), (X.exp(),))
+    assert [*unknown_operators(graph_module)] == ["aten.log2.default"]
+
+
+def test_an_operator_that_is_written_in_others_needs_nothing_else() -> None:
+    def log2(writer: Writer, node: Node, x: Node) -> Node:
+        return writer.times(writer.call(aten.log.default, x), 1.4426950408889634)
+
+    row(aten.log2.default, category=Category.ELEMENTWISE, rewrite=log2)
+
+    graph_module = rewritten_graph(Function(torch.log2), (X.exp(),))
+    assert not unknown_operators(graph_module)
+    torch.testing.assert_close(graph_module(X.exp()), torch.log2(X.exp()))
+    assert_differentiated(Function(torch.log2), X.exp())
+
+
+# An operator that stays whole, with a derivative of its own
+
+
+@torch.library.custom_op("tests::bump", mutates_args=())
+def bump(x: torch.Tensor) -> torch.Tensor:
+    """exp(-x^2), as a library has it that knows no derivative of it."""
+    return torch.exp(-x * x)
+
+
+@bump.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Bumps(torch.nn.Module):
+    """A layer with the operator behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", random(WIDTH, WIDTH, dtype=torch.float32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = bump(torch.nn.functional.linear(x, self.weight))
+        return result
+
+
+class InPyTorch(Bumps):
+    """The same, with an operator that PyTorch can differentiate."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(-(torch.nn.functional.linear(x, self.weight) ** 2))
+
+
+def derivative(w: Calls, x: Any, y: Any) -> Any:
+    """-2 x y, of the argument x and the result y."""
+    return w.times(w.times(x, y), -2.0)
+
+
+def in_core(writer: Writer, node: Node, x: Node) -> Node:
+    return writer.exp(writer.negative(writer.times(x, x)))
+
+
+def test_one_row_is_all_that_forward_mode_a_backward_pass_and_the_engine_need(tmp_path: Path) -> None:
+    target = torch.ops.tests.bump.default
+    row(target, category=Category.ELEMENTWISE, derivative=derivative, core=in_core)
+
+    assert_differentiated(Bumps(), X, like=InPyTorch())
+
+    # What is lowered has the operator no longer: the engine has never heard of it.
+    graphs = {"forward": Bumps(), "jvp": forward_mode(Bumps(), X), "backward": backward(Bumps(), X)}
+    inputs = {"forward": (X,), "jvp": (X, *directions((X,), QUERIES)), "backward": (X, X)}
+    path = tmp_path / "program.pte"
+    write_program(path, {name: (graph, inputs[name]) for name, graph in graphs.items()})
+    for name, graph in graphs.items():
+        found = loaded_method(path, name, inputs[name])()
+        expected = graph(*inputs[name])
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_a_rule_of_its_own_says_what_becomes_of_several_values() -> None:
+    """Where an operator isn't elementwise, its row has a rule: from values with tangents to one."""
+    torch.library.define("tests::twice", "(Tensor x) -> Tensor")
+    torch.library.impl("tests::twice", "CompositeExplicitAutograd")(lambda x: 2 * x)
+    row(
+        torch.ops.tests.twice.default,
+        category=Category.ARITHMETIC,
+        jvp=lambda tangents, node, x: x.each(lambda part, count: tangents.times(part, 2.0)),
+    )
+
+    graph = with_tangents(Function(torch.ops.tests.twice), (X,))
+    value, tangents = graph(X, *directions((X,), 3))
+    assert torch.equal(value, 2 * X)
+    assert torch.equal(tangents, 2 * directions((X,), 3)[0])
+
+
+# The table
+
+
+def test_no_operator_has_two_rows() -> None:
+    with pytest.raises(ValueError, match="has a row already"):
+        row(aten.exp.default, category=Category.ELEMENTWISE)
+
+
+def test_what_is_known_of_an_operator_is_in_its_row() -> None:
+    operator = row_of(aten.silu.default)
+    assert operator is not None and operator.category is Category.ELEMENTWISE
+    assert rules("core")["aten.silu.default"] is operator.core
+    assert "aten.silu.default" not in rules("rewrite")
+    assert "aten.silu.default" in differentiable()
+    assert row_of(aten.fft_fft.default) is None
+
+
+def test_operators_of_a_category_are_looked_up_and_listed_nowhere_else() -> None:
+    assert members(Category.RESHAPE) == {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
+    assert aten.exp.default in members(Category.ELEMENTWISE, Category.RESHAPE)
+
+
+def forward_mode(module: torch.nn.Module, x: torch.Tensor) -> GraphModule:
+    graph_module = rewritten_graph(module, (x,))
+    (name,) = inputs_of(graph_module)
+    return differentiate(graph_module, {name: Dense()}, QUERIES, {ONES: 7})
+
+
+def backward(module: torch.nn.Module, x: torch.Tensor) -> GraphModule:
+    graph_module = rewritten_graph(module, (x,))
+    return backpropagate(graph_module, inputs_of(graph_module), [], tokens=7)
+
+
+def assert_differentiated(
+    module: torch.nn.Module, x: torch.Tensor, like: torch.nn.Module | None = None
+) -> None:
+    """Forward mode and backward pass are those of PyTorch, of the module or of one like it."""
+    like, along = like or module, directions((x,), QUERIES)
+    for ours, theirs in zip(forward_mode(module, x)(x, *along), jvp(like, (x,), (), along), strict=True):
+        assert relative_difference(ours, theirs) < 1e-5
+    gradient = random(*x.shape, seed=1, dtype=torch.float32)
+    wanted = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(like(wanted), wanted, gradient)
+    (found,) = backward(module, x)(x, gradient)
+    assert relative_difference(found, expected) < 1e-5
