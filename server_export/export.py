@@ -7,6 +7,7 @@ kind -> write every block's weights -> verify in the engine -> write the manifes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from prge.errors import BundleError, RunError
 from prge.files.adapter import adapter_size
 from prge.host.atomic import check_place, new_folder
 from prge.host.threads import let_threads_sleep
-from prge.learning.costs import MOST_COMPARED
 from prge.model_spec import AdaptedModule, ModelSpec
 from server_export.check.estimation import announce, check_room, estimate_of
 from server_export.memory import give_back_freed
@@ -24,6 +24,7 @@ from server_export.stage import stage
 if TYPE_CHECKING:
     from prge.rows.tokenization.tokenizer import Tokenizer
     from server_export.calibrate.calibration import Calibration
+    from server_export.check.model import ModelComparison
     from server_export.model.chain import ModelChain
     from server_export.source import Source
 
@@ -95,23 +96,22 @@ def _export(config: ExportConfig, out: Path) -> Path:
             note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
         _hint_about_bos(config, source, tokenizer)
         _tell_no_end(source, block)
-        if source.start.parameters <= MOST_COMPARED:
-            _compare(config, chain)
+        comparison = _compare(config, chain)
         calibration = _calibrated(config, chain, rows, folder) if rows else None
-        manifest = _write(config, folder, source, tokenizer, block, context, chain, calibration)
+        manifest = _write(config, folder, source, tokenizer, block, context, chain, calibration, comparison)
     _summarize(out, manifest)
     return out
 
 
 def _traced(config: ExportConfig, source: Source, context: int) -> ModelChain:
     """The model's blocks; a model that no decoder is refused as such, whatever tracing says of it."""
-    from server_export.check.chain import check_causal
+    from server_export.check.model import check_causal
 
     try:
         return source.chain(config.quantize, context)
     except BundleError:
-        if source.loaded.is_decoder and source.start.parameters <= MOST_COMPARED:
-            check_causal(config.model, config.revision)
+        if source.loaded.is_decoder:
+            check_causal(config.model, config.revision, source.files)
         raise
 
 
@@ -206,13 +206,14 @@ def _calibrated(
     return found
 
 
-def _compare(config: ExportConfig, chain: ModelChain) -> None:
-    from server_export.check.chain import difference_from_model
+def _compare(config: ExportConfig, chain: ModelChain) -> ModelComparison:
+    from server_export.check.model import compare_with_model
 
     with stage("comparing") as note:
-        part = difference_from_model(chain, config.model, config.revision)
-        note(f"the blocks in float32 and the whole model differ by {part:.2g}")
+        comparison = compare_with_model(chain, config.model, config.revision)
+        note(comparison.describe())
     give_back_freed()
+    return comparison
 
 
 def _write(
@@ -224,6 +225,7 @@ def _write(
     context: int,
     chain: ModelChain,
     calibration: Calibration | None,
+    comparison: ModelComparison,
 ) -> dict[str, Any]:
     """Fill a bundle's folder; returns its manifest."""
     from prge.files import chain as manifest
@@ -241,7 +243,7 @@ def _write(
         lowered = lower_chain(chain, folder, config.roles, bounds, note, cache)
     give_back_freed()
     with stage("verifying") as note:
-        verification = verify_chain(chain, lowered, folder, config.quantize)
+        verification = replace(verify_chain(chain, lowered, folder, config.quantize), model=comparison)
         differences = ", ".join(f"{role} {part:.2g}" for role, part in verification.differences.items())
         note(f"engine and graphs differ by {differences} (allowed {verification.tolerance:.2g})")
     if calibration is not None:
