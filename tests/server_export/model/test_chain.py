@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from prge.errors import BundleError, ConfigError
+from prge.errors import BundleError, ConfigError, Refusal
 from server_export.adapter.layers import (
     convert_conv1d,
     default_target_modules,
@@ -165,8 +165,9 @@ def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     chain = build_chain(
         outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
     )
-    with pytest.raises(BundleError, match="sees tokens that come later"):
+    with pytest.raises(Refusal) as refused:
         compare_with_model(chain, str(tmp_path), None)
+    assert refused.value.code == "not-causal"
 
 
 @pytest.mark.parametrize("model_type", ["cpmant", "xlnet"])
@@ -176,8 +177,9 @@ def test_what_sees_later_tokens_and_cant_be_traced_is_refused_for_the_former(
     """They are among transformers' causal language models, but let all tokens see all."""
     make_tiny(model_type).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
-    with pytest.raises(BundleError, match="sees tokens that come later"):
+    with pytest.raises(Refusal) as refused:
         export(ExportConfig(str(tmp_path / "model"), tmp_path / "bundle", sequence_length=24))
+    assert refused.value.code == "not-causal"
 
 
 def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
@@ -186,8 +188,9 @@ def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
     chain = build_chain(
         outline_model(str(tmp_path)), find_files(str(tmp_path)), start_of(tmp_path), longest=LONGEST
     )
-    with pytest.raises(BundleError, match="reads the padding of a row"):
+    with pytest.raises(Refusal) as refused:
         compare_with_model(chain, str(tmp_path), None)
+    assert refused.value.code == "reads-padding"
 
 
 def test_layers_that_are_never_asked_are_not_adapted(tmp_path: Path) -> None:
