@@ -1,12 +1,12 @@
-"""What it takes to compare an export with the model, and the smallest change of one weight that it notices.
+"""What it takes to compare an export with the model, and which change of one weight it notices.
 
     python scripts/bench/comparison.py --models smollm2-135m tinyllama-1.1b --json comparison.json
 
 A model is an architecture with random weights. Its blocks are compared with transformers' model as every
-export does, then with one weight of the blocks changed, by steps that double, until the comparison fails.
-Prints JSON: by model `difference` and `allowed`, `seconds`, `processor_seconds`, `peak_mb` while it compares
-and `before_mb` of the process that has traced the model; by changed weight its standard `deviation`, the
-smallest change that was `noticed`, and the `message` that an export would end with.
+export does, then with one weight of the blocks changed, by eight times as much each time, until the
+comparison fails. Prints JSON: by model `difference` and `allowed`, `seconds`, `processor_seconds`, `peak_mb`
+while it compares and `before_mb` of the process that has traced the model; by changed weight its standard
+`deviation`, the first change that was `noticed`, and the `message` that an export would end with.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from server_export.settings import ExportConfig
 from server_export.source import open_source
 
 _CHANGED = ("o_proj.weight", "down_proj.weight", "q_proj.weight")
-_LARGEST = 16.0
+_STEP, _LARGEST = 8.0, 16.0
 
 
 class _Changed(Weights):
@@ -71,15 +71,16 @@ def _measured(chain: ModelChain, model: Path) -> dict[str, Any]:
 
 
 def _noticed(chain: ModelChain, model: Path, name: str) -> dict[str, Any]:
-    """The smallest change of one weight of the blocks that ends an export."""
-    deviation = change = float(chain.weights.read(name).std())
+    """The first change of one weight of the blocks that ends an export."""
+    deviation = float(chain.weights.read(name).std())
+    change = _STEP * deviation
     while change < _LARGEST:
         changed = replace(chain, weights=_Changed(chain.weights, name, change))
         try:
             _compared(changed, model)
         except Refusal as refusal:
             return {"deviation": deviation, "noticed": change, "code": refusal.code, "message": str(refusal)}
-        change *= 2
+        change *= _STEP
     return {"deviation": deviation, "noticed": None}
 
 
