@@ -7,6 +7,7 @@ kind -> write every block's weights -> verify in the engine -> write the manifes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from prge.errors import RunError
 from prge.files.adapter import adapter_size
 from prge.host.atomic import check_place, new_folder
 from prge.host.threads import let_threads_sleep
-from prge.learning.costs import MOST_COMPARED
 from prge.model_spec import AdaptedModule, ModelSpec
 from server_export.check.estimation import announce, check_room, estimate_of
 from server_export.memory import give_back_freed
@@ -24,6 +24,7 @@ from server_export.stage import stage
 if TYPE_CHECKING:
     from prge.rows.tokenization.tokenizer import Tokenizer
     from server_export.calibrate.calibration import Calibration
+    from server_export.check.model import ModelComparison
     from server_export.model.chain import ModelChain
     from server_export.source import Source
     from server_export.trace.passes import Changes
@@ -101,25 +102,24 @@ def _export(config: ExportConfig, out: Path) -> Path:
             print(explain(changes))
         _hint_about_bos(config, source, tokenizer)
         _tell_no_end(source, block)
-        if source.start.parameters <= MOST_COMPARED:
-            _compare(config, source, chain)
+        comparison = _compare(config, chain)
         calibration = _calibrated(config, chain, rows, folder) if rows else None
-        manifest = _write(config, folder, source, tokenizer, block, context, chain, calibration)
+        manifest = _write(config, folder, source, tokenizer, block, context, chain, calibration, comparison)
     _summarize(out, manifest)
     return out
 
 
 def _traced(config: ExportConfig, source: Source, context: int, changes: Changes | None) -> ModelChain:
     """The model's blocks; a model that no decoder is refused as such, whatever tracing raises of it."""
-    from server_export.check.chain import check_causal
+    from server_export.check.model import check_causal
     from server_export.check.own_forward import blame_own_forward
 
     with blame_own_forward(source.loaded):
         try:
             return source.chain(config.quantize, context, changes)
         except Exception:
-            if source.loaded.is_decoder and source.start.parameters <= MOST_COMPARED:
-                check_causal(config.model, config.revision)
+            if source.loaded.is_decoder:
+                check_causal(config.model, config.revision, source.files)
             raise
 
 
@@ -216,14 +216,14 @@ def _calibrated(
     return found
 
 
-def _compare(config: ExportConfig, source: Source, chain: ModelChain) -> None:
-    from server_export.check.chain import difference_from_model
-    from server_export.check.own_forward import blame_own_forward
+def _compare(config: ExportConfig, chain: ModelChain) -> ModelComparison:
+    from server_export.check.model import compare_with_model
 
-    with stage("comparing") as note, blame_own_forward(source.loaded):
-        part = difference_from_model(chain, config.model, config.revision)
-        note(f"the blocks in float32 and the whole model differ by {part:.2g}")
+    with stage("comparing") as note:
+        comparison = compare_with_model(chain, config.model, config.revision)
+        note(comparison.describe())
     give_back_freed()
+    return comparison
 
 
 def _write(
@@ -235,6 +235,7 @@ def _write(
     context: int,
     chain: ModelChain,
     calibration: Calibration | None,
+    comparison: ModelComparison,
 ) -> dict[str, Any]:
     """Fill a bundle's folder; returns its manifest."""
     from prge.files import chain as manifest
@@ -252,7 +253,7 @@ def _write(
         lowered = lower_chain(chain, folder, config.roles, bounds, note, cache)
     give_back_freed()
     with stage("verifying") as note:
-        verification = verify_chain(chain, lowered, folder, config.quantize)
+        verification = replace(verify_chain(chain, lowered, folder, config.quantize), model=comparison)
         differences = ", ".join(f"{role} {part:.2g}" for role, part in verification.differences.items())
         note(f"engine and graphs differ by {differences} (allowed {verification.tolerance:.2g})")
     if calibration is not None:

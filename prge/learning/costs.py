@@ -32,8 +32,6 @@ MIB = 1 << 20
 # The most of a number that an outline is made of.
 _LARGEST_NUMBER = 1 << 44
 GROUP_SIZE = 32
-# Parameters of a model that an export holds as a whole against its blocks.
-MOST_COMPARED = 1 << 28
 
 # Memory of a process with the driver and an engine, before it loads a block, and pages of its libraries:
 # Python 3.11 and ExecuTorch 1.5.1 on Linux x86_64.
@@ -682,17 +680,15 @@ def memory_text(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def export_memory(outline: Outline, scheme: str, roles: Collection[str], calibrates: bool = False) -> int:
     """Peak memory of an export; `calibrates` makes one kind of block more of layers that stay int8.
 
-    While blocks are compared, the model lies in memory beside the files that it was read from. While they are
-    verified, the engine has room for the largest call of a block, and the table of embeddings, the largest
-    tensor, is there several times.
+    While blocks are verified, the engine has room for the largest call of a block, and the table of
+    embeddings, the largest tensor, is there several times.
     """
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     sizes = _largest_rows(bounds)
     arena = max(_block_arena(outline, role, *sizes[role], outline.longest) for role in sizes if role in roles)
     verified = arena + (16 if scheme == "fp32" else 5) * outline.table_numbers
-    compared = 6 * outline.parameters if outline.parameters <= MOST_COMPARED else 0
     of_roles = (_EXPORT_BYTES_OF_ROLE + calibrates * _CALIBRATED_BYTES_OF_ROLE) * len(roles)
-    return _EXPORT_BYTES + max(compared, of_roles + verified)
+    return _EXPORT_BYTES + of_roles + verified
 
 
 def export_seconds(outline: Outline, roles: Collection[str], calibrates: bool = False) -> float:

@@ -39,14 +39,18 @@ def random_model(name: str, layers: int | None = None) -> Iterator[Path]:
 
 
 def export(model: Path, out: Path, *flags: object) -> dict[str, float]:
-    """Call `prge export`; its seconds and the most memory that it took."""
+    """Call `prge export`; its seconds, those of processors, and the most memory that it took."""
     begin = time.monotonic()
     command = command_of("export", "--model", model, "--out", out, "--no-cache", *flags)
     process = subprocess.Popen(command, stdout=sys.stderr)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"prge export ended with code {os.waitstatus_to_exitcode(status)}")
-    return {"seconds": time.monotonic() - begin, "peak_rss_mb": usage.ru_maxrss / 1024}
+    return {
+        "seconds": time.monotonic() - begin,
+        "processor_seconds": usage.ru_utime + usage.ru_stime,
+        "peak_rss_mb": usage.ru_maxrss / 1024,
+    }
 
 
 def least_loaded(bundle: Path) -> int:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from prge.errors import PrgeError, Refusal, first_line
-from prge.learning.costs import MOST_COMPARED
 from server_export.checkpoint.loading import LoadedModel, parameter_count
 from server_export.library_errors import TRANSFORMERS_ERRORS
 
+# Parameters of a model that is made with random numbers.
+MOST_MADE = 1 << 28
 _ROWS, _TOKENS = 2, 8
 # What PyTorch's messages say of a tensor without numbers of which a model needs one.
 _META = "meta"
@@ -57,7 +58,7 @@ def own_failure(model_class: type[Any], config: Any) -> Exception | None:
     own = type(config).from_dict(config.to_dict(), attn_implementation="eager")
     with torch.device("meta"):
         model = model_class(own).eval()
-    on_meta = parameter_count(model) > MOST_COMPARED
+    on_meta = parameter_count(model) > MOST_MADE
     if on_meta:
         # Without a cache transformers asks the positions, which have no numbers, whether rows are packed.
         own.use_cache = True

@@ -398,13 +398,8 @@ def _check_weights(
     name: str, model: Any, report: Mapping[str, Any], opened: _Opened, stored: Collection[str]
 ) -> None:
     """Raise BundleError unless every weight came from the files, and every one of the files was used."""
-    is_decoder = opened.is_decoder
-    has_head = is_decoder or opened.has_classes
-    spare = [BUFFERS] if is_decoder else [BUFFERS, _HEADS]
-    prefix = f"{model.base_model_prefix}."
-    if not is_decoder and any(key.startswith(prefix) for key in stored):
-        # What stands beside the base is a head.
-        spare.append(re.compile(rf"^(?!{re.escape(prefix)})"))
+    has_head = opened.is_decoder or opened.has_classes
+    spare = _spare(model, opened.is_decoder, stored)
     problems = {
         "lacks": [key for key in report["missing_keys"] if has_head or not key.startswith(_POOLER)],
         "has no place for": [
@@ -419,11 +414,47 @@ def _check_weights(
     texts = [f"it {what} {_listed(sorted(keys))}" for what, keys in problems.items() if keys]
     texts += [first_line(ValueError(message)) for message in report.get("error_msgs", ())]
     if texts:
-        raise Refusal(
-            "weights-incomplete",
-            f"the weights of {name} are not those of its config.json: {'; '.join(texts)}",
-            remedy="give a complete checkpoint of the model",
-        )
+        raise _other_weights(name, "; ".join(texts))
+
+
+def check_names(loaded: LoadedModel, files: ModelFiles) -> None:
+    """Raise Refusal, `weights-incomplete`, if a model without weights has no place for a tensor of its files.
+
+    A GGUF file is checked when it is opened; of a checkpoint that holds more than texts a part is taken.
+    """
+    if files.gguf or loaded.part_of is not None:
+        return
+    model: Any = loaded.model
+    names = stored_tensors(files).names
+    # transformers' own list for the model, such as of layers that predict several tokens.
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    spare = [*_spare(model, loaded.is_decoder, names), *map(re.compile, ignored)]
+    if not loaded.is_decoder:
+        spare.append(re.compile(rf"(^|\.){re.escape(_POOLER)}"))
+    # Parts for images and sounds were taken out.
+    out = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.Identity))
+    others = {name for name in {*names} - stored_of(files, model) if not name.startswith(out)}
+    if others := {name for name in others if not any(each.search(name) for each in spare)}:
+        raise _other_weights(files.name, f"it has no place for {_listed(sorted(others))}")
+
+
+def _spare(model: Any, is_decoder: bool, stored: Collection[str]) -> list[re.Pattern[str]]:
+    """What names of tensors look like that a model may have no place for: old buffers, and heads."""
+    if is_decoder:
+        return [BUFFERS]
+    prefix = f"{model.base_model_prefix}."
+    if not any(key.startswith(prefix) for key in stored):
+        return [BUFFERS, _HEADS]
+    # What stands beside the base is a head.
+    return [BUFFERS, _HEADS, re.compile(rf"^(?!{re.escape(prefix)})")]
+
+
+def _other_weights(name: str, what: str) -> Refusal:
+    return Refusal(
+        "weights-incomplete",
+        f"the weights of {name} are not those of its config.json: {what}",
+        remedy="give a complete checkpoint of the model",
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -71,6 +71,11 @@ class Source:
         return {name: value[list(rows)] for name, value in found.items()}
 
     @property
+    def has_rows(self) -> bool:
+        """Whether every row has stored tensors of its own."""
+        return bool(self._members)
+
+    @property
     def _members(self) -> dict[str, int]:
         """Which row each stored tensor belongs to, where lists of them become rows, as of experts."""
         groups: dict[str, list[str]] = {}

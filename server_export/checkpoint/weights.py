@@ -88,6 +88,22 @@ class Weights:
         for start in range(0, shape[0], rows):
             yield self.read(name, range(start, min(start + rows, shape[0])))
 
+    def stored_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a parameter; None of a number that the architecture says.
+
+        Raises:
+            BundleError: the files lack it.
+        """
+        return None if self._known(name) is None else self._outline.shapes.get(name)
+
+    def has_rows(self, name: str) -> bool:
+        """Whether some rows of a parameter can be read without the others."""
+        known = self._known(name)
+        if known is None or name in self.transposed:
+            return False
+        source = self._sources[known]
+        return source.conversion is None or source.has_rows
+
     def _known(self, name: str) -> str | None:
         """The name that a parameter's source has; None for a number that the architecture says."""
         known = next((known for known in (name, *self._tied.get(name, ())) if known in self._sources), None)

@@ -5,6 +5,10 @@
 Neither weights nor rows are part of a file: a kind is lowered with random constants. The hash is of what the
 program follows from: graphs, constants that belong to it, sizes, versions, and the code that lowers. Every
 export compares the programs in the engine with the graphs, wherever they come from.
+
+A program has all methods of its kind, and ExecuTorch has no way to add one: other roles are another program
+of the kinds that have these roles. So is another rank of the kinds with adapters, of which LoRA-FA's `lora_a`
+is a constant, whose sizes can't be unknown. The other kinds are taken from the cache.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ from server_export.lower.kind import (
 from server_export.lower.sizes import Size
 
 _PACKAGES = ("torch", "executorch", "torchao")
+# Rooms of this package whose code lowers; what comes before shows in the graphs.
+_ROOMS = ("lower", "ir")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -120,7 +126,7 @@ def _shape(value: Any) -> object:
 def _code() -> str:
     """Versions of what lowers, and hashes of the code of this package that does."""
     root = Path(__file__).resolve().parents[1]
-    files = sorted(path for room in ("lower", "graph") for path in (root / room).rglob("*.py"))
+    files = sorted(path for room in _ROOMS for path in (root / room).rglob("*.py"))
     versions = [importlib.metadata.version(name) for name in _PACKAGES]
     return "\n".join([platform.python_version(), *versions, *map(file_sha256, files)])
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from prge.errors import DataError
-from prge.learning.costs import MOST_COMPARED
 from server_export import estimate
 from server_export.check import own_forward
 from server_export.check.own_forward import blame_own_forward, own_failure
@@ -33,11 +32,11 @@ def test_an_estimate_of_a_model_that_fails_in_transformers_is_refused(tmp_path: 
     assert "Zamba2ForCausalLM raises RuntimeError: shape" in str(caught.value)
 
 
-@pytest.mark.parametrize("most", [MOST_COMPARED, 0], ids=["numbers", "shapes"])
+@pytest.mark.parametrize("most", [own_forward.MOST_MADE, 0], ids=["numbers", "shapes"])
 def test_a_model_is_run_by_itself_with_numbers_or_if_it_is_large_with_shapes(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_forward, "MOST_COMPARED", most)
+    monkeypatch.setattr(own_forward, "MOST_MADE", most)
     broken = outline_model(str(save_broken(tmp_path / "broken")))
     assert isinstance(own_failure(type(broken.model), broken.config), RuntimeError)
     for name in ("llama", "bert"):
@@ -64,7 +63,7 @@ def test_numbers_that_shapes_lack_are_no_failure(monkeypatch: pytest.MonkeyPatch
 
     config = make_tiny("llama").config
     assert own_failure(Asking, config) is None
-    monkeypatch.setattr(own_forward, "MOST_COMPARED", -1)
+    monkeypatch.setattr(own_forward, "MOST_MADE", -1)
     assert own_failure(Asking, config) is None
 
 

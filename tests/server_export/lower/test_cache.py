@@ -110,6 +110,21 @@ def test_another_version_of_what_lowers_makes_another(
     assert lower(tmp_path / "cache", methods(Block())) == (filled, 0)
 
 
+def test_the_code_that_lowers_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of every room that is named, which has some."""
+    root = Path(cache.__file__).resolve().parents[1]
+    hashed = list[Path]()
+
+    def watched(path: Path) -> str:
+        hashed.append(path)
+        return path.name
+
+    monkeypatch.setattr(cache, "file_sha256", watched)
+    cache._code.__wrapped__()
+    assert {path.relative_to(root).parts[0] for path in hashed} == {*cache._ROOMS}
+    assert root / "ir" / "rewriting.py" in hashed and root / "lower" / "kind.py" in hashed
+
+
 @pytest.mark.parametrize("damage", ["hash", "header", "end", "torn", "empty"])
 def test_a_damaged_file_is_made_again(
     filled: LoweredKind, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch

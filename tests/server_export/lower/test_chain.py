@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from prge.errors import BundleError
+from prge.errors import Refusal
 from prge.files.chain import Bounds, TensorSpec
 from prge.files.signatures import BACK, OF_BACK, STACK, TANGENT
 from server_export.check.chain import FLOAT_TOLERANCE, check_specs, verify_chain
@@ -101,15 +101,17 @@ def test_a_weights_file_of_another_content_is_found(upper: Written, tmp_path: Pa
     for place in range(len(content) // 2 + 3, len(content) // 2 + 1200, 4):
         content[place] ^= 0x04
     path.write_bytes(content)
-    with pytest.raises(BundleError, match=r"block.*otherwise than the model's graph"):
+    with pytest.raises(Refusal) as refused:
         verify_chain(upper.chain, upper.lowered, folder, "fp32")
+    assert refused.value.code == "differs-from-graph"
 
 
 def test_a_program_that_the_engine_refuses_is_told(upper: Written, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(upper.folder, tmp_path / "bundle"))
     shutil.copy(folder / upper.lowered.kinds[0].program, folder / upper.lowered.kinds[1].program)
-    with pytest.raises(BundleError, match=r"the engine refuses block\.pte in the role stack"):
+    with pytest.raises(Refusal, match=r"block\.pte in the role stack") as refused:
         verify_chain(upper.chain, upper.lowered, folder, "fp32")
+    assert refused.value.code == "refused-by-engine"
 
 
 def test_a_program_of_other_tensors_than_the_specs_say_is_told(upper: Written) -> None:
@@ -119,5 +121,6 @@ def test_a_program_of_other_tensors_than_the_specs_say_is_told(upper: Written) -
     check_specs(program, kind)
     for spec in (TensorSpec("float32", (8, 4, 16, 32)), TensorSpec("int64", (8, 4, 16, WIDTH))):
         other = replace(method, input_specs=(spec, *method.input_specs[1:]))
-        with pytest.raises(BundleError, match=r"block\.pte has other tensors in the role stack than the pro"):
+        with pytest.raises(Refusal, match=r"block\.pte has other tensors in the role stack") as refused:
             check_specs(program, replace(kind, methods={STACK: other}))
+        assert refused.value.code == "other-tensors"

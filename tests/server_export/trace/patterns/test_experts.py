@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from server_export.check.chain import difference_from_model
+from server_export.check.model import compare_with_model
 from server_export.checkpoint import stored
 from server_export.checkpoint.experts import expert_layers
 from server_export.checkpoint.files import find_files
@@ -41,7 +41,7 @@ def test_the_blocks_of_a_mixture_are_the_model(architecture: str, tmp_path: Path
     assert {len(turn) for turn in layers} == {1, 8} and len(
         {chain.kind_of[number] for number in experts}
     ) == 1
-    assert difference_from_model(chain, str(tmp_path), None) < 1e-5
+    assert compare_with_model(chain, str(tmp_path), None).difference < 1e-5
 
 
 def test_one_expert_is_read_without_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

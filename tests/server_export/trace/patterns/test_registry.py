@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from prge.errors import Refusal
-from server_export.check.chain import difference_from_model
+from server_export.check.model import compare_with_model
 from server_export.trace import patterns as registry
 from server_export.trace.passes import Changes
 from server_export.trace.patterns import REGISTRY, patterns, register
@@ -105,6 +105,6 @@ def test_a_new_pattern_is_one_object(tmp_path: Path, monkeypatch: pytest.MonkeyP
         {"softplus": 2},
     )
     assert [*first.modules] == ["model.layers.*.mlp"]
-    assert difference_from_model(chain, str(tmp_path), None) < 1e-5
+    assert compare_with_model(chain, str(tmp_path), None).difference < 1e-5
     with pytest.raises(Refusal, match="fewer positions"):
         chain_in(tmp_path, longest=33)

@@ -1,0 +1,113 @@
+"""What it takes to compare an export with the model, and which change of one weight it notices.
+
+    python scripts/bench/comparison.py --models smollm2-135m tinyllama-1.1b --json comparison.json
+
+A model is an architecture with random weights. Its blocks are compared with transformers' model as every
+export does, then with one weight of the blocks changed, by eight times as much each time, until the
+comparison fails. Prints JSON: by model `difference` and `allowed`, `seconds`, `processor_seconds`, `peak_mb`
+while it compares and `before_mb` of the process that has traced the model; by changed weight its standard
+`deviation`, the first change that was `noticed`, and the `message` that an export would end with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from reports import parser_of, report_models
+
+from prge.errors import Refusal
+from prge.host.memory import PeakMemory
+from server_export.check.model import ModelComparison, compare_with_model
+from server_export.checkpoint.random_models import CONFIGURATIONS
+from server_export.checkpoint.weights import Weights
+from server_export.memory import give_back_freed
+from server_export.model.chain import ModelChain
+from server_export.settings import ExportConfig
+from server_export.source import open_source
+
+_CHANGED = ("o_proj.weight", "down_proj.weight", "q_proj.weight")
+_STEP, _LARGEST = 8.0, 16.0
+
+
+class _Changed(Weights):
+    """The same weights, one number of one of them changed."""
+
+    def __init__(self, weights: Weights, name: str, change: float) -> None:
+        vars(self).update(vars(weights))
+        self._name, self._change = name, change
+
+    def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """As of `Weights`."""
+        tensor = super().read(name, rows)
+        if name == self._name:
+            tensor = tensor.clone()
+            tensor[tensor.shape[0] // 3, tensor.shape[1] // 3] += self._change
+        return tensor
+
+
+def _compared(chain: ModelChain, model: Path) -> ModelComparison:
+    return compare_with_model(chain, str(model), None)
+
+
+def _measured(chain: ModelChain, model: Path) -> dict[str, Any]:
+    give_back_freed()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    before, begin, processor = PeakMemory().peak, time.monotonic(), time.process_time()
+    comparison = _compared(chain, model)
+    return {
+        "difference": comparison.difference,
+        "allowed": comparison.allowed,
+        "seconds": time.monotonic() - begin,
+        "processor_seconds": time.process_time() - processor,
+        "before_mb": (before or 0) / 1e6,
+        "peak_mb": (PeakMemory().peak or 0) / 1e6,
+    }
+
+
+def _noticed(chain: ModelChain, model: Path, name: str) -> dict[str, Any]:
+    """The first change of one weight of the blocks that ends an export."""
+    deviation = float(chain.weights.read(name).std())
+    change = _STEP * deviation
+    while change < _LARGEST:
+        changed = replace(chain, weights=_Changed(chain.weights, name, change))
+        try:
+            _compared(changed, model)
+        except Refusal as refusal:
+            return {"deviation": deviation, "noticed": change, "code": refusal.code, "message": str(refusal)}
+        change *= _STEP
+    return {"deviation": deviation, "noticed": None}
+
+
+def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
+    """One comparison, and the weights of a layer in the middle changed in turn."""
+    torch.set_num_threads(arguments.threads)
+    config = ExportConfig(str(folder / "model"), folder / "bundle", quantize=arguments.quantize)
+    source = open_source(config).with_weights()
+    chain = source.chain(config.quantize, source.longest)
+    figures = _measured(chain, folder / "model")
+    names = [
+        name.removeprefix("model.").replace(".base.", ".") for block in chain.blocks for name in block.weights
+    ]
+    for ending in _CHANGED:
+        alike = [name for name in names if name.endswith(ending)]
+        if alike:
+            name = alike[len(alike) // 2]
+            figures[name] = _noticed(chain, folder / "model", name)
+    return figures
+
+
+def main() -> None:
+    """Read the flags, compare, print JSON."""
+    parser = parser_of(__doc__, quantize="8da4w", threads=1)
+    parser.add_argument("--models", nargs="+", choices=CONFIGURATIONS, default=["tinyllama-1.1b"])
+    report_models(parser.parse_args(), bench)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Every export is compared with transformers' model: a weight that blocks have otherwise is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from prge.errors import Refusal
+from server_export.check import model as check
+from server_export.check.model import ModelComparison, check_causal, compare_with_model
+from server_export.checkpoint.files import find_files
+from server_export.checkpoint.loading import outline_model
+from server_export.checkpoint.stored import SafetensorsTensors
+from server_export.checkpoint.weights import Weights
+from server_export.export import export
+from server_export.model.chain import ModelChain
+from server_export.pipeline import build_chain
+from server_export.settings import ExportConfig
+from tests.gguf_files import write_gguf
+from tests.tiers import rest
+from tests.tiny_models import make_model, make_tokenizer, save_model
+from tests.tiny_types import make_classifier, make_tiny
+
+LONGEST = 16
+
+
+class Changed(Weights):
+    """The weights of blocks, of which one number of one is another than in the files."""
+
+    def __init__(self, weights: Weights, name: str, change: float) -> None:
+        vars(self).update(vars(weights))
+        self.name, self.change = name, change
+
+    def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
+        tensor = super().read(name, rows).clone()
+        if name == self.name:
+            tensor[(0,) * tensor.dim()] += self.change
+        return tensor
+
+
+def chain_of(folder: Path) -> ModelChain:
+    """A model without adapted layers."""
+    return build_chain(outline_model(str(folder)), find_files(str(folder)), {}, longest=LONGEST)
+
+
+def compared(folder: Path, changed: str | None = None, change: float = 2.0) -> ModelComparison:
+    chain = chain_of(folder)
+    if changed is not None:
+        chain = replace(chain, weights=Changed(chain.weights, changed, change))
+    return compare_with_model(chain, str(folder), None)
+
+
+def llama(folder: Path) -> Path:
+    return save_model(folder, "llama")
+
+
+def mixture(folder: Path) -> Path:
+    return save_model(folder, "mixtral")
+
+
+def gguf(folder: Path) -> Path:
+    folder.mkdir()
+    return write_gguf(folder / "tiny.gguf", make_model("llama"), make_tokenizer(), "Q8_0")
+
+
+def recurrent(folder: Path) -> Path:
+    return save_model(folder, "qwen3_5")
+
+
+def classifier(folder: Path) -> Path:
+    make_classifier("bert", 3).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+LAYER = "model.layers.1.self_attn.o_proj.weight"
+# A model, and a weight of its blocks: of a layer, the table of tied embeddings, an expert, a GGUF file, a
+# recurrence, and the layer before the last of a classification head.
+CHANGED: dict[str, tuple[Callable[[Path], Path], str, float]] = {
+    "layer": (llama, LAYER, 2.0),
+    "tied": (llama, "lm_head.weight", 2.0),
+    "expert": (mixture, "model.layers.0.mlp.experts.down_proj", 2.0),
+    "gguf": (gguf, LAYER, 2.0),
+    # A head that forgets at once doesn't.
+    "recurrence": (recurrent, "model.layers.0.linear_attn.A_log", -6.0),
+    "classifier": (classifier, "bert.pooler.dense.weight", 2.0),
+}
+
+
+@pytest.mark.parametrize("case", [*CHANGED])
+def test_one_changed_weight_is_noticed(case: str, tmp_path: Path) -> None:
+    make, name, change = CHANGED[case]
+    folder = make(tmp_path / "model")
+    same = compared(folder)
+    assert same.difference < 1e-5 < same.allowed < 2e-3
+    with pytest.raises(Refusal, match="the blocks don't compute what the model") as refused:
+        compared(folder, name, change)
+    assert refused.value.code == "differs-from-model"
+
+
+def test_the_layer_is_named_where_they_differ_first(tmp_path: Path) -> None:
+    folder = llama(tmp_path / "model")
+    with pytest.raises(Refusal) as refused:
+        compared(folder, LAYER)
+    assert "the states of model.layers.0 are the same, not model.layers.1" in str(refused.value)
+
+
+def test_experts_that_no_token_called_are_counted(tmp_path: Path) -> None:
+    comparison = compared(mixture(tmp_path / "model"))
+    called, every = comparison.experts
+    assert 0 < called < every == 8
+    assert f"{called} of 8 experts were called" in comparison.describe()
+    assert comparison.to_json()["experts"] == (called, every)
+
+
+@pytest.mark.parametrize("architecture", ["llama", *rest("mixtral", "gpt2", "bert")])
+def test_no_more_than_a_layer_is_read_at_once(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a table of embeddings nor the weights of all experts are in memory."""
+    folder = save_model(tmp_path / "model", architecture, vocab_size=1024)
+    chain = chain_of(folder)
+    sizes, read = list[int](), SafetensorsTensors.read
+
+    def watched(self: SafetensorsTensors, name: str, rows: Any = None) -> torch.Tensor:
+        tensor = read(self, name, rows)
+        sizes.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(SafetensorsTensors, "read", watched)
+    monkeypatch.setattr("server_export.checkpoint.lazy_weights._AT_ONCE", 64 * 96)
+    monkeypatch.setattr(check, "in_scheme", lambda chain, scheme: chain)
+    compare_with_model(chain, str(folder), None)
+    # A block of the head is a part of the vocabulary, whole for so small a model.
+    limit = 64 * 1024 if chain.is_decoder else 64 * 192
+    assert sizes and max(sizes) <= limit
+
+
+def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    model = make_tiny("bert-generation")
+    model.config.is_decoder = False
+    model.save_pretrained(tmp_path)
+    with pytest.raises(Refusal) as refused:
+        check_causal(str(tmp_path), None, find_files(str(tmp_path)))
+    assert refused.value.code == "not-causal"
+
+
+def test_a_model_that_transformers_cant_run_is_refused_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = llama(tmp_path / "model")
+    chain = chain_of(folder)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ValueError("shapes don't fit")
+
+    monkeypatch.setattr("transformers.LlamaModel.forward", broken)
+    with pytest.raises(Refusal, match=r"LlamaForCausalLM raises ValueError: shapes don't fit") as refused:
+        compare_with_model(chain, str(folder), None)
+    assert refused.value.code == "model-fails-in-transformers"
+
+
+def test_an_export_of_a_changed_model_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many parameters it has."""
+    folder = llama(tmp_path / "model")
+    chain = chain_of(folder)
+    changed = Changed(chain.weights, LAYER, 2.0)
+    monkeypatch.setattr("server_export.source.build_chain", lambda *_, **__: replace(chain, weights=changed))
+    with pytest.raises(Refusal) as refused:
+        export(ExportConfig(str(folder), tmp_path / "out" / "bundle", sequence_length=LONGEST))
+    assert refused.value.code == "differs-from-model"
+    assert not [*(tmp_path / "out").iterdir()]
+
+
+@pytest.mark.parametrize("make", [llama, classifier])
+def test_weights_that_the_model_has_no_place_for_are_refused(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """They are of another architecture than its configuration says."""
+    folder = make(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    prefix = "bert" if make is classifier else "model"
+    save_file({**load_file(weights), f"{prefix}.spare": torch.zeros(3)}, weights, metadata={"format": "pt"})
+    with pytest.raises(Refusal, match=rf"it has no place for {prefix}\.spare") as refused:
+        compared(folder)
+    assert refused.value.code == "weights-incomplete"
