@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prge.errors import BundleError, RunError
+from prge.errors import RunError
 from prge.files.adapter import adapter_size
 from prge.host.atomic import check_place, new_folder
 from prge.host.threads import let_threads_sleep
@@ -115,7 +115,7 @@ def _traced(config: ExportConfig, source: Source, context: int, changes: Changes
 
     try:
         return source.chain(config.quantize, context, changes)
-    except BundleError:
+    except Exception:
         if source.loaded.is_decoder and source.start.parameters <= MOST_COMPARED:
             check_causal(config.model, config.revision)
         raise
