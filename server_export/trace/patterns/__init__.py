@@ -62,7 +62,7 @@ class Pattern:
 
     Args:
         name: a few words.
-        serves: what models have it, in a sentence for `prge export --explain`.
+        serves: what models have it, in words.
         model_types: transformers' types that have it, as far as they are known.
         example: the one of them that tests make tiny.
         attributes: names of attributes that mark modules.

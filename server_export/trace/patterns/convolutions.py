@@ -134,7 +134,8 @@ register(
         model_types=tuple(
             """
             bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text
-            jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 qwen3_5_text recurrent_gemma rwkv
+            jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe
+            qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv
             """.split()
         ),
         example="lfm2",

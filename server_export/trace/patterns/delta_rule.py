@@ -37,7 +37,12 @@ register(
     Pattern(
         "delta rule",
         serves="linear attention by the delta rule, such as Qwen 3.5's and Kimi Linear's",
-        model_types=("bailing_hybrid", "kimi_linear", "qwen3_5_text"),
+        model_types=tuple(
+            """
+            bailing_hybrid kimi_linear olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
+            qwen3_next qwen4_exp qwen4_exp_text
+            """.split()
+        ),
         example="qwen3_5_text",
         functions={"torch_chunk_gated_delta_rule": delta_rule, "chunk_kimi_delta_attention": delta_rule},
         keeps_state=True,

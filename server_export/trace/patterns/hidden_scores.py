@@ -144,7 +144,7 @@ register(
     Pattern(
         "hidden scores",
         serves="decoders that hide scores by where, masked_fill or a product",
-        model_types=("gpt_neo", "mpt", "xglm"),
+        model_types=("gpt_neo", "mpt", "openai-gpt", "xglm"),
         example="gpt_neo",
         rewrites=(Rewrite(write_masks, "tables", of="decoder"),),
     )

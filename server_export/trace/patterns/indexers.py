@@ -73,7 +73,11 @@ register(
     Pattern(
         "indexers",
         serves="attention to tokens that an indexer chooses, such as DeepSeek V3.2's",
-        model_types=("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
+        model_types=tuple(
+            """
+            axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text
+            """.split()
+        ),
         example="deepseek_v32",
         attributes=_COUNTS,
         check=_check,

@@ -80,8 +80,8 @@ register(
             albert bert bert-generation big_bird camembert clip_text_model convbert data2vec-text
             deberta deberta-v2 distilbert electra ernie esm flaubert fnet git gpt_neo jina_embeddings_v3
             layoutlm longformer luke megatron-bert mobilebert mpnet mra nomic_bert nystromformer
-            prophetnet rembert roberta roberta-prelayernorm roc_bert tapas tipsv2_text_model xlm
-            xlm-roberta xlm-roberta-xl xmod yoso
+            openai-gpt prophetnet rembert roberta roberta-prelayernorm roc_bert tapas tipsv2_text_model
+            xlm xlm-roberta xlm-roberta-xl xmod yoso
             """.split()
         ),
         example="bert",

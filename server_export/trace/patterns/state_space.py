@@ -48,7 +48,7 @@ register(
     Pattern(
         "state space",
         serves="state spaces of Mamba 2",
-        model_types=("bamba", "falcon_h1", "granitemoehybrid", "mamba2"),
+        model_types=("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"),
         example="mamba2",
         functions={"mamba2_chunk_scan": state_space},
         keeps_state=True,

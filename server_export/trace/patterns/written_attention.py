@@ -233,8 +233,8 @@ register(
         model_types=tuple(
             """
             big_bird bloom codegen cohere2_moe convbert deepseek_v2 diffllama falcon git gpt_neo
-            gpt_neox_japanese gptj hrm_text layoutlm luke megatron-bert mpnet mpt nystromformer rembert
-            roformer tapas xglm
+            gpt_neox_japanese gptj hrm_text layoutlm luke megatron-bert mpnet mpt nystromformer phimoe
+            rembert roformer tapas trocr xglm
             """.split()
         ),
         example="bloom",

@@ -1,4 +1,4 @@
-"""How many positions a model has, and rows of any length while it is traced."""
+"""How many positions a model has, and how it numbers them."""
 
 from __future__ import annotations
 
