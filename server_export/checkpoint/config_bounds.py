@@ -18,8 +18,8 @@ from prge.host.children import BoundedChild, LimitError
 
 # PyTorch's integers.
 _LARGEST = (1 << 63) - 1
-# Of so many entries a list takes milliseconds.
-_READ_AT_ONCE = 1 << 20
+# Lists and names of so many entries take a second or two at most.
+_READ_AT_ONCE = 1 << 18
 _SECONDS, _MEMORY = 3.0, 256 << 20
 # Models have thousands.
 _MOST_MODULES = 1 << 16

@@ -43,6 +43,7 @@ def test_large_numbers_that_cost_nothing_are_accepted(change: dict[str, Any], tm
 @pytest.mark.parametrize(
     "change",
     [
+        {"num_labels": 1 << 20},
         {"num_labels": 10**8},
         {"num_hidden_layers": 10**9, "model_type": "qwen2"},
         {"model_type": "no-such-type", "anything": 10**9},
