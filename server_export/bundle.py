@@ -26,7 +26,7 @@ from server_export.checkpoint.base import base_of
 from server_export.checkpoint.classifier import Classifier
 from server_export.checkpoint.loading import LoadedModel
 from server_export.checkpoint.tokenization import write_tokenizer
-from server_export.model.quantization import QuantizationReport
+from server_export.quantize.quantization import QuantizationReport
 from server_export.settings import ExportConfig
 
 _PACKAGES = ("torch", "executorch", "torchao", "transformers", "peft", "tokenizers")

@@ -30,8 +30,8 @@ from server_export.adapter.layers import convert_conv1d
 from server_export.checkpoint.base import content_problems, model_problems
 from server_export.checkpoint.classifier import states_of
 from server_export.checkpoint.loading import LoadedModel, load_model
-from server_export.model.bundle_layers import layers_of
-from server_export.model.quantization import quantize_layers, round_base
+from server_export.quantize.bundle_layers import layers_of
+from server_export.quantize.quantization import quantize_layers, round_base
 from server_export.trace.positions import position_numbers
 
 

@@ -34,7 +34,7 @@ from server_export.ir.modules import give_memory, remove_unused_attributes
 from server_export.ir.plain import take_apart
 from server_export.ir.rewriting import rewrite
 from server_export.model.chain import BlockType, ModelChain, no_codes
-from server_export.model.frozen import freeze
+from server_export.quantize.frozen import freeze
 from server_export.trace import patterns
 from server_export.trace.cutting import ModelBlock, cut, kinds
 from server_export.trace.model_graph import WHOLE_PREFIX, ModelGraph, TracedModel

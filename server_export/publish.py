@@ -40,7 +40,7 @@ from server_export.publishing.trained import Trained, load_base, load_peft, read
 
 if TYPE_CHECKING:
     from server_export.checkpoint.loading import LoadedModel
-    from server_export.model.quantization import BundleLayers
+    from server_export.quantize.quantization import BundleLayers
 
 Facts = dict[str, Any]
 CARD, GGUF = "README.md", "adapter.gguf"
@@ -193,7 +193,7 @@ def _scheme(config: PublishConfig, trained: Trained) -> str:
 
 def _layers(trained: Trained, scheme: str) -> BundleLayers:
     """How the bundle rounded its layers, where they are to have the same scheme."""
-    from server_export.model.bundle_layers import layers_of
+    from server_export.quantize.bundle_layers import layers_of
 
     bundle = trained.bundle
     return layers_of(bundle if bundle is not None and bundle.quantization == scheme else None)
@@ -237,8 +237,8 @@ def _give_trained_weights(loaded: LoadedModel, trained: Trained) -> None:
     Raises:
         BundleError: experts, whose weights are no layers', are quantized.
     """
-    from server_export.model.bundle_layers import layers_of
-    from server_export.model.quantization import round_base
+    from server_export.quantize.bundle_layers import layers_of
+    from server_export.quantize.quantization import round_base
 
     bundle = trained.bundle
     if bundle is None or bundle.quantization is None:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from server_export.check.engine import loaded_method
 from server_export.checkpoint.random_models import configuration
 from server_export.lower.program import write_program
-from server_export.model.quantization import quantize_layers
+from server_export.quantize.quantization import quantize_layers
 
 
 @dataclass(frozen=True)

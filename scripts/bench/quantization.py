@@ -25,7 +25,7 @@ from prge.files.bundle import read_manifest
 from prge.verbs.starting import command_of
 from server_export.checkpoint.loading import load_model
 from server_export.checkpoint.tokenization import load_tokenizer
-from server_export.model.quantization import GROUP_SIZE
+from server_export.quantize.quantization import GROUP_SIZE
 
 _OF_A_SCALE = 16 / GROUP_SIZE
 RECIPES: dict[str, list[str]] = {

@@ -18,8 +18,8 @@ from server_export.calibrate.sensitivities import (
     measure,
 )
 from server_export.model.chain import ModelChain, layer_of
-from server_export.model.quantization import QuantizationReport
 from server_export.pipeline import with_int8
+from server_export.quantize.quantization import QuantizationReport
 from server_export.stage import stage
 
 # Tokens that sensitivities are measured on: their order needs few.

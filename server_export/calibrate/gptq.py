@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from server_export.model.quantization import GROUP_SIZE, Int4Weight
+from server_export.quantize.quantization import GROUP_SIZE, Int4Weight
 
 # Part of the mean of its diagonal that is added to a second moment's diagonal, as in the paper's code.
 _DAMPING = 0.01

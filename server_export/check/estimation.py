@@ -141,7 +141,7 @@ def _own_roles(readout: str, roles: Collection[str]) -> tuple[str, ...]:
 
 
 def _has_int8_table(outline: Outline, scheme: str) -> bool:
-    from server_export.model.quantization import EMBEDDING_BYTES
+    from server_export.quantize.quantization import EMBEDDING_BYTES
 
     return scheme != "fp32" and 4 * outline.table_numbers >= EMBEDDING_BYTES
 

@@ -20,7 +20,7 @@ from server_export.lower.kind import WeightsFile
 from server_export.lower.roles import LoweredRoles, lower_roles
 from server_export.memory import give_back_freed
 from server_export.model.chain import ModelChain, layer_of
-from server_export.model.frozen import codes_of, scale_of
+from server_export.quantize.frozen import codes_of, scale_of
 from server_export.stage import count_parts
 from server_export.trace.tables import ModelTable
 

@@ -1,1 +1,1 @@
-"""From a transformers model to a torch module that can be exported."""
+"""A model as a chain of blocks, and rows on their way through it."""

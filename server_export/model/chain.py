@@ -14,8 +14,8 @@ from prge.files.signatures import STATE, Port
 from prge.model_spec import AdaptedModule
 from server_export.checkpoint.weights import Weights
 from server_export.ir.block import Block
-from server_export.model.frozen import ADAPTER_WEIGHT, Frozen
-from server_export.model.quantization import GROUP_SIZE, ROWS_AT_ONCE, Int4Weight, QuantizationReport
+from server_export.quantize.frozen import ADAPTER_WEIGHT, Frozen
+from server_export.quantize.quantization import GROUP_SIZE, ROWS_AT_ONCE, Int4Weight, QuantizationReport
 from server_export.trace.cutting import ModelBlock
 from server_export.trace.tables import ModelTables
 from server_export.trace.tracing import WHOLE_PREFIX

@@ -14,7 +14,7 @@ import torch
 from server_export.ir.block import Watch
 from server_export.model.chain import ModelChain, layer_of
 from server_export.model.eager import EagerBlock, through_experts
-from server_export.model.frozen import ADAPTER_WEIGHT
+from server_export.quantize.frozen import ADAPTER_WEIGHT
 from server_export.stage import count_parts
 from server_export.trace.attention import padding_mask
 

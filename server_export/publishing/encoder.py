@@ -17,8 +17,8 @@ from server_export.check.engine import loaded_method
 from server_export.checkpoint.classifier import given_to_base, states_of
 from server_export.checkpoint.loading import LoadedModel
 from server_export.lower.program import write_program
-from server_export.model.quantization import NO_LAYERS, BundleLayers
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, quantized_and_checked
+from server_export.quantize.quantization import NO_LAYERS, BundleLayers
 from server_export.trace import attention, readout
 from server_export.trace.positions import position_numbers
 from server_export.trace.rotary import make_rotary_constant

@@ -25,8 +25,8 @@ from server_export.checkpoint.experts import expert_layers
 from server_export.checkpoint.loading import LoadedModel
 from server_export.library_errors import TRANSFORMERS_ERRORS, torch_export_errors
 from server_export.lower.program import lowered
-from server_export.model.quantization import NO_LAYERS, BundleLayers
 from server_export.publishing.program import METHOD, PROGRAM, ROWS, Built, quantized_and_checked
+from server_export.quantize.quantization import NO_LAYERS, BundleLayers
 from server_export.trace import attention
 from server_export.trace.patterns import functions_of
 

@@ -17,7 +17,13 @@ from torch import nn
 from prge.errors import BundleError
 from prge.files.peft import PeftAdapter
 from server_export.adapter.layers import convert_conv1d, replace_module
-from server_export.model.quantization import NO_LAYERS, BundleLayers, QuantizationReport, dequantize, quantize
+from server_export.quantize.quantization import (
+    NO_LAYERS,
+    BundleLayers,
+    QuantizationReport,
+    dequantize,
+    quantize,
+)
 
 PROGRAM, METHOD = "program.pte", "forward"
 ROWS = 3

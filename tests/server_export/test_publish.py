@@ -441,7 +441,7 @@ INT4: dict[str, dict[str, Any]] = {
 
 def constants_of(export_again: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[bytes, Any]:
     """Weights f32 that an export writes as codes, by the bytes of their shape and values."""
-    from server_export.model.frozen import Frozen, codes_of, scale_of
+    from server_export.quantize.frozen import Frozen, codes_of, scale_of
 
     found: list[Any] = []
     tensors = Frozen.tensors

@@ -29,7 +29,7 @@ from server_export.ir.modules import attribute
 from server_export.ir.shapes import without_memory
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
 from server_export.ir.writer import Writer
-from server_export.model.quantization import int8_weight
+from server_export.quantize.quantization import int8_weight
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from server_export.calibrate import gptq as module
 from server_export.calibrate.gptq import SecondMoment, gptq, nearest, searched_scale
-from server_export.model.quantization import GROUP_SIZE, int4_weight
+from server_export.quantize.quantization import GROUP_SIZE, int4_weight
 
 INPUTS, OUTPUTS, TOKENS = 96, 24, 400
 

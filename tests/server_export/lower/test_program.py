@@ -10,7 +10,7 @@ from torch import nn
 
 from server_export.check.engine import loaded_method
 from server_export.lower.program import write_program
-from server_export.model.quantization import quantize_layers
+from server_export.quantize.quantization import quantize_layers
 from tests.refusals import refusal
 
 torch.set_num_threads(1)

@@ -24,8 +24,8 @@ from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model
 from server_export.export import export
 from server_export.model.chain import ModelChain
-from server_export.model.quantization import int8_rows
 from server_export.pipeline import build_chain
+from server_export.quantize.quantization import int8_rows
 from server_export.settings import ExportConfig
 from server_export.trace.patterns import unread_modules
 from server_export.trace.tables import ModelTable
@@ -83,7 +83,7 @@ def test_quantized_layers_are_codes_and_scales(folder: Path) -> None:
 def test_a_large_table_becomes_codes_some_rows_at_a_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server_export.model.frozen.EMBEDDING_BYTES", 0)
+    monkeypatch.setattr("server_export.quantize.frozen.EMBEDDING_BYTES", 0)
     chain = chain_of(folder, scheme="8da8w")
     codes, scales = int8_rows(chain.weights.read("model.embed_tokens.weight"))
     monkeypatch.setattr(chain.weights._stored, "read", refuse_whole(chain.weights._stored.read))

@@ -22,8 +22,8 @@ from server_export.bundle import write_adapter
 from server_export.checkpoint.loading import prepare_model
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
-from server_export.model.quantization import dequantize, quantize
 from server_export.oracle import TorchEngine, as_exported
+from server_export.quantize.quantization import dequantize, quantize
 from server_export.settings import ExportConfig
 from tests.rows import bigram_completions, classified
 from tests.tiny_models import DECODERS, LENGTH, VOCABULARY, WIDTH, make_model

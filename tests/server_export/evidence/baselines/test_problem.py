@@ -15,8 +15,8 @@ from prge.learning.examples import Example, sequences_of
 from prge.learning.head import fit_cross_fitted, fit_head
 from prge.learning.objectives import Loss
 from server_export.checkpoint.loading import prepare_model
-from server_export.model.quantization import Int8Embedding
 from server_export.oracle import as_exported
+from server_export.quantize.quantization import Int8Embedding
 from tests.rows import choice, completion, long_choice, random_completions
 from tests.server_export.evidence.baselines.problems import build_problem, classified_rows
 from tests.tiny_models import make_model
@@ -72,7 +72,7 @@ def test_a_quantized_base_has_the_rounded_weights(
     tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So that the tiny table counts as a large one.
-    monkeypatch.setattr("server_export.model.quantization.EMBEDDING_BYTES", 1)
+    monkeypatch.setattr("server_export.quantize.quantization.EMBEDDING_BYTES", 1)
     problem, engine, adapter = build_problem(tmp_path, "llama", COMPLETIONS, scheme=scheme)
     assert isinstance(engine.network.get_input_embeddings(), Int8Embedding)
     expected = driver_loss(engine, adapter, COMPLETIONS)

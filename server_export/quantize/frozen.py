@@ -22,7 +22,7 @@ from server_export.ir.modules import as_module, copied, remove_unused_attributes
 from server_export.ir.rewriting import remove_identities
 from server_export.ir.shapes import without_memory
 from server_export.ir.walks import descendants
-from server_export.model.quantization import (
+from server_export.quantize.quantization import (
     EMBEDDING_BYTES,
     GROUP_SIZE,
     ROWS_AT_ONCE,

@@ -15,8 +15,9 @@ from server_export.check.engine import loaded_method
 from server_export.checkpoint.loading import prepare_model
 from server_export.export import ExportConfig
 from server_export.lower.program import write_program
-from server_export.model import quantization
-from server_export.model.quantization import (
+from server_export.publishing.encoder import EncoderProgram
+from server_export.quantize import quantization
+from server_export.quantize.quantization import (
     BundleLayers,
     Int4Weight,
     Int8Embedding,
@@ -26,7 +27,6 @@ from server_export.model.quantization import (
     quantize,
     quantize_layers,
 )
-from server_export.publishing.encoder import EncoderProgram
 from server_export.trace import attention
 from server_export.trace.readout import at_positions
 from server_export.trace.rotary import make_rotary_constant

@@ -9,7 +9,7 @@ import torch
 from prge.files.bundle import Bundle, check_file
 from prge.files.documents import mapping
 from prge.files.layers import stored_layers
-from server_export.model.quantization import NO_LAYERS, BundleLayers, Int4Weight
+from server_export.quantize.quantization import NO_LAYERS, BundleLayers, Int4Weight
 
 
 def layers_of(bundle: Bundle | None) -> BundleLayers:
