@@ -55,10 +55,10 @@ class Rewrite:
 class Pattern:
     """A peculiarity of some architectures.
 
-    A model has it if `matches` says so; without that if it has one of `attributes` or `settings`, or its code
-    calls one of `functions`. Then `prepare`, `tracing` and `call` are for it. `check` and `unread` are for
-    models with one of `attributes` or `settings`, or all where a pattern has none; `blocks` for all models,
-    `retrace` for those that did not read their masks, passes for graphs with one of their operators.
+    A model may have it if it has one of `attributes` or `settings`, or the pattern has none; then `check`,
+    `unread` and `blocks` are for it. It has it if `matches` says so too; without `matches` if it has one of
+    these, or its code calls one of `functions`; then `prepare`, `tracing` and `call` are for it. `retrace` is
+    for models that did not read their masks, passes for graphs with one of their operators.
 
     Args:
         name: a few words.
@@ -201,7 +201,7 @@ def patterns_of(traced: TracedModel) -> list[Pattern]:
 
 def _has(pattern: Pattern, traced: TracedModel, called: set[str]) -> bool:
     if pattern.matches is not None:
-        return pattern.matches(traced)
+        return _may_have(pattern, traced.model) and pattern.matches(traced)
     return not called.isdisjoint(pattern.functions) or _is_marked(pattern, traced.model)
 
 
@@ -262,6 +262,6 @@ def with_blocks(model: Any, blocks: Sequence[ModelBlock], rows: int) -> list[Mod
     """
     found = [*blocks]
     for pattern in patterns():
-        if pattern.blocks is not None:
+        if pattern.blocks is not None and _may_have(pattern, model):
             found = pattern.blocks(model, found, rows)
     return found
