@@ -55,10 +55,10 @@ class Rewrite:
 class Pattern:
     """A peculiarity of some architectures.
 
-    A model has it if `matches` says so; without that if one of its modules has one of `attributes`, or its
-    code calls one of `functions`. Then `prepare`, `tracing` and `call` are for it. `check`, `unread` and
-    `blocks` are for every model, `retrace` for those that did not read their masks, passes for every graph
-    with one of their operators.
+    A model may have it if it has one of `attributes` or `settings`, or the pattern has none; then `check`,
+    `unread` and `blocks` are for it. It has it if `matches` says so too; without `matches` if it has one of
+    these, or its code calls one of `functions`; then `prepare`, `tracing` and `call` are for it. `retrace` is
+    for models that did not read their masks, passes for graphs with one of their operators.
 
     Args:
         name: a few words.
@@ -66,6 +66,7 @@ class Pattern:
         model_types: transformers' types that have it, as far as they are known.
         example: the one of them that tests make tiny.
         attributes: names of attributes that mark modules.
+        settings: names in a model's configuration.
         functions: by the names of functions in transformers' files, or of methods of its layers, what takes
             their place while a model is traced; the model's tables come first, then their own arguments.
         keeps_state: whether these functions are recurrences.
@@ -86,6 +87,7 @@ class Pattern:
     model_types: tuple[str, ...]
     example: str
     attributes: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     keeps_state: bool = False
     matches: Callable[[TracedModel], bool] | None = None
@@ -131,10 +133,12 @@ def passes_at(stage: Stage) -> list[Pass[Any]]:
 
 
 def _run(rewrite: Rewrite, graph: ModelGraph | GraphModule) -> None:
-    """Run a pass if the graph has one of its operators and is of a model that it is for."""
+    """Run a pass if the graph has what it is for, and is of a model that it is for."""
     graph_module = graph.graph_module if isinstance(graph, ModelGraph) else graph
     is_decoder = graph.traced.is_decoder if isinstance(graph, ModelGraph) else None
     if rewrite.of is not None and is_decoder != (rewrite.of == "decoder"):
+        return
+    if rewrite.stage == "tables" and isinstance(graph, ModelGraph) and not graph.positions.ends:
         return
     find = graph_module.graph.find_nodes
     if not rewrite.operators or any(find(op="call_function", target=each) for each in rewrite.operators):
@@ -149,18 +153,30 @@ def check_model(model: Any, longest: int) -> None:
         longest: tokens of the longest sequence.
     """
     for pattern in patterns():
-        if pattern.check is not None:
+        if pattern.check is not None and _may_have(pattern, model):
             pattern.check(model, longest)
 
 
 def unread_modules(model: nn.Module) -> list[str]:
     """Names of the modules of a model whose layers no adapter is for."""
-    return [name for pattern in patterns() if pattern.unread is not None for name in pattern.unread(model)]
+    return [
+        name
+        for pattern in patterns()
+        if pattern.unread is not None and _may_have(pattern, model)
+        for name in pattern.unread(model)
+    ]
 
 
-def has_attribute(model: nn.Module, names: Collection[str]) -> bool:
-    """Whether a module of a model has one of some attributes."""
-    return any(hasattr(module, name) for module in model.modules() for name in names)
+def _may_have(pattern: Pattern, model: nn.Module) -> bool:
+    """Whether a model has what marks a pattern, if anything does."""
+    return not (pattern.attributes or pattern.settings) or _is_marked(pattern, model)
+
+
+def _is_marked(pattern: Pattern, model: Any) -> bool:
+    config = getattr(model, "config", None)
+    return any(hasattr(config, name) for name in pattern.settings) or any(
+        hasattr(module, name) for name in pattern.attributes for module in model.modules()
+    )
 
 
 def functions_of(model: nn.Module) -> list[tuple[ModuleType | type, str, Any]]:
@@ -185,8 +201,8 @@ def patterns_of(traced: TracedModel) -> list[Pattern]:
 
 def _has(pattern: Pattern, traced: TracedModel, called: set[str]) -> bool:
     if pattern.matches is not None:
-        return pattern.matches(traced)
-    return not called.isdisjoint(pattern.functions) or has_attribute(traced.model, pattern.attributes)
+        return _may_have(pattern, traced.model) and pattern.matches(traced)
+    return not called.isdisjoint(pattern.functions) or _is_marked(pattern, traced.model)
 
 
 def prepare(traced: TracedModel, changes: Changes | None) -> None:
@@ -246,6 +262,6 @@ def with_blocks(model: Any, blocks: Sequence[ModelBlock], rows: int) -> list[Mod
     """
     found = [*blocks]
     for pattern in patterns():
-        if pattern.blocks is not None:
+        if pattern.blocks is not None and _may_have(pattern, model):
             found = pattern.blocks(model, found, rows)
     return found

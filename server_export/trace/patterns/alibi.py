@@ -127,7 +127,7 @@ register(
         serves="decoders with ALiBi: bloom, mpt, falcon",
         model_types=("bloom", "mpt"),
         example="bloom",
-        matches=lambda traced: hasattr(traced.model.config, _BIASES),
+        settings=(_BIASES,),
         tracing=lambda traced: for_the_row(traced.model.config, TOKENS),
         rewrites=(Rewrite(write_places, "tables", of="decoder"),),
     )

@@ -121,6 +121,7 @@ register(
         serves="mixtures whose experts all see all tokens, such as Llama 4's",
         model_types=("llama4", "llama4_text"),
         example="llama4_text",
+        attributes=("gate_up_proj",),
         matches=lambda traced: any(map(sees_all, traced.model.modules())),
         prepare=_prepare,
         rewrites=(Rewrite(choose_experts, operators=(ALL_EXPERTS,)),),

@@ -27,6 +27,7 @@ register(
         serves="attention within chunks of a text, such as Llama 4's",
         model_types=("llama4", "llama4_text"),
         example="llama4_text",
+        settings=(_SIZE,),
         check=_check,
     )
 )

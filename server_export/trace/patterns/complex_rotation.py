@@ -97,7 +97,8 @@ register(
         serves="rotary embeddings as products of complex numbers, such as DeepSeek V2's and Llama 4's",
         model_types=("deepseek_v2", "llama4", "llama4_text"),
         example="deepseek_v2",
-        matches=lambda traced: bool(rotary_names(traced.model)),
+        # Those of cosines and sines are tables already.
+        attributes=("rope_type",),
         prepare=_prepare,
         rewrites=(Rewrite(write_complex, operators=(aten.view_as_real.default,)),),
     )

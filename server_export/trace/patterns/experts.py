@@ -154,6 +154,7 @@ register(
             """.split()
         ),
         example="olmoe",
+        attributes=("has_post_expert_norm", "gate_up_proj"),
         matches=lambda traced: bool(expert_layers(traced.model)),
         unread=expert_layers,
         prepare=_prepare,
