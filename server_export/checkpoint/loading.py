@@ -222,7 +222,7 @@ def _opened(files: ModelFiles, pooled: bool | None, own_head: bool) -> tuple[_Op
 
 def _open_config(files: ModelFiles, pooled: bool | None) -> _Opened:
     """The configuration of a model, or of the text part of one."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     check_cost(read_config(files), files.config_path)
     with refused_as(
@@ -233,6 +233,8 @@ def _open_config(files: ModelFiles, pooled: bool | None) -> _Opened:
     ):
         whole = AutoConfig.from_pretrained(str(files.folder), trust_remote_code=False, local_files_only=True)
         text = whole if whole.is_encoder_decoder else whole.get_text_config()
+        if not isinstance(text, PretrainedConfig):
+            raise ValueError(f"its text_config is {shown(text)}")
     if _is_encoder_alone(whole):
         whole.is_encoder_decoder = False
         text = whole
@@ -477,7 +479,7 @@ def _check_kind(config: Any, whole: Any, name: str) -> None:
     elif config is whole and _needs_other_parts(config):
         code = "more-than-texts"
         reason = "a model of more than texts, whose text part transformers has no class of its own for"
-    elif getattr(config, _STREAMS, None):
+    elif hasattr(type(config), _STREAMS):
         code, reason = "several-streams", "a model whose layers carry a stream of states for each next token"
     elif not getattr(config, "hidden_size", None):
         code, reason = "no-width", "a model whose configuration has no hidden_size of its text part"

@@ -256,6 +256,8 @@ HOSTILE: list[tuple[dict[str, Any], str, str]] = [
     ({"auto_map": CODE, "model_type": "mine"}, "not-a-transformers-model", ""),
     ({"quantization_config": 3}, "not-a-transformers-model", ""),
     ({"num_experts": "many"}, "", ""),
+    ({"text_config": {"a": 1}}, "not-a-transformers-model", ""),
+    ({"ngram": 2}, "", ""),
 ]
 
 
