@@ -17,8 +17,8 @@ from server_export.ir.block import Block
 from server_export.quantize.frozen import ADAPTER_WEIGHT, Frozen
 from server_export.quantize.quantization import GROUP_SIZE, ROWS_AT_ONCE, Int4Weight, QuantizationReport
 from server_export.trace.cutting import ModelBlock
+from server_export.trace.model_graph import WHOLE_PREFIX
 from server_export.trace.tables import ModelTables
-from server_export.trace.tracing import WHOLE_PREFIX
 
 _BASE = ".base."
 

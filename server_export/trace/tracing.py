@@ -31,7 +31,6 @@ from server_export.ir.softmax_parts import SOFTMAX_PARTS
 from server_export.ir.walks import readers
 from server_export.trace import attention, patterns
 from server_export.trace.functional import functional_graph
-from server_export.trace.model_graph import WHOLE_PREFIX as WHOLE_PREFIX
 from server_export.trace.model_graph import ModelGraph, TracedModel
 from server_export.trace.passes import Changes, module_of
 from server_export.trace.patterns import Call
