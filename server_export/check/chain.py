@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.export import ExportedProgram
 
 from prge.errors import Refusal
 from prge.files.chain import TABLE, Kind
 from server_export.check.model import ModelComparison
-from server_export.ir.modules import replace_tensor
 from server_export.lower.chain import LoweredChain
 from server_export.model.chain import ModelChain
 from server_export.quiet import quiet_engine
@@ -62,11 +60,12 @@ def verify_chain(chain: ModelChain, lowered: LoweredChain, folder: Path, scheme:
         weights = folder / lowered.blocks[place].weights
         chooses = chain.blocks[place].experts is not None and scheme != "fp32"
         share = _ALIKE if chooses else 1.0
-        for role, program in lowered.lowered[number].programs.items():
-            inputs = _example(chain, program, kind.methods[role].inputs, lowered.blocks[place].tables)
-            expected = _eager(program, tensors, inputs)
-            found = _engine(folder / kind.program, weights, role, inputs)
-            for name, ours, theirs in zip(kind.methods[role].outputs, found, expected, strict=True):
+        for role, method in lowered.lowered[number].methods.items():
+            inputs = _example(chain, method.example_shapes(), lowered.blocks[place].tables)
+            with torch.no_grad():
+                expected = method.block.call(inputs, tensors)
+            found = _engine(folder / kind.program, weights, role, [*inputs.values()])
+            for ours, (name, theirs) in zip(found, expected.items(), strict=True):
                 difference = _difference(ours, theirs, share)
                 if not difference <= tolerance:
                     raise Refusal(
@@ -119,37 +118,26 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor, share: float) -> float
 
 
 def _example(
-    chain: ModelChain, program: ExportedProgram, names: Sequence[str], tables: Sequence[int]
-) -> list[torch.Tensor]:
-    """Random inputs in the shapes that the program was traced with."""
+    chain: ModelChain, shapes: Mapping[str, tuple[int, ...]], tables: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Random inputs of these shapes, by name."""
     generator = torch.Generator().manual_seed(0)
-    values = []
-    shapes = dict(zip(names, (like.shape for like in program.example_inputs[0]), strict=True))
+    values = dict[str, torch.Tensor]()
     tokens = shapes["tokens"][-1] if "tokens" in shapes else shapes["state"][-2]
-    for name, like in zip(names, program.example_inputs[0], strict=True):
+    for name, shape in shapes.items():
         if name in ("tokens", "targets"):
             most = len(chain.head_rows[0]) if name == "targets" else chain.vocabulary_size
-            values.append(torch.randint(0, most, like.shape, generator=generator))
+            values[name] = torch.randint(0, most, shape, generator=generator)
         elif name == "ones":
-            values.append(torch.ones(like.shape))
+            values[name] = torch.ones(shape)
         elif name == "padding":
-            values.append(torch.zeros(like.shape))
+            values[name] = torch.zeros(shape)
         elif name.startswith(TABLE):
             table = chain.tables.all[tables[int(name.removeprefix(TABLE))]]
-            values.append(table.of(tokens).expand(like.shape))
+            values[name] = table.of(tokens).expand(shape)
         else:
-            values.append(torch.randn(like.shape, generator=generator) * 0.3)
+            values[name] = torch.randn(shape, generator=generator) * 0.3
     return values
-
-
-def _eager(
-    program: ExportedProgram, tensors: dict[str, torch.Tensor], inputs: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    module = program.module(check_guards=False)
-    for name in (*program.state_dict, *program.constants):
-        replace_tensor(module, name, tensors[name])
-    with torch.no_grad():
-        return list(module(*inputs))
 
 
 def _engine(program: Path, weights: Path, role: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

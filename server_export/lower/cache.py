@@ -3,8 +3,9 @@
     ~/.cache/prge/programs/<hash>   a kind's program, and how the weights file of a block is laid out
 
 Neither weights nor rows are part of a file: a kind is lowered with random constants. The hash is of what the
-program follows from: graphs, constants that belong to it, sizes, versions, and the code that lowers. Every
-export compares the programs in the engine with the graphs, wherever they come from.
+program follows from: the graphs of its methods, constants that all blocks share, sizes, versions, and the
+code that lowers. So torch.export doesn't trace a kind that is taken either. Every export compares the
+programs in the engine with the graphs, wherever they come from.
 
 A program has all methods of its kind, and ExecuTorch has no way to add one: other roles are another program
 of the kinds that have these roles. So is another rank of the kinds with adapters, of which LoRA-FA's `lora_a`
@@ -18,7 +19,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,23 +27,17 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
-from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.fx.node import map_arg
 
 from prge.errors import EngineError, RunError
 from prge.files.bundle import file_sha256
 from prge.host.atomic import write_file
 from prge.host.user_cache import PROGRAMS, user_cache
-from server_export.lower.kind import (
-    LAYOUTS,
-    Constants,
-    Entry,
-    LoweredKind,
-    WeightsFile,
-    bytes_of,
-    lower_kind,
-)
-from server_export.lower.sizes import Size
+from server_export.lower.kind import LAYOUTS, Entry, LoweredKind, WeightsFile, bytes_of, lower_kind
+from server_export.lower.sizes import Method
 
 _PACKAGES = ("torch", "executorch", "torchao")
 # Rooms of this package whose code lowers; what comes before shows in the graphs.
@@ -65,19 +60,17 @@ class ProgramCache:
                 self._folder = user_cache(PROGRAMS)
 
     def lower(
-        self, methods: Mapping[str, ExportedProgram], sizes: Iterable[Size], in_pieces: Collection[str]
+        self, methods: Mapping[str, Method], constants: Mapping[str, torch.Tensor], in_pieces: Collection[str]
     ) -> LoweredKind:
-        """As `lower_kind`."""
-        sizes = list(sizes)
+        """As `lower_methods`."""
         if self._folder is None:
-            return lower_kind(methods, sizes, in_pieces)
-        constants = Constants(methods)
-        path = self._folder / _key(methods, constants, sizes, in_pieces)
-        known = _read(path, constants.fixed)
+            return lower_methods(methods, constants, in_pieces)
+        path = self._folder / _key(methods, constants, in_pieces)
+        known = _read(path)
         if known is not None:
             self.taken += 1
             return known
-        kind = lower_kind(methods, sizes, in_pieces)
+        kind = lower_methods(methods, constants, in_pieces)
         # What can't be kept is lowered again by the next export.
         with contextlib.suppress(OSError, RunError):
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -85,41 +78,47 @@ class ProgramCache:
         return kind
 
 
+def lower_methods(
+    methods: Mapping[str, Method], constants: Mapping[str, torch.Tensor], in_pieces: Collection[str]
+) -> LoweredKind:
+    """Lower a kind's methods; `constants` are those of them that all blocks share. See `lower_kind`."""
+    sizes = {size for method in methods.values() for size in method.sizes.values()}
+    return lower_kind({role: method.program() for role, method in methods.items()}, sizes, in_pieces)
+
+
 def _key(
-    methods: Mapping[str, ExportedProgram],
-    constants: Constants,
-    sizes: Iterable[Size],
-    in_pieces: Collection[str],
+    methods: Mapping[str, Method], constants: Mapping[str, torch.Tensor], in_pieces: Collection[str]
 ) -> str:
-    """Hash of all that a lowered kind follows from."""
+    """Hash of all that a lowered kind follows from: graphs, sizes, constants that all blocks share, code."""
     found = hashlib.sha256(_code().encode())
 
     def add(*facts: object) -> None:
         found.update(("\n".join(map(str, facts)) + "\n").encode())
 
-    add(sorted(map(repr, sizes)), sorted(in_pieces))
-    for method in sorted(methods):
-        program = methods[method]
-        add(method, program.graph_signature, program.range_constraints)
-        for node in program.graph.nodes:
-            # A function's own text has its address.
+    add(sorted(in_pieces))
+    for role in sorted(methods):
+        method = methods[role]
+        add(role, sorted((name, repr(size)) for name, size in method.sizes.items()))
+        numbers: dict[Node, str] = {}
+        for node in method.block.graph_module.graph.nodes:
+            numbers[node] = f"%{len(numbers)}"
+            # A function's own text has its address, and names of nodes tell how a graph was made.
             target = getattr(node.target, "__qualname__", node.target)
-            add(node.op, node.name, target, node.args, node.kwargs, _shape(node.meta.get("val")))
-    for name, value in sorted(constants.values.items()):
-        add(name, value.dtype, list(value.shape), isinstance(value, torch.nn.Parameter))
-    for name, value in sorted(constants.fixed.items()):
-        add(name)
+            arguments = map_arg((node.args, node.kwargs), lambda source, numbers=numbers: numbers[source])
+            add(node.op, target, arguments, _shape(node.meta.get("val")))
+    for name, value in sorted(constants.items()):
+        add(name, value.dtype, list(value.shape))
         found.update(bytes_of(value))
     return found.hexdigest()[:32]
 
 
 def _shape(value: Any) -> object:
-    """What the meta of a node tells of its value: types and shapes."""
+    """Types and shapes of a node's value."""
     if isinstance(value, torch.Tensor):
-        return value.dtype, [str(size) for size in value.shape], [str(step) for step in value.stride()]
+        return value.dtype, [*value.shape]
     if isinstance(value, list | tuple):
         return [_shape(each) for each in value]
-    return str(value)
+    return None
 
 
 @lru_cache(maxsize=1)
@@ -133,20 +132,28 @@ def _code() -> str:
 
 def _content(kind: LoweredKind) -> bytes:
     """A kind as the bytes of its file: their hash, and a safetensors file."""
+    weights = kind.weights
     entries = [
-        [entry.name, entry.layout, entry.offset, entry.shape, str(entry.dtype).removeprefix("torch.")]
-        for entry in kind.weights.entries
+        [entry.name, entry.layout, entry.offset, entry.shape, _name_of(entry.dtype)]
+        for entry in weights.entries
     ]
-    parts = {
+    fixed = [[name, [*value.shape], _name_of(value.dtype)] for name, value in weights.fixed.items()]
+    parts: dict[str, bytes | memoryview] = {
         "program": kind.program,
-        "head": kind.weights.head,
+        "head": weights.head,
         "entries": json.dumps(entries).encode(),
+        "fixed": json.dumps(fixed).encode(),
+        **{f"fixed.{number}": bytes_of(value) for number, value in enumerate(weights.fixed.values())},
     }
     content = safetensors.numpy.save({name: np.frombuffer(part, np.uint8) for name, part in parts.items()})
     return hashlib.sha256(content).digest() + content
 
 
-def _read(path: Path, fixed: Mapping[str, torch.Tensor]) -> LoweredKind | None:
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _read(path: Path) -> LoweredKind | None:
     """The kind in a file; None where there is none, or it is damaged."""
     try:
         stored = path.read_bytes()
@@ -158,8 +165,18 @@ def _read(path: Path, fixed: Mapping[str, torch.Tensor]) -> LoweredKind | None:
             Entry(name, layout, offset, tuple(shape), getattr(torch, dtype))
             for name, layout, offset, shape, dtype in json.loads(parts["entries"].tobytes())
         )
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError):
+        fixed = {
+            name: _tensor(parts[f"fixed.{number}"], shape, getattr(torch, dtype))
+            for number, (name, shape, dtype) in enumerate(json.loads(parts["fixed"].tobytes()))
+        }
+    except (OSError, ValueError, KeyError, AttributeError, RuntimeError, SafetensorError):
         return None
     if any(entry.layout not in LAYOUTS for entry in entries):
         return None
-    return LoweredKind(parts["program"].tobytes(), WeightsFile(parts["head"].tobytes(), entries, dict(fixed)))
+    return LoweredKind(parts["program"].tobytes(), WeightsFile(parts["head"].tobytes(), entries, fixed))
+
+
+def _tensor(content: NDArray[np.uint8], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    if not content.size:
+        return torch.empty(*shape, dtype=dtype)
+    return torch.from_numpy(content.copy()).view(dtype).reshape(*shape)

@@ -77,7 +77,8 @@ def lower_chain(
         done = _lowered_kind(chain, first, roles, bounds, cache, lambda share: part(share * _OF_A_KIND))
         lowered.append(done)
         name = _kind_name(chain, first, {kind.program for kind in kinds})
-        kinds.append(manifest.Kind(_program(name), done.methods, chain.blocks[first].is_expert))
+        interfaces = {role: method.interface() for role, method in done.methods.items()}
+        kinds.append(manifest.Kind(_program(name), interfaces, chain.blocks[first].is_expert))
         (folder / kinds[-1].program).write_bytes(done.kind.program)
         cached = " (from the cache)" if cache and cache.taken > taken else ""
         tell(f"{name}: {', '.join(done.methods)}{cached}")

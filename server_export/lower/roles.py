@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from prge.files.chain import Bounds, Interface
+from prge.files.chain import Bounds
 from prge.files.signatures import DECODE, PREFILL, ROLE_OF, TAKEN, Derivative, View
 from server_export.derive.backprop.layers import transposed_names, with_transposed
 from server_export.derive.continuing import taken_past
@@ -18,21 +17,19 @@ from server_export.derive.roles import derive, is_head
 from server_export.ir.block import Block
 from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
 from server_export.ir.modules import attribute, copied
-from server_export.lower.cache import ProgramCache
-from server_export.lower.kind import LoweredKind, lower_kind
-from server_export.lower.sizes import Size, dynamic_program, tensor_specs
+from server_export.lower.cache import ProgramCache, lower_methods
+from server_export.lower.kind import LoweredKind
+from server_export.lower.sizes import Method, Size
 
 
 @dataclass(frozen=True)
 class LoweredRoles:
-    """The program of a kind, what its methods take and give, its constants that no block has its own of, the
-    programs as they were before they were lowered, and which of the shared values that its blocks take are
-    keys and values."""
+    """The program of a kind, its methods by role, its constants that no block has its own of, and which of
+    the shared values that its blocks take are keys and values."""
 
     kind: LoweredKind
-    methods: Mapping[str, Interface]
+    methods: Mapping[str, Method]
     constants: Mapping[str, torch.Tensor]
-    programs: Mapping[str, ExportedProgram]
     past: tuple[int, ...]
 
     def write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -41,8 +38,8 @@ class LoweredRoles:
 
     def with_constants(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """All constants of a block's programs, from its kind's frozen tensors."""
-        names = {name for program in self.programs.values() for name in program.state_dict}
-        names |= {name for program in self.programs.values() for name in program.constants}
+        graphs = (method.block.graph_module for method in self.methods.values())
+        names = {name for graph_module in graphs for name in _constants(graph_module)}
         return {**with_transposed(tensors, names), **self.constants}
 
 
@@ -73,22 +70,18 @@ def lower_roles(
     derived, past = derive(block, roles, saves), past_of(block, roles)
     shared = {*stored, *(name for weight in stored for name in transposed_names(weight))}
     constants: dict[str, torch.Tensor] = {}
-    methods, programs, every = dict[str, Interface](), dict[str, ExportedProgram](), set[Size]()
+    methods = dict[str, Method]()
     for role, of_role in derived.items():
         graph_module = _with_own_constants(of_role.graph_module, role, shared)
         constants |= {
             name: attribute(graph_module, name) for name in _constants(graph_module) if name not in shared
         }
-        sizes = sizes_of(role, bounds, is_head(block))
-        every |= {*sizes.values()}
-        programs[role] = dynamic_program(graph_module, sizes)
-        inputs, outputs = (tuple(port.name for port in ports) for ports in (of_role.inputs, of_role.outputs))
-        methods[role] = Interface(inputs, outputs, *tensor_specs(programs[role], sizes.values()))
-        done(0.5 / len(derived))
-    lower = cache.lower if cache else lower_kind
-    lowered = lower(programs, every, {DECODE})
-    done(0.5)
-    return LoweredRoles(lowered, methods, constants, programs, past)
+        of_role = replace(of_role, graph_module=graph_module)
+        methods[role] = Method(of_role, sizes_of(role, bounds, is_head(block)))
+    lower = cache.lower if cache else lower_methods
+    lowered = lower(methods, constants, {DECODE})
+    done(1.0)
+    return LoweredRoles(lowered, methods, constants, past)
 
 
 def past_of(block: Block, roles: Collection[str]) -> tuple[int, ...]:

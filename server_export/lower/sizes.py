@@ -21,7 +21,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from prge.errors import BundleError, refused_as
-from prge.files.chain import TensorSpec
+from prge.files.chain import Interface, TensorSpec
+from server_export.ir.block import Block
 from server_export.ir.modules import attribute
 from server_export.ir.shapes import Shapes, without_memory
 from server_export.library_errors import torch_export_errors
@@ -101,19 +102,40 @@ def dynamic_program(graph_module: GraphModule, sizes: Mapping[str, Size]) -> Exp
         )
 
 
-def tensor_specs(
-    program: ExportedProgram, sizes: Iterable[Size]
-) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Specs of the inputs and of the outputs of a program for any sizes; raises ValueError as `maxima_of`."""
-    signature = program.graph_signature
-    nodes = {node.name: node for node in program.graph.nodes}
-    largest = largest_of(program.graph, maxima_of(sizes))
+@dataclass(frozen=True)
+class Method:
+    """A block's method: its graph in marker sizes, and the sizes that a call chooses, by name."""
 
-    def spec(name: Any) -> TensorSpec:
-        value = nodes[name].meta["val"]
-        return TensorSpec(str(value.dtype).removeprefix("torch."), tuple(map(largest, value.shape)))
+    block: Block
+    sizes: Mapping[str, Size]
 
-    return tuple(map(spec, signature.user_inputs)), tuple(map(spec, signature.user_outputs))
+    def program(self) -> ExportedProgram:
+        """The program for all sizes within their bounds; see `dynamic_program`."""
+        return dynamic_program(self.block.graph_module, self.sizes)
+
+    def interface(self) -> Interface:
+        """Names of inputs and outputs, and their specs in the largest call."""
+        markers = _Markers(self.sizes)
+        inputs = {
+            port.name: _spec(markers, node.meta["val"].dtype, markers.split(node.meta["val"].shape))
+            for port, node in self.block.inputs.items()
+        }
+        answers = (node.meta["val"] for node in self.block.graph_module.graph.output_node().args[0])
+        outputs = tuple(_spec(markers, answer.dtype, answer.shape) for answer in answers)
+        names = tuple(port.name for port in self.block.outputs)
+        return Interface(tuple(inputs), names, tuple(inputs.values()), outputs)
+
+    def example_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the inputs by name, at the sizes that the program is traced with."""
+        markers = _Markers(self.sizes)
+        return {
+            port.name: tuple(map(markers.example, markers.split(node.meta["val"].shape)))
+            for port, node in self.block.inputs.items()
+        }
+
+
+def _spec(markers: _Markers, dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
+    return TensorSpec(str(dtype).removeprefix("torch."), tuple(map(markers.largest, shape)))
 
 
 def maxima_of(sizes: Iterable[Size]) -> dict[int, int]:
@@ -150,11 +172,13 @@ class _Markers:
         self.names: dict[int, str] = {}
         self._dimensions: dict[int, Any] = {}
         self._examples: dict[int, int] = {}
+        self._maxima: dict[int, int] = {}
         for name, size in sizes.items():
             self.names[size.marker] = name
             # Without a maximum ExecuTorch tells XNNPACK of the example, and of no larger workspace.
             self._dimensions[size.marker] = Dim(name, min=size.minimum)
             self._examples[size.marker] = size.example
+            self._maxima[size.marker] = size.maximum
         self._sums = {size.marker + size.after: size for size in sizes.values() if size.after}
 
     def factors(self, number: int) -> tuple[list[int], int]:
@@ -175,6 +199,11 @@ class _Markers:
             return size.example + self.example(size.after)
         found, rest = self.factors(number)
         return rest * prod(self._examples[marker] for marker in found)
+
+    def largest(self, number: int) -> int:
+        """The number in the largest call."""
+        found, rest = self.factors(number)
+        return rest * prod(self._maxima[marker] for marker in found)
 
     def dimension(self, number: int) -> Any:
         """What torch.export is told of a dimension with one marker in it; None of any other."""

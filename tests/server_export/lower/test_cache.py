@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +11,21 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import ExportedProgram
 
 from prge.errors import BundleError
+from prge.files.signatures import Port
+from server_export.ir.block import Block
 from server_export.ir.rewriting import rewritten_graph
 from server_export.lower import cache
 from server_export.lower.cache import ProgramCache
 from server_export.lower.kind import LoweredKind
-from server_export.lower.sizes import Size, dynamic_program
+from server_export.lower.sizes import Method, Size
 
 WIDTH = 16
-SIZES = {"rows": Size(10007, 3, 1, 8)}
+SIZE = Size(10007, 3, 1, 8)
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     """A layer, and a number that becomes a part of the program."""
 
     def __init__(self, seed: int = 0, slope: float = 0.5, width: int = WIDTH) -> None:
@@ -37,23 +38,27 @@ class Block(nn.Module):
         return torch.tanh(self.layer(state) * self.slope)
 
 
-def methods(block: Block, name: str = "stack") -> dict[str, ExportedProgram]:
+def methods(layer: Layer, name: str = "stack", size: Size = SIZE) -> dict[str, Method]:
     with FakeTensorMode():
-        state = torch.empty(10007, block.layer.in_features)
-    return {name: dynamic_program(rewritten_graph(block.eval().requires_grad_(False), (state,)), SIZES)}
+        state = torch.empty(10007, layer.layer.in_features)
+    graph_module = rewritten_graph(layer.eval().requires_grad_(False), (state,))
+    (node,) = graph_module.graph.find_nodes(op="placeholder")
+    node.meta["port"] = Port("state")
+    return {name: Method(Block(graph_module, (Port("state"),)), {"rows": size})}
 
 
-def lower(folder: Path, programs: Mapping[str, ExportedProgram], **changes: Any) -> tuple[LoweredKind, int]:
+def lower(
+    folder: Path, programs: Mapping[str, Method], in_pieces: Collection[str] = ()
+) -> tuple[LoweredKind, int]:
     """A kind by a cache of this folder, and how many it took from there."""
     programs_of = ProgramCache(folder)
-    words = {"sizes": SIZES.values(), "in_pieces": (), **changes}
-    return programs_of.lower(programs, **words), programs_of.taken
+    return programs_of.lower(programs, {}, in_pieces), programs_of.taken
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LoweredKind]:
     folder = tmp_path_factory.mktemp("made")
-    kind, taken = lower(folder, methods(Block()))
+    kind, taken = lower(folder, methods(Layer()))
     assert taken == 0
     return folder, kind
 
@@ -68,8 +73,10 @@ def filled(made: tuple[Path, LoweredKind], tmp_path: Path) -> LoweredKind:
 def test_the_same_graph_with_other_weights_is_taken(
     filled: LoweredKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Not even torch.export traces it."""
     monkeypatch.setattr(cache, "lower_kind", None)
-    block = Block(seed=1)
+    monkeypatch.setattr(Method, "program", None)
+    block = Layer(seed=1)
     kind, taken = lower(tmp_path / "cache", methods(block))
     assert taken == 1 and kind.program == filled.program
     tensors = {f"layer.{name}": value for name, value in block.layer.named_parameters()}
@@ -81,24 +88,25 @@ def test_the_same_graph_with_other_weights_is_taken(
 @pytest.mark.parametrize(
     ("block", "name", "changes"),
     [
-        (Block(slope=0.25), "stack", {}),
-        (Block(width=2 * WIDTH), "stack", {}),
-        (Block(), "other", {}),
-        (Block(), "stack", {"sizes": [Size(10007, 3, 1, 9)]}),
-        (Block(), "stack", {"in_pieces": ("stack",)}),
+        (Layer(slope=0.25), "stack", {}),
+        (Layer(width=2 * WIDTH), "stack", {}),
+        (Layer(), "other", {}),
+        (Layer(), "stack", {"size": Size(10007, 3, 1, 9)}),
+        (Layer(), "stack", {"in_pieces": ("stack",)}),
     ],
     ids=["number", "width", "name", "bound", "pieces"],
 )
 def test_what_a_program_follows_from_makes_another(
     filled: LoweredKind,
     tmp_path: Path,
-    block: Block,
+    block: Layer,
     name: str,
     changes: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cache, "lower_kind", lambda *_: filled)
-    assert lower(tmp_path / "cache", methods(block, name), **changes) == (filled, 0)
+    programs = methods(block, name, changes.get("size", SIZE))
+    assert lower(tmp_path / "cache", programs, changes.get("in_pieces", ())) == (filled, 0)
     assert len([*(tmp_path / "cache").iterdir()]) == 2
 
 
@@ -107,7 +115,7 @@ def test_another_version_of_what_lowers_makes_another(
 ) -> None:
     monkeypatch.setattr(cache, "_code", lambda: "another")
     monkeypatch.setattr(cache, "lower_kind", lambda *_: filled)
-    assert lower(tmp_path / "cache", methods(Block())) == (filled, 0)
+    assert lower(tmp_path / "cache", methods(Layer())) == (filled, 0)
 
 
 def test_the_code_that_lowers_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +146,7 @@ def test_a_damaged_file_is_made_again(
         content[{"hash": 0, "header": 40, "end": -1}[damage]] ^= 1
     path.write_bytes(content)
     monkeypatch.setattr(cache, "lower_kind", lambda *_: filled)
-    assert lower(tmp_path / "cache", methods(Block())) == (filled, 0)
+    assert lower(tmp_path / "cache", methods(Layer())) == (filled, 0)
     assert path.read_bytes() == whole
 
 
@@ -147,11 +155,11 @@ def test_a_folder_that_cant_be_written_costs_time_alone(
 ) -> None:
     monkeypatch.setattr(cache, "lower_kind", lambda *_: filled)
     (tmp_path / "file").touch()
-    assert lower(tmp_path / "file" / "cache", methods(Block())) == (filled, 0)
+    assert lower(tmp_path / "file" / "cache", methods(Layer())) == (filled, 0)
 
 
 def test_no_weight_is_kept(tmp_path: Path) -> None:
-    block = Block()
+    block = Layer()
     block.layer.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.1234))
     lower(tmp_path / "cache", methods(block))
     (path,) = (tmp_path / "cache").iterdir()
@@ -159,7 +167,7 @@ def test_no_weight_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_block_of_another_shape_is_refused_as_ever(filled: LoweredKind, tmp_path: Path) -> None:
-    kind, _ = lower(tmp_path / "cache", methods(Block()))
+    kind, _ = lower(tmp_path / "cache", methods(Layer()))
     with pytest.raises(BundleError, match=r"layer\.weight is"):
         kind.weights.write(
             tmp_path / "x.ptd", {"layer.weight": torch.zeros(1, 1), "layer.bias": torch.zeros(1)}
