@@ -25,7 +25,6 @@ from tests.tiny_types import make_classifier, make_tiny, text_types
 REFUSING = {
     "chunked attention": "attention-chunk",
     "unknown recurrences": "unknown-recurrence",
-    "n-gram attention": "ngram-attention",
 }
 NAMES = [pattern.name for pattern in patterns()]
 
