@@ -17,6 +17,7 @@ from server_export.checkpoint.files import (
     end_tokens,
     fetch_weights,
     find_files,
+    hub_answers,
     read_config,
     shard_names,
     stored_numbers,
@@ -287,3 +288,22 @@ def test_files_that_are_too_large_to_be_read_are_refused(tmp_path: Path, name: s
         stream.write(b" ")
     with refusal("file-too-large"):
         find_files(str(folder))
+
+
+def test_a_hub_that_cant_be_asked_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the client of the hub's library raises: its classes changed with the library's version."""
+    asked: list[str] = []
+
+    class Client:
+        def head(self, address: str, timeout: float) -> None:
+            asked.append(address)
+            raise LookupError("no name service")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.utils.get_session", Client)
+    hub_answers.cache_clear()
+    try:
+        assert not hub_answers() and not hub_answers()
+    finally:
+        hub_answers.cache_clear()
+    assert len(asked) == 1
