@@ -36,7 +36,7 @@ pytestmark = needs_compiler
 TOLERANCE = 4e-6
 # So many times as far, where long sums of large numbers cancel, or are of all layers, which share ALBERT's
 # adapter: the engine adds them in another order.
-CANCELLING = {"gemma4": 4, "mpnet": 4, "albert lora": 2}
+CANCELLING = {"gemma4": 4, "mpnet": 8, "albert lora": 2}
 LAYERS = 30
 # What is different in the engine; tests/server_export/derive/test_blocks.py has the graphs of all.
 ARCHITECTURES = ("gpt2", "gemma3", "opt", "qwen3", "roberta", "gemma4")
