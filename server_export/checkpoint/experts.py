@@ -34,7 +34,7 @@ def sees_all(module: Any) -> bool:
 
 
 def weight_names(module: Any) -> list[str]:
-    """Names of the weights that each expert of a module has a part of."""
+    """Names of the parameters that stack the weights of all experts of a module."""
     count = module.down_proj.shape[0]
     return [
         name

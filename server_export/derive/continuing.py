@@ -156,7 +156,7 @@ def _is_in_order(taken: Node, steps: Sequence[Node]) -> bool:
 
 
 def logits(head: Block) -> Block:
-    """A head that answers the logits of all its words."""
+    """A shard of the head that returns the logits of all its tokens."""
     result = copied(head.graph_module)
     output = result.graph.output_node()
     (answer,) = output.args[0]

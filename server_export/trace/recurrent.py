@@ -1,4 +1,4 @@
-"""Recurrences as operators of the graph of a model that is traced, with the tables that they need.
+"""Calls of recurrence operators while a model is traced, with the tables that these operators read.
 
 How all tokens of a call are computed at once is for server_export.ir.recurrences.
 """

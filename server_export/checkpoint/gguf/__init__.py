@@ -1,1 +1,1 @@
-"""Models in GGUF files."""
+"""Reading of models from GGUF files: header, configuration, tokenizer, weights."""

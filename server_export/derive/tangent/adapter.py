@@ -70,7 +70,7 @@ def _spreading(t: Tangents, left: Any, value: Node, right: Factors) -> Node:
 
 
 def _reducing(t: Tangents, left: Any, value: Node, right: Factors) -> Node:
-    """Of a matrix with few columns: sums of its results cost little, its copies would not."""
+    """The tangents of a product with a matrix of few columns, without a copy of it for each query."""
     queries, rows, above, out = t.queries, right.rows, right.above, right.out
     tokens = value.meta["val"].shape[1]
     length = tokens // rows

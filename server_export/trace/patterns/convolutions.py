@@ -35,7 +35,7 @@ def convolution(
     activation: str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Of states [rows, width, tokens] and a weight [width, taps]."""
+    """A causal convolution of states [rows, width, tokens] with a weight [width, taps]."""
     from transformers.activations import ACT2FN
 
     width, taps = weight.shape
@@ -59,7 +59,7 @@ def convolution_of(node: Any) -> tuple[Any, ...]:
 
 
 def write_convolutions(graph: ModelGraph) -> None:
-    """Write convolutions that read the tokens before each as operators with a memory, in place."""
+    """Replace causal convolutions by operators that keep the last tokens between calls, in place."""
     graph_module, tables = graph.graph_module, graph.tables
     writer = Writer(graph_module)
     for node in list(graph_module.graph.nodes):

@@ -25,7 +25,7 @@ def selective_scan(
     delta_softplus: bool = False,
     **_: Any,
 ) -> torch.Tensor:
-    """Of states and steps [rows, width, tokens], A [width, size], B and C [rows, size, tokens]."""
+    """Mamba 1's scan: states, steps [rows, width, tokens]; A [width, size]; B, C [rows, size, tokens]."""
     (rows, width, tokens), size = hidden_states.shape, A.shape[1]
     dt = dt if delta_bias is None else dt + delta_bias.reshape(width, 1)
     dt = F.softplus(dt) if delta_softplus else dt

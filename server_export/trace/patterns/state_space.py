@@ -27,7 +27,7 @@ def state_space(
     z: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Of states [rows, tokens, heads, width], steps [rows, tokens, heads], B and C by group."""
+    """Mamba 2's scan: states [rows, tokens, heads, width], steps [rows, tokens, heads]; B, C by group."""
     heads = hidden_states.shape[2]
     dt = dt if dt_bias is None else dt + dt_bias
     dt = F.softplus(dt) if dt_softplus else dt

@@ -35,7 +35,7 @@ pytestmark = needs_compiler
 # Of the largest entry; more where autograd in float32 is further from itself in double precision.
 TOLERANCE = 4e-6
 # So many times as far, where long sums of large numbers cancel, or are of all layers, which share ALBERT's
-# adapter: the engine adds them in another order.
+# adapter: the engine adds them in another order than autograd, which computes sequences one by one.
 CANCELLING = {"gemma4": 4, "mpnet": 8, "albert lora": 2}
 LAYERS = 30
 # What is different in the engine; tests/server_export/derive/test_blocks.py has the graphs of all.
