@@ -33,6 +33,7 @@ from prge.model_spec import ModelSpec
 from server_export.adapter.layers import default_target_modules, match_target_modules, read_by_rows
 from server_export.checkpoint.loading import load_model, outline_model
 from server_export.oracle import TorchEngine
+from server_export.trace.patterns import unread_modules
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
     call_of,
@@ -204,7 +205,8 @@ def design(folder: Path, name: str) -> Case:
     """A decoder of another design."""
     make_tiny(name).save_pretrained(folder)
     network: Any = outline_model(str(folder)).model
-    names = match_target_modules(network, default_target_modules(network))
+    unread = unread_modules(network)
+    names = match_target_modules(network, default_target_modules(network, unread), unread)
     # Layers for what an encoder made are never asked.
     lora_a = lora_a_of(network, read_by_rows(network, names) or names, 0.3)
     limits = Limits(outputs=1e-5, gradient=1e-4, tangents=1e-4, logits=1e-4)
