@@ -49,26 +49,33 @@ def visible(text: str) -> str:
 
 
 class PrgeError(Exception):
-    """An error that a user can act on; the command line prints it without a traceback and exits with 2."""
+    """An error that a user can act on; the command line prints it without a traceback and exits with 2.
+
+    Args:
+        what: what happened, with the value seen, in a sentence.
+        remedy: what a user may do.
+        code: a short name that tests and tables go by, such as `rows-empty`; a message may be reworded.
+    """
 
     exit_code = 2
 
-    def __init__(self, what: str, *, remedy: str = "") -> None:
+    def __init__(self, what: str, *, remedy: str = "", code: str = "") -> None:
         super().__init__(printable(f"{what}\n  {remedy}" if remedy else what))
         self.what = what
         self.remedy = remedy
+        self.code = code
 
 
 class ProblemsError(PrgeError):
     """Several problems of one kind, told at once so that one correction is enough; of many, the first."""
 
-    def __init__(self, what: str, problems: Iterable[str], *, remedy: str = "") -> None:
+    def __init__(self, what: str, problems: Iterable[str], *, remedy: str = "", code: str = "") -> None:
         self.problems = list(problems)
         listed = [f"  - {problem}" for problem in self.problems[:SHOWN_PROBLEMS]]
         if len(self.problems) > SHOWN_PROBLEMS:
             rest = len(self.problems) - SHOWN_PROBLEMS
             listed.append(f"  - ... and {rest} more ({len(self.problems)} in all)")
-        super().__init__("\n".join([what, *listed]), remedy=remedy)
+        super().__init__("\n".join([what, *listed]), remedy=remedy, code=code)
 
 
 class ConfigError(ProblemsError):
@@ -83,7 +90,7 @@ class Refusal(BundleError):  # noqa: N818
     """A model, or a combination of settings, that an export knows that it can't carry out.
 
     Args:
-        code: a short name that tests and tables go by, such as `operator-without-derivative`.
+        code: as of every PrgeError, such as `operator-without-derivative`.
         what: what can't be done, in a sentence.
         operator: of the graph where it was noticed, if it is one.
         module: of the model where that operator stands.
@@ -93,8 +100,7 @@ class Refusal(BundleError):  # noqa: N818
     def __init__(
         self, code: str, what: str, *, operator: str = "", module: str = "", remedy: str = ""
     ) -> None:
-        super().__init__(what, remedy=remedy)
-        self.code = code
+        super().__init__(what, remedy=remedy, code=code)
         self.operator = operator
         self.module = module
 

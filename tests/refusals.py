@@ -1,18 +1,33 @@
-"""Refusals as tests expect them: by their code, and not by their words."""
+"""Errors as tests expect them: by class and code, and not by their words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import pytest
 
-from prge.errors import Refusal
+from prge.errors import PrgeError, Refusal
+
+_Error = TypeVar("_Error", bound=PrgeError)
 
 
 @contextmanager
-def refusal(*codes: str) -> Iterator[pytest.ExceptionInfo[Refusal]]:
-    """Expect that what stands inside is refused with the code, or with one of several."""
-    with pytest.raises(Refusal) as caught:
+def raises(error: type[_Error], *codes: str, saying: str = "") -> Iterator[pytest.ExceptionInfo[_Error]]:
+    """Expect an error of this class with the code, or with one of several.
+
+    Args:
+        error: the class.
+        codes: one of which it has.
+        saying: a value that the message has to show, such as a path or a number.
+    """
+    with pytest.raises(error) as caught:
         yield caught
     assert caught.value.code in codes, f"{caught.value.code}: {caught.value}"
+    assert saying in str(caught.value)
+
+
+def refusal(*codes: str) -> AbstractContextManager[pytest.ExceptionInfo[Refusal]]:
+    """Expect that what stands inside is refused with the code, or with one of several."""
+    return raises(Refusal, *codes)
