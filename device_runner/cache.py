@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from device_runner.engines.packed_files import bytes_in, files_in, remove_files
-from prge.host.user_cache import PACKED, PROGRAMS, cache_path
-from prge.learning.costs import bytes_text
-from prge.verbs.settings import parse_settings
+from prge.cli.settings import parse_settings
+from prge.system.user_cache import PACKED, PROGRAMS, cache_path
+from prge.training.costs import bytes_text
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from device_runner.session.memory import watched_memory
-from device_runner.session.speaking import (
+from device_runner.session.generation import (
     BASE,
     ChatSettings,
     note,
@@ -20,14 +19,11 @@ from device_runner.session.speaking import (
     read_adapter,
     read_adapters,
 )
-from prge.errors import DataError, PrgeError
-from prge.files.adapter import Adapter
-from prge.files.bundle import Bundle
-from prge.host.interrupts import handled_by
-from prge.host.terminal import write_text
-from prge.rows.feedback_examples import FeedbackExamples
-from prge.rows.forms.form import CONTROL_TOKENS
-from prge.rows.readers.feedback import (
+from device_runner.session.memory import watched_memory
+from prge.cli.settings import parse_settings
+from prge.data.feedback_examples import FeedbackExamples
+from prge.data.forms.form import CONTROL_TOKENS
+from prge.data.readers.feedback import (
     Answered,
     Fields,
     adapter_digest,
@@ -36,11 +32,15 @@ from prge.rows.readers.feedback import (
     check_feedback,
     spaced,
 )
-from prge.rows.tokenization.inputs import decoded_text
-from prge.rows.tokenization.tokenizer import bundle_tokenizer
-from prge.text.loop import Generator, Request, Ticket
-from prge.text.prompts import Prompt, Prompts
-from prge.verbs.settings import parse_settings
+from prge.data.tokenization.inputs import decoded_text
+from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.errors import DataError, PrgeError
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import Bundle
+from prge.generation.loop import Generator, Request, Ticket
+from prge.generation.prompts import Prompt, Prompts
+from prge.system.interrupts import handled_by
+from prge.system.terminal import write_text
 
 HELP = """\
 /adapter NAME|PATH  go on with another adapter; without a name, list those that are loaded

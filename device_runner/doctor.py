@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.requirements import Check
-from prge.host.memory import memory_info
-from prge.host.packages import install, requirement
-from prge.verbs.settings import parse_settings
+from prge.cli.settings import parse_settings
+from prge.system.memory import memory_info
+from prge.system.packages import install, requirement
 
 MIB = 1 << 20
 OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 10), (3, 14)

@@ -9,33 +9,33 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.engines.opening import open_engine
+from device_runner.session.generation import note
 from device_runner.session.memory import budget_of_steps, budget_of_texts, shape_of_scores, watched_memory
 from device_runner.session.settings import EvaluateSettings
-from device_runner.session.speaking import note
+from prge.cli.settings import parse_settings
+from prge.data.example_building import load_examples
+from prge.data.forms.task import Generate, Task, load_task
+from prge.data.options import BuildOptions
+from prge.data.readers.files import place_of_row
+from prge.data.sources import read_source
+from prge.data.tokenization.tokenizer import bundle_tokenizer
 from prge.errors import ConfigError, EngineError
-from prge.files.adapter import Adapter
-from prge.files.bundle import Bundle, open_bundle
-from prge.files.peft import HEAD, find_adapter, read_compatible_adapter, read_peft
-from prge.files.run_folder import write_json
-from prge.files.tuned import tuning_at
-from prge.host.atomic import write_output
-from prge.host.progress import Progress
-from prge.learning.evaluation import Scores, referred
-from prge.learning.examples import Example, sequences_of
-from prge.learning.head import Head
-from prge.learning.preferences import Preference, make_objective
-from prge.rows.build_options import BuildOptions
-from prge.rows.example_building import load_examples
-from prge.rows.forms.task import Generate, Task, load_task
-from prge.rows.own_heads import head_of, ordered, refused_labels
-from prge.rows.readers.files import place_of_row
-from prge.rows.scoring import evaluate, text_metrics
-from prge.rows.sources import read_source
-from prge.rows.tokenization.tokenizer import bundle_tokenizer
-from prge.text.loop import Answer, GenerationSettings, Generator, Request
-from prge.text.loop import Overflow as PromptOverflow
-from prge.text.prompts import Prompt
-from prge.verbs.settings import parse_settings
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import Bundle, open_bundle
+from prge.formats.peft import HEAD, find_adapter, read_compatible_adapter, read_peft
+from prge.formats.run_folder import write_json
+from prge.formats.tune_folder import tuning_at
+from prge.generation.loop import Answer, GenerationSettings, Generator, Request
+from prge.generation.loop import Overflow as PromptOverflow
+from prge.generation.prompts import Prompt
+from prge.objectives.classification_head import Head
+from prge.objectives.examples import Example, sequences_of
+from prge.objectives.preferences import Preference, make_objective
+from prge.objectives.scoring import Scores, referred
+from prge.system.atomic import write_output
+from prge.system.progress import Progress
+from prge.training.checkpoint_heads import head_of, ordered, refused_labels
+from prge.training.evaluation import evaluate, text_metrics
 
 # Answers that are written at once.
 SLOTS = 8

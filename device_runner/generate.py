@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from device_runner.session.memory import watched_memory
-from device_runner.session.speaking import (
+from device_runner.session.generation import (
     STDIN,
     GenerateSettings,
     note,
@@ -20,21 +19,22 @@ from device_runner.session.speaking import (
     open_speaking,
     read_adapters,
 )
+from device_runner.session.memory import watched_memory
+from prge.cli.settings import parse_settings
+from prge.data.columns import RowError, columns_text
+from prge.data.forms.form import find_form
+from prge.data.forms.messages import template_variables
+from prge.data.forms.task import load_task
+from prge.data.readers.feedback import TEMPLATE_KWARGS
+from prge.data.readers.files import Row, place_of_row, select_rows
+from prge.data.sources import describe_paths, read_source
+from prge.data.tokenization.inputs import read_text_of
+from prge.data.tokenization.tokenizer import bundle_tokenizer
 from prge.errors import DataError, shown
-from prge.files.documents import DocumentError, read_json
-from prge.host.terminal import write_text
-from prge.rows.columns import RowError, columns_text
-from prge.rows.forms.form import find_form
-from prge.rows.forms.messages import template_variables
-from prge.rows.forms.task import load_task
-from prge.rows.readers.feedback import TEMPLATE_KWARGS
-from prge.rows.readers.files import Row, place_of_row, select_rows
-from prge.rows.sources import describe_paths, read_source
-from prge.rows.tokenization.inputs import read_text_of
-from prge.rows.tokenization.tokenizer import bundle_tokenizer
-from prge.text.loop import Answer, Generator, Request, Ticket
-from prge.text.prompts import Prompt, Prompts
-from prge.verbs.settings import parse_settings
+from prge.formats.documents import DocumentError, read_json
+from prge.generation.loop import Answer, Generator, Request, Ticket
+from prge.generation.prompts import Prompt, Prompts
+from prge.system.terminal import write_text
 
 MOST_AT_ONCE = 8
 
@@ -123,7 +123,7 @@ def _read_messages(path: Path) -> tuple[list[Mapping[str, Any]], Mapping[str, An
 
 def _answerable(messages: object) -> list[Mapping[str, Any]]:
     """Messages that end with one to answer; raises RowError saying what they lack."""
-    from prge.rows.tokenization.chat import check_messages
+    from prge.data.tokenization.chat import check_messages
 
     try:
         return check_messages(messages, answered=False)

@@ -9,20 +9,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from device_runner.session.planning import DEFAULT_BATCH
+from device_runner.session.plan import DEFAULT_BATCH
+from prge.cli.inputs import ModelInput
+from prge.cli.settings import parse_settings
 from prge.errors import BundleError, printable
-from prge.files.adapter import adapter_size
-from prge.files.bundle import MANIFEST, check_file, read_chain, read_manifest
-from prge.files.chain import Chain
-from prge.files.documents import mapping
-from prge.files.layers import read_layers
-from prge.files.signatures import DECODE
-from prge.files.tuned import bundle_at
-from prge.learning.costs import Outline, StepShape, bytes_text, memory_table, memory_text, weights_of_bundle
-from prge.learning.estimators.table import ESTIMATORS, fitting
+from prge.formats.adapter import adapter_size
+from prge.formats.bundle import MANIFEST, check_file, read_chain, read_manifest
+from prge.formats.chain import Chain
+from prge.formats.documents import mapping
+from prge.formats.layers import read_layers
+from prge.formats.signatures import DECODE
+from prge.formats.tune_folder import bundle_at
 from prge.model_spec import AdaptedModule
-from prge.verbs.inputs import ModelInput
-from prge.verbs.settings import parse_settings
+from prge.training.costs import Outline, StepShape, bytes_text, memory_table, memory_text, weights_of_bundle
+from prge.training.estimators.table import ESTIMATORS, fitting
 
 _SECTIONS = ("lora", "readout", "quantization", "tokenizer", "verification", "versions")
 _SHOWN_ELSEWHERE = {

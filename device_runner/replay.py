@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from device_runner.session.replaying import replay
+from device_runner.session.replay import replay
+from prge.cli.inputs import BundleInput, InputFolder
+from prge.cli.outputs import OutputFolder
+from prge.cli.settings import parse_settings
 from prge.errors import RunError
-from prge.files.journal import Journal
-from prge.files.peft import HEAD, read_peft
-from prge.files.run_folder import FINAL, JOURNAL
-from prge.files.tuned import bundle_at
-from prge.host.regular_files import read_regular
-from prge.learning.checkpoint import write_result
-from prge.verbs.inputs import BundleInput, InputFolder
-from prge.verbs.outputs import OutputFolder
-from prge.verbs.settings import parse_settings
+from prge.formats.journal import Journal
+from prge.formats.peft import HEAD, read_peft
+from prge.formats.run_folder import FINAL, JOURNAL
+from prge.formats.tune_folder import bundle_at
+from prge.system.regular_files import read_regular
+from prge.training.checkpoint import write_result
 
 
 @dataclass(frozen=True)

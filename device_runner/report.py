@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prge.cli.inputs import InputFolder
+from prge.cli.outputs import OutputFile, OutputFolder
+from prge.cli.settings import parse_settings
 from prge.errors import ConfigError, RunError
-from prge.files.tuned import run_at
-from prge.host.atomic import write_output
-from prge.verbs.inputs import InputFolder
-from prge.verbs.outputs import OutputFile, OutputFolder
-from prge.verbs.settings import parse_settings
+from prge.formats.tune_folder import run_at
+from prge.system.atomic import write_output
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge report --help`."""
     settings = parse_settings(ReportSettings, argv, "prge report", ["runs"])
     if settings.sends:
-        from device_runner.reporting.sending import send
+        from device_runner.reporting.trackers import send
 
         runs = [run_at(run) for run in settings.runs]
         send(runs, settings.tensorboard, settings.wandb, settings.follow)
@@ -70,10 +70,10 @@ def report(settings: ReportSettings) -> None:
         RunError: a folder is no run, a picture would have no curve, or the file can't be written.
     """
     from device_runner.reporting.content import compose
-    from device_runner.reporting.reading import read_run
-    from prge.pages.charts import as_file, beside
-    from prge.pages.document import Picture
-    from prge.pages.rendering import to_html
+    from device_runner.reporting.run_reader import read_run
+    from prge.report.charts import as_file, beside
+    from prge.report.document import Picture
+    from prge.report.rendering import to_html
 
     blocks = compose([read_run(run_at(run)) for run in settings.runs])
     if settings.out.suffix != ".svg":

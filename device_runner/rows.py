@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from prge.cli.inputs import InputFile
+from prge.cli.outputs import OutputFile
+from prge.cli.settings import parse_settings
+from prge.cli.subcommands import Action, run_action
+from prge.data.readers.feedback import Fields, forget_rows, is_feedback, read_lines, texts_of
 from prge.errors import DataError, printable, shortened
-from prge.host.terminal import best_effort
-from prge.rows.readers.feedback import Fields, forget_rows, is_feedback, read_lines, texts_of
-from prge.verbs.inputs import InputFile
-from prge.verbs.outputs import OutputFile
-from prge.verbs.settings import parse_settings
-from prge.verbs.subverbs import Action, run_action
+from prge.system.terminal import best_effort
 
 _LONGEST = 300
 

@@ -21,44 +21,44 @@ from pathlib import Path
 from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.engines.trunk_cache import TrunkCache
 from device_runner.reporting.next_steps import next_steps
-from device_runner.session.gates import Gates
+from device_runner.session.gradient_noise import noise_note
 from device_runner.session.heads import prepare_heads
 from device_runner.session.inputs import (
     RunInputs,
     read_inputs,
 )
 from device_runner.session.memory import budget_of_steps, outcome, shape_of_scores
-from device_runner.session.noise import noise_note
-from device_runner.session.planning import RunPlan, plan_run, settled
+from device_runner.session.pauses import Gates
+from device_runner.session.plan import RunPlan, plan_run, settled
 from device_runner.session.reference import with_references
 from device_runner.session.samples import Answerer, Chooser, Samples, Writer
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import RunSettings, date_of_run
+from prge.cli.settings import parse_settings, settings_to_yaml
 from prge.errors import ConfigError, RunError, shown
-from prge.files.bundle import open_bundle
-from prge.files.journal import Journal, Record
-from prge.files.run_folder import (
+from prge.formats.bundle import open_bundle
+from prge.formats.journal import Journal, Record
+from prge.formats.run_folder import (
     FINAL,
     JOURNAL,
     TRUNK_CACHE,
     check_new_run,
     run_lock,
 )
-from prge.files.signatures import DECODE, PREFILL, STACK
-from prge.host.memory import PeakMemory
-from prge.host.terminal import best_effort
-from prge.learning.checkpoint import TrainingState
-from prge.learning.costs import Budget
-from prge.learning.estimators.table import ESTIMATORS
-from prge.learning.examples import token_count
-from prge.learning.preferences import Preference
-from prge.learning.sampling import Sampler
-from prge.rows.scoring import displacement
-from prge.running.session import Session, SessionData, open_session
-from prge.running.store import RunStore, settings_records
-from prge.running.watching import Watcher, describe_changes, graceful_stop
-from prge.text.loop import Generator
-from prge.verbs.settings import parse_settings, settings_to_yaml
+from prge.formats.signatures import DECODE, PREFILL, STACK
+from prge.generation.loop import Generator
+from prge.objectives.examples import token_count
+from prge.objectives.preferences import Preference
+from prge.system.memory import PeakMemory
+from prge.system.terminal import best_effort
+from prge.training.checkpoint import TrainingState
+from prge.training.costs import Budget
+from prge.training.estimators.table import ESTIMATORS
+from prge.training.evaluation import displacement
+from prge.training.monitor import Watcher, describe_changes, graceful_stop
+from prge.training.sampler import Sampler
+from prge.training.session import Session, SessionData, open_session
+from prge.training.store import RunStore, settings_records
 
 
 def main(argv: Sequence[str]) -> int:
@@ -219,7 +219,7 @@ def _train(run: _OpenRun, session: Session, watcher: Watcher) -> Samples | None:
     """Train, and answer sample prompts on the way.
 
     Raises:
-        DivergenceError: see prge.learning.training.Learner.step.
+        DivergenceError: see prge.training.loop.Learner.step.
         KeyboardInterrupt: interrupted, with the state saved.
     """
     settings, state, shape = run.settings, session.state, run.plan.shape

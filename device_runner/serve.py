@@ -10,17 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from device_runner.engines.speaking import open_speaker
-from device_runner.serving.flags import ServeSettings
+from device_runner.engines.generator import open_speaker
 from device_runner.serving.history import FEEDBACK
 from device_runner.serving.learning import Learning, plan_rounds
-from device_runner.serving.listen_flags import read_keys, refuse_key
+from device_runner.serving.listen_settings import read_keys, refuse_key
 from device_runner.serving.models import Models
 from device_runner.serving.page.about import about_adapter, about_bundle
 from device_runner.serving.round_process import RoundProcess
-from device_runner.session.gates import Gates
-from device_runner.session.memory import budget_of_texts, watched_memory
-from device_runner.session.speaking import (
+from device_runner.serving.settings import ServeSettings
+from device_runner.session.generation import (
     BASE,
     BUNDLE,
     adapter_source,
@@ -31,16 +29,18 @@ from device_runner.session.speaking import (
     read_adapter,
     read_template_kwargs,
 )
-from prge.files.adapter import Adapter
-from prge.files.bundle import Bundle
-from prge.files.run_folder import run_lock
-from prge.files.tuned import tuning_at
-from prge.host.terminal import best_effort
-from prge.rows.feedback_examples import FeedbackExamples
-from prge.rows.readers.feedback import check_feedback
-from prge.rows.tokenization.tokenizer import Tokenizer, bundle_tokenizer, read_chat_template
-from prge.text.speaker import Speaker
-from prge.verbs.settings import parse_settings
+from device_runner.session.memory import budget_of_texts, watched_memory
+from device_runner.session.pauses import Gates
+from prge.cli.settings import parse_settings
+from prge.data.feedback_examples import FeedbackExamples
+from prge.data.readers.feedback import check_feedback
+from prge.data.tokenization.tokenizer import Tokenizer, bundle_tokenizer, read_chat_template
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import Bundle
+from prge.formats.run_folder import run_lock
+from prge.formats.tune_folder import tuning_at
+from prge.generation.generator import Speaker
+from prge.system.terminal import best_effort
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,10 +60,10 @@ def serve(settings: ServeSettings) -> None:
     from device_runner.serving.access import is_local
     from device_runner.serving.app import make_app
     from device_runner.serving.feedback import Feedback, FeedbackFile
-    from device_runner.serving.listening import Server, address_of, listening
     from device_runner.serving.page.runs import Runs
+    from device_runner.serving.uvicorn_server import Server, address_of, listening
     from device_runner.serving.worker import Worker
-    from prge.text.loop import Generator
+    from prge.generation.loop import Generator
 
     keys, gates = read_keys(settings.api_key_file), Gates(settings.conditions())
     learning: Learning | None = None

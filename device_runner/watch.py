@@ -8,12 +8,12 @@ import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from device_runner.serving.listen_flags import ListenFlags, read_keys, refuse_key
+from device_runner.serving.listen_settings import ListenFlags, read_keys, refuse_key
+from prge.cli.bounds import bound_problems
+from prge.cli.inputs import InputFolder
+from prge.cli.settings import parse_settings
 from prge.errors import ConfigError
-from prge.host.terminal import best_effort
-from prge.verbs.bounds import bound_problems
-from prge.verbs.inputs import InputFolder
-from prge.verbs.settings import parse_settings
+from prge.system.terminal import best_effort
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ def watch(settings: WatchSettings) -> None:
     """
     from device_runner.serving.access import is_local
     from device_runner.serving.app import make_watching_app
-    from device_runner.serving.listening import Server, address_of, listening
     from device_runner.serving.page.runs import Runs
+    from device_runner.serving.uvicorn_server import Server, address_of, listening
 
     keys, runs = read_keys(settings.api_key_file), Runs(settings.runs)
     with listening(settings.host, settings.port) as listener:

@@ -8,7 +8,7 @@ from prge.api import Run as Run
 from prge.api import Tuned as Tuned
 from prge.api import load as load
 from prge.errors import PrgeError as PrgeError
-from prge.files.bundle import Bundle
+from prge.formats.bundle import Bundle
 from server_export.settings import ExportConfig
 from server_export.tune.settings import TuneSettings
 

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prge.cli.field_types import plain_value
+from prge.cli.settings import path_of, settings_of
 from prge.errors import DataError, shown
-from prge.files.bundle import Bundle
-from prge.files.bundle import open_bundle as _open_bundle
-from prge.files.run_folder import FINAL, SUMMARY
-from prge.host.packages import needing
-from prge.verbs.kinds import plain_value
-from prge.verbs.settings import path_of, settings_of
+from prge.formats.bundle import Bundle
+from prge.formats.bundle import open_bundle as _open_bundle
+from prge.formats.run_folder import FINAL, SUMMARY
+from prge.system.packages import needing
 
 if TYPE_CHECKING:
-    from prge.text.loop import Answer, Generator
-    from prge.text.prompts import Prompt, Prompts
+    from prge.generation.loop import Answer, Generator
+    from prge.generation.prompts import Prompt, Prompts
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Model:
     """A bundle's model with an adapter, in an engine that stays open."""
 
     def __init__(self, bundle: Bundle, adapter: str | None, engine: dict[str, Any]) -> None:
-        self._speaking = importlib.import_module("device_runner.session.speaking")
+        self._speaking = importlib.import_module("device_runner.session.generation")
         flags = settings_of(self._speaking.SpeakingFlags, engine, "load()", "prge generate")
-        tokenizer = importlib.import_module("prge.rows.tokenization.tokenizer").bundle_tokenizer(bundle)
-        self._prompts: Prompts = importlib.import_module("prge.text.prompts").Prompts(tokenizer)
+        tokenizer = importlib.import_module("prge.data.tokenization.tokenizer").bundle_tokenizer(bundle)
+        self._prompts: Prompts = importlib.import_module("prge.generation.prompts").Prompts(tokenizer)
         _ = self._prompts.chat  # its template is read in a child that is forked before there is an engine
         self._adapter = self._speaking.read_adapter(bundle, adapter or self._speaking.BUNDLE)[1]
         self._generator: Generator = self._speaking.open_generator(bundle, tokenizer, flags, 1)
@@ -83,16 +83,16 @@ class Model:
         Raises:
             PrgeError: settings or the prompt can't be used.
         """
-        from prge.text.loop import Request
+        from prge.generation.loop import Request
 
         flags = settings_of(self._speaking.SpeakingFlags, settings, "generate()", "prge generate")
         request = Request(self._asked(plain_value(prompt)), self._adapter, flags.generation())
         return self._generator.generate([request])[0]
 
     def _asked(self, prompt: Any) -> Prompt:
-        from prge.rows.tokenization.chat import check_messages
-        from prge.rows.tokenization.inputs import checked_json
-        from prge.text.prompts import Prompt
+        from prge.data.tokenization.chat import check_messages
+        from prge.data.tokenization.inputs import checked_json
+        from prge.generation.prompts import Prompt
 
         if isinstance(prompt, str):
             return self._prompts.of_text(prompt)
@@ -180,7 +180,7 @@ def load(bundle: Path | str, adapter: Path | str | None = None, **engine: Any) -
         PrgeError: the bundle or the adapter can't be used.
     """
     with needing("device"):
-        speaking = importlib.import_module("device_runner.session.speaking")
+        speaking = importlib.import_module("device_runner.session.generation")
         folder = path_of(bundle, "load(): bundle")
         name = None if adapter is None else str(path_of(adapter, "load(): adapter"))
         return Model(speaking.open_speaking(folder), name, engine)

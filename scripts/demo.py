@@ -19,11 +19,11 @@ from typing import Any, TextIO
 
 from notes_demo import notes_demo, notes_table
 
+from prge.cli.subprocesses import answer_of, json_of, run_verb, started
+from prge.data.forms.task import load_task
+from prge.data.readers.feedback import Answered, append_feedback
+from prge.data.readers.files import Row, read_rows
 from prge.errors import PrgeError
-from prge.rows.forms.task import load_task
-from prge.rows.readers.feedback import Answered, append_feedback
-from prge.rows.readers.files import Row, read_rows
-from prge.verbs.starting import answer_of, json_of, run_verb, started
 
 DATA = Path(__file__).resolve().parents[1] / "server_export" / "demo_data"
 MODEL, TASK = DATA / "model", DATA / "task.yaml"

@@ -24,17 +24,17 @@ from typing import Any
 import numpy as np
 from fleet_liars import KINDS, LIES, study
 
-from device_runner.fleet.common import unpack_state
 from device_runner.fleet.coordinator import agreement_of
 from device_runner.fleet.device import FLEETS, STATE, DeviceSettings, answer, make_device
 from device_runner.fleet.messages import Answer, Task, parse_answer
 from device_runner.fleet.network.client import join
 from device_runner.fleet.network.keys import DeviceKeys
-from device_runner.session.replaying import replay
-from prge.files.bundle import open_bundle
-from prge.files.journal import Journal
-from prge.files.run_folder import FINAL, JOURNAL
-from prge.verbs.starting import answer_of, command_of, json_of
+from device_runner.fleet.state import unpack_state
+from device_runner.session.replay import replay
+from prge.cli.subprocesses import answer_of, command_of, json_of
+from prge.formats.bundle import open_bundle
+from prge.formats.journal import Journal
+from prge.formats.run_folder import FINAL, JOURNAL
 
 DATA = Path(__file__).resolve().parent.parent / "server_export" / "demo_data"
 HONEST, KILLED, LIAR = "honest", "killed", "liar"

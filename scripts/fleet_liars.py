@@ -21,7 +21,7 @@ import numpy as np
 
 from device_runner.fleet.coordinator import Coordinator, RoundReport
 from device_runner.fleet.messages import Answer, Refusal, parse_answer
-from device_runner.fleet.opening import open_fleet
+from device_runner.fleet.server import open_fleet
 from device_runner.fleet.simulate import SimulateSettings, Simulation
 from prge.engine import FloatArray
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import smollm2
 
-from prge.rows.readers.files import read_rows
-from prge.verbs.starting import answer_of, json_of, run_verb
+from prge.cli.subprocesses import answer_of, json_of, run_verb
+from prge.data.readers.files import read_rows
 
 NOTES = Path(__file__).with_name("notes_data")
 TRAIN, DEV, TEST = (NOTES / f"{part}.jsonl" for part in ("train", "dev", "test"))

@@ -13,16 +13,16 @@ from typing import Any
 from safetensors.numpy import save_file
 
 from prge import __version__
-from prge.files.bundle import ADAPTER, FORMAT, MANIFEST, TOKENIZER, file_sha256, manifest_sha256
-from prge.files.chain import Chain
-from prge.files.layers import LAYERS
-from prge.files.peft import HEAD, PeftAdapter, write_lora
-from prge.learning.checkpoint import head_arrays
-from prge.learning.costs import Outline
-from prge.learning.head import Head
-from server_export.adapter.start import StartAdapter
+from prge.formats.bundle import ADAPTER, FORMAT, MANIFEST, TOKENIZER, file_sha256, manifest_sha256
+from prge.formats.chain import Chain
+from prge.formats.layers import LAYERS
+from prge.formats.peft import HEAD, PeftAdapter, write_lora
+from prge.objectives.classification_head import Head
+from prge.training.checkpoint import head_arrays
+from prge.training.costs import Outline
+from server_export.adapter.initial_adapter import StartAdapter
 from server_export.check.chain import ChainVerification
-from server_export.checkpoint.base import base_of
+from server_export.checkpoint.base_model import base_of
 from server_export.checkpoint.classifier import Classifier
 from server_export.checkpoint.loading import LoadedModel
 from server_export.checkpoint.tokenization import write_tokenizer

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from prge.files.adapter import adapter_size
-from prge.host.progress import duration
-from prge.learning.costs import (
+from prge.formats.adapter import adapter_size
+from prge.system.progress import duration
+from prge.training.costs import (
     RUNTIME_BYTES,
     RunMemory,
     StepShape,
@@ -20,14 +20,14 @@ from prge.learning.costs import (
     memory_text,
     run_memory,
 )
-from prge.learning.estimators.table import ESTIMATORS, EstimatorName
+from prge.training.estimators.table import ESTIMATORS, EstimatorName
 from server_export.check.estimation import Estimate, estimate_of
 from server_export.settings import EstimateConfig
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `prge estimate`; returns the exit code."""
-    from prge.verbs.settings import parse_settings
+    from prge.cli.settings import parse_settings
 
     config = parse_settings(
         EstimateConfig,
@@ -123,13 +123,13 @@ def _steps(
     config: EstimateConfig, estimated: Estimate, estimator: EstimatorName
 ) -> tuple[int, list[StepShape]]:
     """How many training rows there are, and the steps of an epoch of them, as a run takes them."""
-    from prge.learning.examples import sequences_of
-    from prge.learning.sampling import Sampler
-    from prge.rows.build_options import BuildOptions
-    from prge.rows.example_building import load_examples
-    from prge.rows.forms.task import load_task
-    from prge.rows.report import warn_unread
-    from prge.rows.sources import read_source
+    from prge.data.example_building import load_examples
+    from prge.data.forms.task import load_task
+    from prge.data.options import BuildOptions
+    from prge.data.row_report import warn_unread
+    from prge.data.sources import read_source
+    from prge.objectives.examples import sequences_of
+    from prge.training.sampler import Sampler
     from server_export.checkpoint.chat_templates import give_template
     from server_export.checkpoint.tokenization import load_tokenizer, on_device
 

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.errors import RunError
-from prge.files.adapter import adapter_size
-from prge.host.atomic import check_place, new_folder
-from prge.host.threads import let_threads_sleep
+from prge.formats.adapter import adapter_size
 from prge.model_spec import AdaptedModule, ModelSpec
+from prge.system.atomic import check_place, new_folder
+from prge.system.threads import let_threads_sleep
 from server_export.check.estimation import announce, check_room, estimate_of
 from server_export.memory import give_back_freed
+from server_export.progress import stage
 from server_export.settings import ExportConfig
-from server_export.stage import stage
 
 if TYPE_CHECKING:
-    from prge.rows.tokenization.tokenizer import Tokenizer
+    from prge.data.tokenization.tokenizer import Tokenizer
     from server_export.calibrate.calibration import Calibration
     from server_export.check.model import ModelComparison
     from server_export.model.chain import ModelChain
@@ -40,7 +40,7 @@ _FLOATS = ("F32", "F16", "BF16", "F64")
 
 def main(argv: Sequence[str]) -> int:
     """Run `prge export`; returns the exit code."""
-    from prge.verbs.settings import parse_settings
+    from prge.cli.settings import parse_settings
 
     let_threads_sleep()
     config = parse_settings(
@@ -238,7 +238,7 @@ def _write(
     comparison: ModelComparison,
 ) -> dict[str, Any]:
     """Fill a bundle's folder; returns its manifest."""
-    from prge.files import chain as manifest
+    from prge.formats import chain as manifest
     from server_export.bundle import write_bundle
     from server_export.check.chain import verify_chain
     from server_export.lower.cache import ProgramCache
@@ -287,7 +287,7 @@ def _write(
 
 def _pooling(config: ExportConfig, source: Source) -> str:
     """How states become what a head reads."""
-    from prge.files.chain import OWN_HEAD
+    from prge.formats.chain import OWN_HEAD
     from server_export.checkpoint.files import stored_pooling
 
     if source.loaded.classifier is not None:

@@ -22,12 +22,12 @@ from torch import nn
 
 from prge.engine import Array, Call, Directions, FloatArray, GradFn, IntArray, TokenSequence
 from prge.errors import BundleError, EngineError
-from prge.files.bundle import Bundle
-from prge.files.chain import OWN_HEAD
-from prge.files.peft import PeftAdapter, read_lora
+from prge.formats.bundle import Bundle
+from prge.formats.chain import OWN_HEAD
+from prge.formats.peft import PeftAdapter, read_lora
 from prge.model_spec import AdaptedModule, ModelSpec, matrices
 from server_export.adapter.layers import convert_conv1d
-from server_export.checkpoint.base import content_problems, model_problems
+from server_export.checkpoint.base_model import content_problems, model_problems
 from server_export.checkpoint.classifier import states_of
 from server_export.checkpoint.loading import LoadedModel, load_model
 from server_export.quantize.bundle_layers import layers_of

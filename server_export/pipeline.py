@@ -22,8 +22,8 @@ import torch
 from torch.fx import GraphModule
 
 from prge.errors import Refusal
-from prge.learning.vocabulary import pieces_of
 from prge.model_spec import AdaptedModule, matrices
+from prge.numerics.vocabulary_shards import pieces_of
 from server_export.adapter.layers import CallInputs, conv1d_names, convert_conv1d, insert_lora
 from server_export.checkpoint.files import ModelFiles
 from server_export.checkpoint.loading import LoadedModel, vocabulary_size

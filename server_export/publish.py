@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import safetensors
 from safetensors.numpy import save_file
 
+from prge.data.tokenization.tokenizer import CHAT_TEMPLATE_FILE, bundle_tokenizer, read_chat_template
 from prge.errors import BundleError, ConfigError, RunError
-from prge.files.bundle import MANIFEST, TOKENIZER
-from prge.files.documents import mapping
-from prge.files.peft import (
+from prge.formats.bundle import MANIFEST, TOKENIZER
+from prge.formats.documents import mapping
+from prge.formats.peft import (
     CONFIG,
     HEAD,
     WEIGHTS,
@@ -30,9 +31,8 @@ from prge.files.peft import (
     read_lora,
     write_config,
 )
-from prge.host.atomic import new_folder
-from prge.rows.tokenization.tokenizer import CHAT_TEMPLATE_FILE, bundle_tokenizer, read_chat_template
-from server_export.checkpoint.base import base_of
+from prge.system.atomic import new_folder
+from server_export.checkpoint.base_model import base_of
 from server_export.publishing.hub import find_repository, push
 from server_export.publishing.model_card import CardFacts, model_card, read_run, read_step
 from server_export.publishing.settings import PublishConfig
@@ -50,7 +50,7 @@ _PUBLISHED = (CONFIG, "config.json", MANIFEST, GGUF)
 
 def main(argv: Sequence[str]) -> int:
     """Run `prge publish`; returns the exit code."""
-    from prge.verbs.settings import parse_settings
+    from prge.cli.settings import parse_settings
 
     config = parse_settings(PublishConfig, argv, "prge publish", positional=["source"])
     repository = None

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from prge.cli.bounds import bound_problems
+from prge.cli.field_types import Bytes
+from prge.cli.inputs import AdapterInput, TrainRows
+from prge.cli.outputs import OutputFolder
 from prge.errors import ConfigError
-from prge.files.signatures import DECODE, PREFILL, ROLES
-from prge.learning.estimators.table import EstimatorName
-from prge.running.training_flags import ExampleFlags
-from prge.verbs.bounds import bound_problems
-from prge.verbs.inputs import AdapterInput, TrainRows
-from prge.verbs.kinds import Bytes
-from prge.verbs.outputs import OutputFolder
+from prge.formats.signatures import DECODE, PREFILL, ROLES
+from prge.training.estimators.table import EstimatorName
+from prge.training.settings import ExampleFlags
 
 Readout = Literal["logprobs", "pooled"]
 Pooling = Literal["mean", "first"]

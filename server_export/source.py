@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 
-from prge.learning.costs import Outline
+from prge.training.costs import Outline
+from server_export.adapter.initial_adapter import StartAdapter, start_adapter
 from server_export.adapter.outline import outline_of
-from server_export.adapter.start import StartAdapter, start_adapter
 from server_export.checkpoint.files import ModelFiles, fetch_weights, find_files
 from server_export.checkpoint.loading import LoadedModel, check_size, outline_model
 from server_export.checkpoint.weights import mapping_of, with_numbers
 from server_export.model.chain import ModelChain
 from server_export.pipeline import build_chain, plain_layers
-from server_export.quiet import quiet_libraries
+from server_export.quiet_libraries import quiet_libraries
 from server_export.settings import ExportConfig
 from server_export.trace.passes import Changes
 from server_export.trace.patterns import unread_modules

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from prge.learning.costs import Budget
+from prge.training.costs import Budget
 
 
 def allow_loaded(monkeypatch: pytest.MonkeyPatch, module: ModuleType, loaded: int) -> None:

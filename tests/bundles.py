@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prge.files.bundle import (
+from prge.formats.bundle import (
     ADAPTER,
     FORMAT,
     MANIFEST,
@@ -17,8 +17,8 @@ from prge.files.bundle import (
     file_sha256,
     manifest_sha256,
 )
-from prge.files.chain import Block, Bounds, Chain, Interface, Kind, Table
-from prge.files.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
+from prge.formats.chain import Block, Bounds, Chain, Interface, Kind, Table
+from prge.formats.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
 from prge.model_spec import AdaptedModule, ModelSpec
 
 PROGRAM = "programs/block.pte"

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from prge.verbs.settings import parse_settings, settings_to_yaml
+from prge.cli.settings import parse_settings, settings_to_yaml
 from server_export.evidence.compare.settings import CompareSettings
 from tests.bundles import make_bundle
 

@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 from smollm2 import model_file
 
-from prge.files import chain
+from prge.formats import chain
 from tests.store import Store
 from tests.tiny_models import SHALLOW, save_model
 from tests.workshop import Made, export, fill_workshop

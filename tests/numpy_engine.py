@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from prge.engine import Array, Call, Directions, Float64Array, GradFn, TokenSequence
-from prge.files.adapter import Adapter, adapter_size
-from prge.learning.examples import Example, sequences_of
-from prge.learning.head import Classifier, Head
-from prge.learning.objectives import Loss
+from prge.formats.adapter import Adapter, adapter_size
 from prge.model_spec import AdaptedModule, ModelSpec
+from prge.objectives.classification_head import Classifier, Head
+from prge.objectives.examples import Example, sequences_of
+from prge.objectives.objective import Loss
 from tests.templates import random_adapter
 
 MODULE = "layer"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prge.engine import Target, TokenSequence
-from prge.learning.examples import Example
+from prge.objectives.examples import Example
 
 
 def completion(row: int, tokens: list[int], prompt: int) -> Example:

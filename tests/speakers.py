@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from prge.engine import FloatArray
 from prge.errors import EngineError
-from prge.files.adapter import Adapter
+from prge.formats.adapter import Adapter
 from prge.model_spec import AdaptedModule
 from tests.templates import random_adapter
 
@@ -23,7 +23,7 @@ def make_adapter(seed: int = 0) -> Adapter:
 
 
 class NumpySpeaker:
-    """Implements prge.text.speaker.Speaker: a recurrent network, whose states it keeps.
+    """Implements prge.generation.generator.Speaker: a recurrent network, whose states it keeps.
 
     `calls` are the tokens of every feed, and the sequences of every step. A misuse is an AssertionError;
     `failing` tokens are an EngineError.
@@ -50,7 +50,7 @@ class NumpySpeaker:
         return len(self._states)
 
     def open(self, adapter: Adapter) -> int:
-        """See prge.text.speaker.Speaker.open."""
+        """See prge.generation.generator.Speaker.open."""
         assert len(self._states) < self.slots, "no free slot"
         self._opened += 1
         self._states[self._opened] = [np.zeros(WIDTH)]
@@ -59,32 +59,32 @@ class NumpySpeaker:
         return self._opened
 
     def length(self, sequence: int) -> int:
-        """See prge.text.speaker.Speaker.length."""
+        """See prge.generation.generator.Speaker.length."""
         return len(self._states[sequence]) - 1
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """See prge.text.speaker.Speaker.feed."""
+        """See prge.generation.generator.Speaker.feed."""
         self.calls.append(list(tokens))
         return self._fed(sequence, tokens)
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
-        """See prge.text.speaker.Speaker.check."""
+        """See prge.generation.generator.Speaker.check."""
         assert 2 <= len(tokens) <= self.most_checked
         self.calls.append(list(tokens))
         return np.stack([self._fed(sequence, [token]) for token in tokens])
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, FloatArray]:
-        """See prge.text.speaker.Speaker.step."""
+        """See prge.generation.generator.Speaker.step."""
         self.calls.append(list(tokens))
         return {sequence: self._fed(sequence, [token]) for sequence, token in tokens.items()}
 
     def rewind(self, sequence: int, length: int) -> None:
-        """See prge.text.speaker.Speaker.rewind."""
+        """See prge.generation.generator.Speaker.rewind."""
         assert 0 <= length <= self.length(sequence)
         del self._states[sequence][length + 1 :]
 
     def close(self, sequence: int) -> None:
-        """See prge.text.speaker.Speaker.close."""
+        """See prge.generation.generator.Speaker.close."""
         del self._states[sequence], self._adapters[sequence]
 
     def _fed(self, sequence: int, tokens: Sequence[int]) -> FloatArray:

@@ -29,8 +29,8 @@ _CODE = (
 _NOT = tuple(
     ROOT / room
     for room in (
-        "prge/pages",
-        "prge/text",
+        "prge/report",
+        "prge/generation",
         *(f"server_export/{room}" for room in ("tune", "evidence", "publishing", "oracle.py")),
     )
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from prge.files.adapter import Adapter
+from prge.formats.adapter import Adapter
 from prge.model_spec import AdaptedModule
 
 

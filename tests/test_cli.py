@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from prge import __version__
-from prge.cli import VERBS, Verb, main
+from prge.cli.main import VERBS, Verb, main
 from prge.errors import RunError
-from prge.host.packages import install_extra
+from prge.system.packages import install_extra
 from tests.bundles import PROGRAM, make_bundle
 
 HEAVY = {"torch", "executorch", "transformers", "torchao", "peft"}
@@ -26,7 +26,7 @@ HEAVY = {"torch", "executorch", "transformers", "torchao", "peft"}
 
 def prge(*words: str, **streams: Any) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own."""
-    command = [sys.executable, "-m", "prge.cli", *words]
+    command = [sys.executable, "-m", "prge.cli.main", *words]
     return subprocess.run(command, text=True, timeout=60, check=False, **streams)
 
 
@@ -70,7 +70,7 @@ def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
 def test_help_of_a_verb_imports_nothing_heavy() -> None:
     code = f"""
 import sys
-from prge.cli import VERBS, main
+from prge.cli.main import VERBS, main
 for verb in VERBS:
     assert main([verb, "--help"]) == 0
     assert not {HEAVY!r} & set(sys.modules), verb
@@ -199,7 +199,7 @@ def test_mistakes_of_prge_keep_their_traceback(error: Exception, monkeypatch: py
 
 def test_the_command_line_asks_to_report_a_defect_without_what_the_user_gave() -> None:
     code = (
-        "import sys; from prge import cli; import device_runner.inspect_bundle as module; "
+        "import sys; from prge.cli import main as cli; import device_runner.inspect_bundle as module; "
         "module.main = lambda argv: {}['a defect']; "
         "sys.argv[1:] = ['inspect', '--bundle', '/secret', '--json=secret', '--not a flag', '--json']; "
         "sys.exit(cli.main())"
@@ -219,7 +219,8 @@ def test_the_command_line_asks_to_report_a_defect_without_what_the_user_gave() -
 
 def test_interruption_in_a_child_process_is_130(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from prge import cli; import device_runner.inspect_bundle as module; "
+        "import os, signal, sys; from prge.cli import main as cli; "
+        "import device_runner.inspect_bundle as module; "
         # A shell starts background jobs with the signal ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler); "
         "module.main = lambda argv: os.kill(os.getpid(), signal.SIGINT) or 0; sys.exit(cli.main(['inspect']))"

@@ -70,7 +70,7 @@ def test_new_operators_have_the_derivatives_of_pytorch() -> None:
     import torch
 
     from server_export.ir.operators import TABLE
-    from tests.server_export.derive.tangent.graphs import Function, directions, jvp, random, with_tangents
+    from tests.server_export.derive.jvp.graphs import Function, directions, jvp, random, with_tangents
 
     before = dict(TABLE)
     try:

@@ -19,15 +19,15 @@ from pyarrow import parquet
 
 import prge
 from device_runner import chat, generate
-from device_runner.session import speaking as session
+from device_runner.session import generation as session
 from device_runner.session.samples import read_prompts
-from prge.cli import main
+from prge.cli.main import main
+from prge.data.example_building import load_examples
+from prge.data.feedback_examples import FeedbackExamples, UnlearnableError
+from prge.data.options import BuildOptions
 from prge.errors import DataError, PrgeError
-from prge.rows.build_options import BuildOptions
-from prge.rows.example_building import load_examples
-from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
-from prge.text.loop import GenerationSettings
-from prge.text.prompts import Prompts
+from prge.generation.loop import GenerationSettings
+from prge.generation.prompts import Prompts
 from tests.device_runner.serving.test_server import Child, served
 from tests.device_runner.speaking import TEMPLATE, Speaking
 

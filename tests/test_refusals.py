@@ -16,13 +16,13 @@ from unittest import mock
 
 import pytest
 
-from prge.cli import VERBS, main
-from prge.verbs.bounds import flag
-from prge.verbs.helping import is_required
-from prge.verbs.inputs import inputs_of
-from prge.verbs.kinds import choices, is_list, takes_paths
-from prge.verbs.outputs import Output, outputs_of
-from prge.verbs.settings import PLACES
+from prge.cli.bounds import flag
+from prge.cli.field_types import choices, is_list, takes_paths
+from prge.cli.help import is_required
+from prge.cli.inputs import inputs_of
+from prge.cli.main import VERBS, main
+from prge.cli.outputs import Output, outputs_of
+from prge.cli.settings import PLACES
 from tests.bundles import make_bundle
 from tests.verbs import prge
 
@@ -56,8 +56,8 @@ def verbs() -> tuple[Taken, ...]:
         below.extend(helps)
 
     with (
-        mock.patch("prge.verbs.settings.show_settings", keep_settings),
-        mock.patch("prge.verbs.subverbs.show_verbs", keep_verbs),
+        mock.patch("prge.cli.settings.show_settings", keep_settings),
+        mock.patch("prge.cli.subcommands.show_verbs", keep_verbs),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
     ):
@@ -95,7 +95,7 @@ WORDS |= {"adapt_layers", "date", "name", "server"}
 
 
 def test_every_text_that_a_folder_keeps_is_known_to_name_a_place_or_none() -> None:
-    """What a folder's settings name is followed within bounds: see prge/files/own_settings.py."""
+    """What a folder's settings name is followed within bounds: see prge/formats/stored_settings.py."""
     here = [each for each in verbs() if "android" not in each.prog]
     kept = [each for each in here if {"STORED", "KEPT"} & {*dir(each.settings)}]
     assert {each.prog for each in kept} >= {"prge run", "prge tune", "prge fleet join"}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 from unittest import mock
 
-from prge.cli import main
+from prge.cli.main import main
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

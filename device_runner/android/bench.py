@@ -17,13 +17,13 @@ from device_runner.android.adb import quote
 from device_runner.android.bundles import Model, make_bundles
 from device_runner.android.device import Phone, PhoneFlags
 from device_runner.android.packages import digest
-from device_runner.android.taking import Taking
+from device_runner.android.trial import Taking
 from prge import __version__
+from prge.cli.outputs import OutputFile, OutputFolder
 from prge.errors import ConfigError, PrgeError
-from prge.files.documents import DocumentError, read_json
-from prge.files.run_folder import write_json
-from prge.running.trials import TRIALS, Trial
-from prge.verbs.outputs import OutputFile, OutputFolder
+from prge.formats.documents import DocumentError, read_json
+from prge.formats.run_folder import write_json
+from prge.training.trials import TRIALS, Trial
 
 MEASURED, FAILED = "measured", "failed"
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from device_runner.android.packages import digest
 from prge import __version__
+from prge.cli.subprocesses import answer_of, configured, run_verb
 from prge.errors import PrgeError, RunError
-from prge.files.bundle import MANIFEST
-from prge.files.run_folder import reported
-from prge.host.progress import duration
-from prge.host.user_cache import user_cache
-from prge.learning.costs import bytes_text
-from prge.running.trials import Trial
-from prge.verbs.starting import answer_of, configured, run_verb
+from prge.formats.bundle import MANIFEST
+from prge.formats.run_folder import reported
+from prge.system.progress import duration
+from prge.system.user_cache import user_cache
+from prge.training.costs import bytes_text
+from prge.training.trials import Trial
 
 _SCHEME = "8da4w"
 _PARAMETER_BYTES = 2  # of random weights, in bfloat16

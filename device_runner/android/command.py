@@ -10,27 +10,27 @@ from typing import TypeVar
 
 from device_runner.android.adb import quote
 from device_runner.android.bench import BenchSettings, bench
-from device_runner.android.bringing import send_bundle, send_run
 from device_runner.android.device import WITH_ROWS, Phone, PhoneFlags
+from device_runner.android.fleet_join import JoinFlags
 from device_runner.android.jobs import JobFlags, resume, wait_for
-from device_runner.android.joining import JoinFlags
 from device_runner.android.preflight import examine
+from device_runner.android.push import send_bundle, send_run
 from device_runner.android.remote import RemoteVerb
 from device_runner.android.runtime import MANIFEST as RUNTIME_MANIFEST
 from device_runner.android.runtime import BundleSettings, build_runtime, open_runtime
 from device_runner.android.serving import ServeFlags, reach, reached, ways_to
-from device_runner.fleet.joining import JoinSettings
-from device_runner.serving.flags import ServeSettings
+from device_runner.fleet.join import JoinSettings
 from device_runner.serving.history import FEEDBACK
+from device_runner.serving.settings import ServeSettings
+from device_runner.session.generation import ChatSettings, GenerateSettings
 from device_runner.session.settings import EvaluateSettings, RunSettings
-from device_runner.session.speaking import ChatSettings, GenerateSettings
+from prge.cli.inputs import InputPath
+from prge.cli.outputs import OutputFolder
+from prge.cli.settings import parse_settings
+from prge.cli.subcommands import Action, run_action
 from prge.errors import ConfigError, DeviceError
-from prge.files.run_folder import LOG
-from prge.files.tuned import tuning_at
-from prge.verbs.inputs import InputPath
-from prge.verbs.outputs import OutputFolder
-from prge.verbs.settings import parse_settings
-from prge.verbs.subverbs import Action, run_action
+from prge.formats.run_folder import LOG
+from prge.formats.tune_folder import tuning_at
 
 Settings = TypeVar("Settings", bound=PhoneFlags)
 

@@ -25,9 +25,9 @@ from device_runner.android.packages import digest
 from device_runner.android.runtime import MANIFEST, driver_hash, files_of
 from device_runner.serving.history import FEEDBACK, HISTORY, ROUNDS
 from prge.errors import INTERRUPTED, DeviceError
-from prge.files.bundle import file_sha256
-from prge.files.documents import parse_json
-from prge.files.run_folder import ENDED, JOURNAL, LOCK, LOG
+from prge.formats.bundle import file_sha256
+from prge.formats.documents import parse_json
+from prge.formats.run_folder import ENDED, JOURNAL, LOCK, LOG
 
 FOLDER = "/data/local/tmp/prge"
 OWN = "runtime runtime.tree bundles adapters data jobs runs fleets bench cache tmp".split()

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 from device_runner.android.adb import Adb, quote
 from device_runner.android.device import Job, Phone, PhoneFlags, check_name
 from device_runner.android.remote import RemoteCall, RemoteFlags
+from prge.cli.outputs import OutputFolder
+from prge.cli.settings import parse_settings
 from prge.errors import DeviceError
-from prge.verbs.outputs import OutputFolder
-from prge.verbs.settings import parse_settings
 
 EARLY_SECONDS = 10.0
 # Between two lines of how a run stands that is waited for.
@@ -94,7 +94,7 @@ def resume_run(phone: Phone, name: str, wait: bool) -> Job:
         words = ["--config", phone.path("jobs", name, "settings.yaml")]
         if not phone.exists(words[1], "f"):
             raise DeviceError(f"{phone.adb.serial} has no run {name} to go on with")
-    return start_job(phone, name, ["-m", "prge.cli", "run", *words], wait)
+    return start_job(phone, name, ["-m", "prge.cli.main", "run", *words], wait)
 
 
 def start_job(phone: Phone, name: str, words: Iterable[str], wait: bool = False) -> Job:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Literal
 
 from prge.errors import ConfigError, PrgeError
-from prge.files.bundle import file_sha256
-from prge.files.documents import read_json
-from prge.host.user_cache import private_folder
+from prge.formats.bundle import file_sha256
+from prge.formats.documents import read_json
+from prge.system.user_cache import private_folder
 
 Machine = Literal["arm64", "amd64"]
 RELEASE = "trixie"

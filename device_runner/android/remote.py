@@ -3,7 +3,7 @@
     flags -> settings of the verb -> the same with the phone's paths, inputs sent -> settings.yaml there
     -> `prge VERB` there -> outputs here
 
-Which settings are inputs and outputs their types say: see prge/verbs/inputs.py and prge/verbs/outputs.py.
+Which settings are inputs and outputs their types say: see prge/cli/inputs.py and prge/cli/outputs.py.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from device_runner.android.bringing import rows_there, send_adapter, send_bundle, send_settings, send_tuning
 from device_runner.android.device import Phone, PhoneFlags, is_name
-from device_runner.session.speaking import BASE, STDIN, adapter_source
+from device_runner.android.push import rows_there, send_adapter, send_bundle, send_settings, send_tuning
+from device_runner.session.generation import BASE, STDIN, adapter_source
+from prge.cli.bounds import flag
+from prge.cli.combined_settings import combined, values_of
+from prge.cli.inputs import PART_OF_ROWS, Input, inputs_of
+from prge.cli.outputs import Output, outputs_of
+from prge.cli.settings import parse_settings
+from prge.data.tokenization.inputs import read_text_of
 from prge.errors import ConfigError, DeviceError
-from prge.files.documents import DocumentError, mapping, parse_yaml
-from prge.files.run_folder import CONFIG, reported
-from prge.files.tuned import tuning_at
-from prge.host.atomic import write_output
-from prge.rows.tokenization.inputs import read_text_of
-from prge.running.training_flags import RowsFlags
-from prge.verbs.bounds import flag
-from prge.verbs.combining import combined, values_of
-from prge.verbs.inputs import PART_OF_ROWS, Input, inputs_of
-from prge.verbs.outputs import Output, outputs_of
-from prge.verbs.settings import parse_settings
+from prge.formats.documents import DocumentError, mapping, parse_yaml
+from prge.formats.run_folder import CONFIG, reported
+from prge.formats.tune_folder import tuning_at
+from prge.system.atomic import write_output
+from prge.training.settings import RowsFlags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class RemoteCall:
 
     def send(self, settings: Mapping[str, Any], folder: str) -> list[str]:
         """Write settings to a folder of the phone; words for its Python that run the verb with them."""
-        return ["-m", "prge.cli", *self.verb.words.split(), *send_settings(self.phone, settings, folder)]
+        return ["-m", "prge.cli.main", *self.verb.words.split(), *send_settings(self.phone, settings, folder)]
 
     def attach(self) -> int:
         """Run the verb at this terminal, and bring the files here that it wrote, however it ended.

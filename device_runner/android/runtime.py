@@ -37,12 +37,12 @@ from device_runner.android.packages import (
 )
 from device_runner.engines.native.build import LIBRARY, LINKED, build
 from prge import __version__
+from prge.cli.inputs import InputFile
+from prge.cli.outputs import OutputFolder
 from prge.errors import DeviceError, EngineError, PrgeError, RunError
-from prge.files.bundle import file_sha256
-from prge.files.documents import read_json
-from prge.host.user_cache import user_cache
-from prge.verbs.inputs import InputFile
-from prge.verbs.outputs import OutputFolder
+from prge.formats.bundle import file_sha256
+from prge.formats.documents import read_json
+from prge.system.user_cache import user_cache
 
 MANIFEST = "runtime.json"
 TREE = "TREE"

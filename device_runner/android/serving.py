@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from device_runner.android.adb import quote
-from device_runner.android.bringing import send_bundle, send_tuning
 from device_runner.android.device import Job, Phone, PhoneFlags, check_name
+from device_runner.android.push import send_bundle, send_tuning
 from device_runner.android.remote import RemoteCall, RemoteFlags
 from device_runner.serving.history import FEEDBACK
+from prge.cli.settings import parse_settings, yaml_of
 from prge.errors import INTERRUPTED, ConfigError, DeviceError, PrgeError
-from prge.files.run_folder import JOURNAL
-from prge.files.tuned import tuning_at
-from prge.verbs.settings import parse_settings, yaml_of
+from prge.formats.run_folder import JOURNAL
+from prge.formats.tune_folder import tuning_at
 
 KEY = "key"
 READY = "listening at"
@@ -167,7 +167,7 @@ def _started(phone: Phone, name: str, port: int) -> Job:
     console = quote([phone.path("jobs", name, "console.txt")])
     before = phone.adb.shell(f"wc -c <{console}").output.strip()
     begin = int(before) + 1 if before.isdigit() else 1
-    words = ["-m", "prge.cli", "serve", "--config", phone.path("jobs", name, "settings.yaml")]
+    words = ["-m", "prge.cli.main", "serve", "--config", phone.path("jobs", name, "settings.yaml")]
     job, deadline = phone.start(name, words, port), time.monotonic() + _READY_SECONDS
     while job.state == "running" and time.monotonic() < deadline:
         if READY in phone.adb.shell(f"tail -c +{begin} {console}").output:

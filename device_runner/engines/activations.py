@@ -24,7 +24,7 @@ import numpy as np
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.trunk_cache import Precision, TrunkCache
 from prge.engine import Array, FloatArray
-from prge.host.atomic import storage_error
+from prge.system.atomic import storage_error
 
 # As numpy aligns what the engine reads.
 _ALIGNMENT = 64

@@ -9,12 +9,12 @@ from functools import cached_property
 import numpy as np
 
 from device_runner.engines.activations import ActivationStore, values_of
+from device_runner.engines.batch import Part
 from device_runner.engines.experts import Experts
 from device_runner.engines.forward import Forward
-from device_runner.engines.parts import Part
 from prge.engine import FloatArray
-from prge.files.adapter import adapter_size, views
-from prge.files.signatures import BACK, BACK_SAVED
+from prge.formats.adapter import adapter_size, views
+from prge.formats.signatures import BACK, BACK_SAVED
 
 
 class Backward:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from device_runner.engines.refusals import explain, lacked_memory
+from device_runner.engines.errors import explain, lacked_memory
 from prge.engine import Call, Directions, FloatArray, GradFn
 from prge.errors import EngineError
-from prge.files.adapter import adapter_size
-from prge.files.chain import TensorSpec
-from prge.host.memory import GET_MEMORY
+from prge.formats.adapter import adapter_size
+from prge.formats.chain import TensorSpec
 from prge.model_spec import ModelSpec, matrices
+from prge.system.memory import GET_MEMORY
 
 Tensors = Sequence[TensorSpec | None]
 

@@ -19,9 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from device_runner.engines.backend import Backend
 from device_runner.engines.child_check import check_in_child
-from device_runner.engines.choice import Backend
-from device_runner.engines.interfaces import (
+from device_runner.engines.errors import RefusedError, captured_stderr, foreign_program, load_error
+from device_runner.engines.packed_files import HashedFile, PackedFiles
+from device_runner.engines.shapes import (
     TRIED,
     AttentionHeads,
     Shapes,
@@ -29,17 +31,15 @@ from device_runner.engines.interfaces import (
     program_problems,
     with_specs,
 )
-from device_runner.engines.packed_files import HashedFile, PackedFiles
-from device_runner.engines.refusals import RefusedError, captured_stderr, foreign_program, load_error
 from device_runner.engines.tables import Tables
 from prge.engine import Array, FloatArray
 from prge.errors import EngineError
-from prge.files.bundle import Bundle, check_content
-from prge.files.chain import TABLE, Interface, Kind, TensorSpec
-from prge.files.peft import scaled_lora_a
-from prge.files.signatures import BACK, DECODE, OF_BACK, PREFILL, STACK
-from prge.host.memory import available_memory
-from prge.learning.experts import Routing
+from prge.formats.bundle import Bundle, check_content
+from prge.formats.chain import TABLE, Interface, Kind, TensorSpec
+from prge.formats.peft import scaled_lora_a
+from prge.formats.signatures import BACK, DECODE, OF_BACK, PREFILL, STACK
+from prge.numerics.expert_routing import Routing
+from prge.system.memory import available_memory
 
 # Of the memory that is available, one part in so many may hold what forward passes save.
 _SHARE = 4

@@ -13,14 +13,14 @@ import numpy as np
 from device_runner.engines.activations import ActivationStore
 from device_runner.engines.backward import Backward
 from device_runner.engines.base import CheckedEngine
+from device_runner.engines.batch import Part
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.forward import Forward
-from device_runner.engines.parts import Part
 from device_runner.engines.planning import slices, turns
 from device_runner.engines.readouts import LogProbabilities, PooledStates, Readout
 from prge.engine import Call, Directions, FloatArray
 from prge.errors import EngineError
-from prge.files.signatures import BACK, STACK, TANGENT
+from prge.formats.signatures import BACK, STACK, TANGENT
 
 _READOUTS: dict[str, type[Readout]] = {"logprobs": LogProbabilities, "pooled": PooledStates}
 

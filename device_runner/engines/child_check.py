@@ -13,11 +13,11 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from device_runner.engines.refusals import RefusedError, content, load_error, quoted
+from device_runner.engines.errors import RefusedError, content, load_error, quoted
 from prge.errors import BundleError, EngineError
-from prge.host.children import close_all_but
-from prge.host.memory import GET_MEMORY, tells_no_memory
-from prge.host.parents import end_with_parent
+from prge.system.memory import GET_MEMORY, tells_no_memory
+from prge.system.parents import end_with_parent
+from prge.system.sandbox import close_all_but
 
 CHECK_SECONDS = 600.0
 

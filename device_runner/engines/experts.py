@@ -9,7 +9,7 @@ import numpy as np
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.planning import at_least_two, slices
 from prge.engine import Array, FloatArray
-from prge.files.signatures import BACK, STACK, TANGENT
+from prge.formats.signatures import BACK, STACK, TANGENT
 
 
 class Experts:

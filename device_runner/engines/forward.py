@@ -13,18 +13,18 @@ from types import MappingProxyType
 import numpy as np
 
 from device_runner.engines.activations import ActivationStore, outputs_of
+from device_runner.engines.batch import Arrays, Part, tokens_of
 from device_runner.engines.blocks import Blocks
+from device_runner.engines.chunks import Pieces
 from device_runner.engines.experts import Experts
-from device_runner.engines.parts import Arrays, Part, tokens_of
-from device_runner.engines.pieces import Pieces
 from device_runner.engines.planning import copies_together, groups, groups_of_one_adapter, slices
 from device_runner.engines.readouts import Readout
 from device_runner.engines.shared_values import SharedValues, beside, parted
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.engine import Array, Call, Directions, FloatArray, IntArray
-from prge.files.adapter import views
-from prge.files.chain import GIVEN, TABLE
-from prge.files.signatures import BACK, KEYS, SAVE, STACK, TANGENT, VALUES
+from prge.formats.adapter import views
+from prge.formats.chain import GIVEN, TABLE
+from prge.formats.signatures import BACK, KEYS, SAVE, STACK, TANGENT, VALUES
 from prge.model_spec import Matrix
 
 _NOTHING: Mapping[str, Array] = MappingProxyType({})

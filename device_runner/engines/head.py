@@ -16,9 +16,9 @@ from device_runner.engines.activations import ActivationStore, Residuals, output
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.planning import at_least_two, slices
 from prge.engine import Array, FloatArray, IntArray
-from prge.files.chain import FEWEST_TOKENS
-from prge.files.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
-from prge.learning.vocabulary import Reading
+from prge.formats.chain import FEWEST_TOKENS
+from prge.formats.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
+from prge.numerics.vocabulary_shards import Reading
 
 # Rows of logits that the way back holds at once for each question: the slopes, large and small ones, twice.
 _ROWS_OF_BACK = 8

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from device_runner.engines.activations import ActivationStore
+from device_runner.engines.backend import choose
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.chain_engine import ChainEngine
-from device_runner.engines.choice import choose
-from device_runner.engines.speaking import ChainSpeaker
+from device_runner.engines.generator import ChainSpeaker
 from device_runner.engines.trunk_cache import Precision, TrunkCache
 from prge.engine import Engine, EngineName
-from prge.files.bundle import Bundle
-from prge.files.signatures import BACK, STACK
+from prge.formats.bundle import Bundle
+from prge.formats.signatures import BACK, STACK
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class OpenEngine:
     def speaker(
         self, slots: int = 1, context: int | None = None, precision: Precision = "float32"
     ) -> ChainSpeaker:
-        """What writes text with the same blocks; see device_runner.engines.speaking.ChainSpeaker."""
+        """What writes text with the same blocks; see device_runner.engines.generator.ChainSpeaker."""
         return ChainSpeaker(self.blocks, slots, context, precision)
 
 
@@ -51,9 +51,9 @@ def open_engine(
         bundle: an opened one.
         role: of steps: `tangent` where `jvp` is going to be called, `back` for `vjp`.
         threads: size of the engine's thread pool; by default what the runtime picks, performance cores.
-        engine: see device_runner.engines.choice.
+        engine: see device_runner.engines.backend.
         loaded: bytes of weights that may stay loaded, as many of activation checkpoints in memory, and what
-            is left beside all weights for residuals. See prge.learning.costs.Budget.
+            is left beside all weights for residuals. See prge.training.costs.Budget.
         folder: of the file of activation checkpoints that take more.
         checkpoint_dtype: of activation checkpoints.
         trunk: keeps what the blocks below the adapter compute.

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from device_runner.engines.child_check import check_in_child
+from device_runner.engines.errors import RefusedError
 from device_runner.engines.native.runtime import (
     Arena,
     Program,
@@ -38,13 +39,12 @@ from device_runner.engines.native.runtime import (
     backend_sha256,
     without_threads,
 )
-from device_runner.engines.refusals import RefusedError
 from prge.engine import Array
 from prge.errors import BundleError, PrgeError
-from prge.files.bundle import file_sha256
-from prge.host.atomic import flush_folder, storage_error, write_file
-from prge.host.regular_files import open_regular, read_regular
-from prge.host.user_cache import PACKED, user_cache
+from prge.formats.bundle import file_sha256
+from prge.system.atomic import flush_folder, storage_error, write_file
+from prge.system.regular_files import open_regular, read_regular
+from prge.system.user_cache import PACKED, user_cache
 
 _CHECKSUM, _COMPARED = ".checksum", ".weights"
 _LOCK = "lock"

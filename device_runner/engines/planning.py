@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from prge.engine import STATES_AT_ONCE, Array, IntArray
-from prge.files.chain import FEWEST_TOKENS, Bounds
+from prge.formats.chain import FEWEST_TOKENS, Bounds
 
 # Sequences are padded to multiples of this: for a few tokens more, more of them are of one length.
 _MULTIPLE = 8

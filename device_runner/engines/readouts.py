@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from device_runner.engines.activations import ActivationStore
+from device_runner.engines.batch import Arrays, Part
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.head import VocabularyHead
-from device_runner.engines.parts import Arrays, Part
 from device_runner.engines.planning import padded_length
 from prge.engine import FloatArray, IntArray, TokenSequence
-from prge.files.chain import MASKED
+from prge.formats.chain import MASKED
 
 GradOfOutputs = Callable[[FloatArray], FloatArray]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prge.engine import Array, FloatArray
-from prge.files.chain import GIVEN, TAKEN, Chain
+from prge.formats.chain import GIVEN, TAKEN, Chain
 
 Arrays = dict[str, Array]
 _TANGENT, _SLOPE = "d_", "slope_"

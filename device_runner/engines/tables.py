@@ -10,10 +10,10 @@ from safetensors import SafetensorError, safe_open
 
 from prge.engine import Array
 from prge.errors import BundleError
-from prge.files.bundle import TABLES, Bundle
-from prge.files.chain import MASKED, STORED_TABLES, Chain
-from prge.files.relations import RELATIONS, relation, relation_shape
-from prge.files.signatures import PREFILL
+from prge.formats.bundle import TABLES, Bundle
+from prge.formats.chain import MASKED, STORED_TABLES, Chain
+from prge.formats.relations import RELATIONS, relation, relation_shape
+from prge.formats.signatures import PREFILL
 
 # Tables of one length, of which masks of long rows take megabytes.
 _KEPT = 8

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.engines.base import Signature, check_threads, tensor_spec
-from device_runner.engines.refusals import RefusedError, captured_stderr
+from device_runner.engines.errors import RefusedError, captured_stderr
 from prge.engine import Array
 from prge.errors import EngineError
-from prge.files.chain import TensorSpec
-from prge.host.memory import GET_MEMORY, tells_no_memory
+from prge.formats.chain import TensorSpec
+from prge.system.memory import GET_MEMORY, tells_no_memory
 
 
 class Program:

@@ -20,8 +20,8 @@ from typing import Literal
 import numpy as np
 
 from prge.engine import Array, FloatArray
-from prge.host.atomic import storage_error
-from prge.host.regular_files import open_regular, read_regular
+from prge.system.atomic import storage_error
+from prge.system.regular_files import open_regular, read_regular
 
 Precision = Literal["float32", "float16"]
 

@@ -17,17 +17,17 @@ from typing import Literal
 import numpy as np
 
 from device_runner.session.settings import RunSettings
+from prge.cli.bounds import bound_problems
+from prge.cli.field_types import Paths
+from prge.cli.settings import settings_of
+from prge.data.forms.task import Task
 from prge.errors import ConfigError
-from prge.files.documents import parse_json
-from prge.learning.estimators.table import ESTIMATORS, EstimatorName, having
-from prge.learning.examples import LossNormalisation
-from prge.learning.optimizers import OptimizerName, ScheduleName
-from prge.rows.forms.task import Task
-from prge.running.recipe import Recipe
-from prge.running.training_flags import OptimizerFlags, RateFlags
-from prge.verbs.bounds import bound_problems
-from prge.verbs.kinds import Paths
-from prge.verbs.settings import settings_of
+from prge.formats.documents import parse_json
+from prge.objectives.examples import LossNormalisation
+from prge.training.estimators.table import ESTIMATORS, EstimatorName, having
+from prge.training.optimizers import OptimizerName, ScheduleName
+from prge.training.recipe import Recipe
+from prge.training.settings import OptimizerFlags, RateFlags
 
 MOST_AGREEMENT_BYTES = 1 << 16
 HASH_BYTES = 16

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from device_runner.fleet import joining, serve, simulate
+from device_runner.fleet import join as joining
+from device_runner.fleet import serve, simulate
 from device_runner.fleet.status import read_status
+from prge.cli.inputs import InputFolder
+from prge.cli.outputs import OutputFolder
+from prge.cli.settings import parse_settings
+from prge.cli.subcommands import Action, run_action
 from prge.errors import PrgeError
-from prge.verbs.inputs import InputFolder
-from prge.verbs.outputs import OutputFolder
-from prge.verbs.settings import parse_settings
-from prge.verbs.subverbs import Action, run_action
 
 # Verbs for which Flower, or what it brings, is imported.
 NETWORKED = ("serve", "join", "keys")

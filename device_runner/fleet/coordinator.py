@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from device_runner.fleet.agreement import Agreement
-from device_runner.fleet.combining import (
+from device_runner.fleet.aggregation import (
     checked,
     combined_scalars,
     middle,
@@ -29,7 +28,7 @@ from device_runner.fleet.combining import (
     shortened_answers,
     values_of,
 )
-from device_runner.fleet.common import common_recipe, pack_state, replayer, take_steps
+from device_runner.fleet.agreement import Agreement
 from device_runner.fleet.messages import (
     Answer,
     MessageError,
@@ -40,19 +39,20 @@ from device_runner.fleet.messages import (
     parse_answer,
 )
 from device_runner.fleet.privacy.reported import SPENT
+from device_runner.fleet.state import common_recipe, pack_state, replayer, take_steps
 from device_runner.session.inputs import origin_of
-from device_runner.session.replaying import advance, replay
+from device_runner.session.replay import advance, replay
 from prge.errors import ConfigError, RunError
-from prge.files.adapter import Adapter
-from prge.files.bundle import Bundle
-from prge.files.journal import GRADIENT, Journal, Record, encode_array
-from prge.files.run_folder import CHECKPOINTS, FINAL, JOURNAL, check_new_run
-from prge.host.atomic import write_file
-from prge.learning.checkpoint import TrainingState, keep_state, load_best, load_latest, write_result
-from prge.learning.encoder_heads import Heads
-from prge.learning.estimators.directions import philox
-from prge.learning.head import Head
-from prge.learning.training import loss_has_risen
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import Bundle
+from prge.formats.journal import GRADIENT, Journal, Record, encode_array
+from prge.formats.run_folder import CHECKPOINTS, FINAL, JOURNAL, check_new_run
+from prge.objectives.classification_head import Head
+from prge.system.atomic import write_file
+from prge.training.checkpoint import TrainingState, keep_state, load_best, load_latest, write_result
+from prge.training.encoder_heads import Heads
+from prge.training.estimators.directions import philox
+from prge.training.loop import loss_has_risen
 
 AGREEMENT = "agreement.json"
 # Rounds in a row that nobody answers.

@@ -22,7 +22,12 @@ from pathlib import Path
 import numpy as np
 
 from device_runner.fleet.agreement import Agreement, task_sha256
-from device_runner.fleet.common import (
+from device_runner.fleet.local_round import Local, by_row, open_local, told
+from device_runner.fleet.messages import MessageError, Refusal, RefusedError, Task
+from device_runner.fleet.policy import Policy
+from device_runner.fleet.privacy.ledger import BEGUN, Ledger
+from device_runner.fleet.privacy.reported import spent
+from device_runner.fleet.state import (
     first_state,
     pack_state,
     replay_steps,
@@ -30,29 +35,24 @@ from device_runner.fleet.common import (
     start_sha256,
     unpack_state,
 )
-from device_runner.fleet.local import Local, by_row, open_local, told
-from device_runner.fleet.messages import MessageError, Refusal, RefusedError, Task
-from device_runner.fleet.policy import Policy
-from device_runner.fleet.privacy.ledger import BEGUN, Ledger
-from device_runner.fleet.privacy.reported import spent
-from device_runner.session.gates import Gates
+from device_runner.session.pauses import Gates
 from device_runner.session.settings import EngineFlags, RunSettings
+from prge.cli.inputs import BundleInput, InputFile, TrainRows
+from prge.cli.settings import read_settings, read_stored, settings_to_yaml, with_whole_paths
+from prge.data.forms.task import load_task
+from prge.data.sources import hub_names
 from prge.errors import ConfigError, DivergenceError, PrgeError, RunError
-from prge.files.bundle import open_bundle
-from prge.files.documents import read_json
-from prge.files.journal import Journal, Record
-from prge.files.own_settings import write_settings
-from prge.files.peft import read_peft
-from prge.files.run_folder import JOURNAL, run_lock
-from prge.host.atomic import write_file
-from prge.host.terminal import best_effort
-from prge.learning.checkpoint import TrainingState
-from prge.rows.forms.task import load_task
-from prge.rows.own_heads import task_of
-from prge.rows.sources import hub_names
-from prge.running.training_flags import ExampleFlags
-from prge.verbs.inputs import BundleInput, InputFile, TrainRows
-from prge.verbs.settings import read_settings, read_stored, settings_to_yaml, with_whole_paths
+from prge.formats.bundle import open_bundle
+from prge.formats.documents import read_json
+from prge.formats.journal import Journal, Record
+from prge.formats.peft import read_peft
+from prge.formats.run_folder import JOURNAL, run_lock
+from prge.formats.stored_settings import write_settings
+from prge.system.atomic import write_file
+from prge.system.terminal import best_effort
+from prge.training.checkpoint import TrainingState
+from prge.training.checkpoint_heads import task_of
+from prge.training.settings import ExampleFlags
 
 DEVICE, OWN, LEDGER, FLEETS = "device.yaml", "own.json", "ledger.jsonl", "fleets"
 AGREEMENT, STATE, ANSWER, ROUND = "agreement.json", "state.safetensors", "answer.bin", "round"

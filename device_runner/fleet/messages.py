@@ -19,7 +19,7 @@ import numpy as np
 from device_runner.fleet.agreement import MOST_AGREEMENT_BYTES
 from prge.engine import FloatArray
 from prge.errors import PrgeError, printable, shortened
-from prge.files.journal import Record
+from prge.formats.journal import Record
 
 FORM = 2
 MOST_BYTES = 1 << 30

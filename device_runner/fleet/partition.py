@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from device_runner.fleet.local import by_row
+from device_runner.fleet.local_round import by_row
 from prge.errors import ConfigError
-from prge.learning.examples import Example
+from prge.objectives.examples import Example
 
 
 def parts(examples: Sequence[Example], devices: int, how: str, seed: int) -> list[list[Example]]:

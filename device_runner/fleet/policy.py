@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from device_runner.fleet.agreement import Plan
-from device_runner.session.conditions import Condition, Hours
+from device_runner.session.constraints import Condition, Hours
 from device_runner.session.settings import WaitFlags
+from prge.cli.bounds import bound_problems
 from prge.errors import ConfigError
-from prge.learning.estimators.table import EstimatorName, having
-from prge.verbs.bounds import bound_problems
+from prge.training.estimators.table import EstimatorName, having
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from device_runner.fleet.opening import ServerSettings, open_fleet
+from device_runner.fleet.server import ServerSettings, open_fleet
 from device_runner.session.memory import watched_memory
+from prge.cli.inputs import InputFolder
+from prge.cli.settings import parse_settings, settings_to_yaml, with_whole_paths
 from prge.errors import ConfigError, RunError
-from prge.files.own_settings import write_settings
-from prge.files.run_folder import run_lock
-from prge.host.atomic import write_file
-from prge.host.terminal import best_effort
-from prge.verbs.inputs import InputFolder
-from prge.verbs.settings import parse_settings, settings_to_yaml, with_whole_paths
+from prge.formats.run_folder import run_lock
+from prge.formats.stored_settings import write_settings
+from prge.system.atomic import write_file
+from prge.system.terminal import best_effort
 
 SETTINGS, NAMES = "serve.yaml", "devices.json"
 # Of earlier versions' fleets.

@@ -19,27 +19,27 @@ import numpy as np
 
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.coordinator import Coordinator, RoundReport
-from device_runner.fleet.local import by_row, open_local, told
+from device_runner.fleet.local_round import by_row, open_local, told
 from device_runner.fleet.messages import Refusal
-from device_runner.fleet.opening import ServerRows, ServerSettings, open_fleet
 from device_runner.fleet.partition import parts
 from device_runner.fleet.privacy.reported import COUNTED, exposure, spent
+from device_runner.fleet.server import ServerRows, ServerSettings, open_fleet
 from device_runner.session.memory import watched_memory
+from prge.cli.inputs import TestRows, TrainRows
+from prge.cli.outputs import OutputFile
+from prge.cli.settings import parse_settings, part_of
 from prge.errors import DivergenceError, RunError
-from prge.files.bundle import open_bundle
-from prge.files.documents import read_json
-from prge.files.journal import Journal, Record
-from prge.files.run_folder import JOURNAL, write_json
-from prge.host.atomic import write_file
-from prge.host.terminal import best_effort
-from prge.learning.accounting import epsilon_of
-from prge.learning.checkpoint import TrainingState
-from prge.learning.estimators.directions import philox
-from prge.learning.examples import tokens_sha256
-from prge.rows.own_heads import task_of
-from prge.verbs.inputs import TestRows, TrainRows
-from prge.verbs.outputs import OutputFile
-from prge.verbs.settings import parse_settings, part_of
+from prge.formats.bundle import open_bundle
+from prge.formats.documents import read_json
+from prge.formats.journal import Journal, Record
+from prge.formats.run_folder import JOURNAL, write_json
+from prge.objectives.examples import tokens_sha256
+from prge.system.atomic import write_file
+from prge.system.terminal import best_effort
+from prge.training.checkpoint import TrainingState
+from prge.training.checkpoint_heads import task_of
+from prge.training.estimators.directions import philox
+from prge.training.privacy_accounting import epsilon_of
 
 _SEED_STREAM = 2**64 - 3
 # What a line of the curve has of a round's record.

@@ -8,9 +8,9 @@ from pathlib import Path
 from device_runner.fleet.coordinator import agreement_of
 from device_runner.fleet.serve import NAMES
 from prge.errors import RunError
-from prge.files.documents import DocumentError, read_json
-from prge.files.journal import Journal, Record
-from prge.files.run_folder import FINAL, JOURNAL, is_held
+from prge.formats.documents import DocumentError, read_json
+from prge.formats.journal import Journal, Record
+from prge.formats.run_folder import FINAL, JOURNAL, is_held
 
 # Of an evaluation's record: what is no score.
 _NO_SCORES = ("kind", "step", "value", "examples")

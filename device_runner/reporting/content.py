@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from device_runner.reporting.next_steps import next_steps
-from device_runner.reporting.reading import RunFacts
+from device_runner.reporting.run_reader import RunFacts
 from device_runner.session.settings import RunSettings
 from prge.errors import shortened
-from prge.files.curves import labels, series, smooth
-from prge.files.documents import mapping
-from prge.files.run_folder import CHECKPOINTS, FINAL, FINISHED, LOG, Record
-from prge.files.signatures import DECODE, PREFILL
-from prge.host.progress import duration
-from prge.learning.estimators.table import ESTIMATORS
-from prge.pages.charts import Line, line_chart
-from prge.pages.document import Block, Bullets, Code, Heading, Paragraph, Picture, Quote, Table
-from prge.rows.scoring import displacement
-from prge.running.watching import describe_changes
+from prge.formats.curves import labels, series, smooth
+from prge.formats.documents import mapping
+from prge.formats.run_folder import CHECKPOINTS, FINAL, FINISHED, LOG, Record
+from prge.formats.signatures import DECODE, PREFILL
+from prge.report.charts import Line, line_chart
+from prge.report.document import Block, Bullets, Code, Heading, Paragraph, Picture, Quote, Table
+from prge.system.progress import duration
+from prge.training.estimators.table import ESTIMATORS
+from prge.training.evaluation import displacement
+from prge.training.monitor import describe_changes
 
 NONE = "–"
 SMOOTHING = 0.9

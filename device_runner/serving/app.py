@@ -43,10 +43,10 @@ from device_runner.serving.protocol import (
     usage_of,
 )
 from device_runner.serving.worker import BusyError, Tell, Told, Worker
-from device_runner.session.gates import Gates
-from device_runner.session.speaking import note
+from device_runner.session.generation import note
+from device_runner.session.pauses import Gates
 from prge.errors import DataError, PrgeError
-from prge.text.loop import Answer, Reason, Sharing
+from prge.generation.loop import Answer, Reason, Sharing
 
 # Of a body: for what isn't the prompts, for each token of the context, and in all.
 BYTES_BESIDE = 64 << 10

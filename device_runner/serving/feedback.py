@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from device_runner.serving.protocol import Asked, Judgement, RequestError
+from prge.data.feedback_examples import FeedbackExamples, UnlearnableError
+from prge.data.readers.feedback import Answered, Fields, append_feedback, size_of
 from prge.errors import RunError
-from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
-from prge.rows.readers.feedback import Answered, Fields, append_feedback, size_of
 
 # Of the newest answers: how many are remembered, and characters of them and of what was asked together.
 MOST_ANSWERS = 1000

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from prge.host.regular_files import open_regular
-from prge.rows.forms.feedback_rows import asked_text, can_be_learnt
-from prge.rows.readers.feedback import Fields, key_of, row_of_line
+from prge.data.forms.feedback_rows import asked_text, can_be_learnt
+from prge.data.readers.feedback import Fields, key_of, row_of_line
+from prge.system.regular_files import open_regular
 
 # Of a call of `read_on`: seconds, and bytes that are read at once.
 SECONDS = 0.05

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prge.cli.field_types import Day
 from prge.errors import ConfigError
-from prge.files.journal import Journal, Record
-from prge.verbs.kinds import Day
+from prge.formats.journal import Journal, Record
 
 FEEDBACK, HISTORY, ROUNDS = "feedback.jsonl", "adapters.jsonl", "rounds"
 _FACTS = ("learnt", "held_back", "kept", "steps", "seconds", "why")

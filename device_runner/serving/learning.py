@@ -22,26 +22,26 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.serving.feedback_index import SECONDS, ChangedError, Entry, FeedbackIndex
-from device_runner.serving.flags import LearnFlags
 from device_runner.serving.history import FEEDBACK, ROUNDS, History, Version, date_of
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.round_process import RoundProcess
 from device_runner.serving.rounds import Round, build_options, held_back, read_kept, unlearnable
-from device_runner.session.gates import Gates
-from device_runner.session.planning import DEFAULT_BATCH, RunPlan, plan_run, settled
+from device_runner.serving.settings import LearnFlags
+from device_runner.session.pauses import Gates
+from device_runner.session.plan import DEFAULT_BATCH, RunPlan, plan_run, settled
 from device_runner.session.sensors import Sensors
 from device_runner.session.settings import EngineFlags, RunSettings
+from prge.cli.settings import read_stored
+from prge.data.feedback_examples import FeedbackExamples, UnlearnableError
+from prge.data.readers.feedback import adapter_digest
+from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import PrgeError, RunError
-from prge.files.adapter import Adapter
-from prge.files.bundle import Bundle
-from prge.files.own_settings import check_links
-from prge.files.peft import find_adapter, read_compatible_adapter, read_peft, run_of
-from prge.files.run_folder import CHECKPOINTS, CONFIG, FINAL
-from prge.files.tuned import tuning_at
-from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
-from prge.rows.readers.feedback import adapter_digest
-from prge.rows.tokenization.tokenizer import Tokenizer
-from prge.verbs.settings import read_stored
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import Bundle
+from prge.formats.peft import find_adapter, read_compatible_adapter, read_peft, run_of
+from prge.formats.run_folder import CHECKPOINTS, CONFIG, FINAL
+from prge.formats.stored_settings import check_links
+from prge.formats.tune_folder import tuning_at
 
 # Rows of refused rounds that the next one learns, too.
 _MOST_OPEN = 256

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from device_runner.serving.protocol import Asked, RequestError
+from prge.data.readers.feedback import Answered, Fields, adapter_digest, asked_messages
+from prge.data.tokenization.control_tokens import RenderedText
+from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import BundleError, DataError
-from prge.files.adapter import Adapter
-from prge.rows.readers.feedback import Answered, Fields, adapter_digest, asked_messages
-from prge.rows.tokenization.control_tokens import RenderedText
-from prge.rows.tokenization.tokenizer import Tokenizer
-from prge.text.loop import GenerationSettings, Request
-from prge.text.prompts import Prompt, Prompts
+from prge.formats.adapter import Adapter
+from prge.generation.loop import GenerationSettings, Request
+from prge.generation.prompts import Prompt, Prompts
 
 # Of a prompt, for each token of the context: longer texts aren't given to the template or the tokenizer.
 MOST_CHARACTERS = 32

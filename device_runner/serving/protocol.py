@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from prge.data.columns import RowError
+from prge.data.forms.messages import template_kwargs
+from prge.data.readers.feedback import TEMPLATE_KWARGS
+from prge.data.tokenization.chat import Message
 from prge.errors import ConfigError, shown
-from prge.files.documents import DocumentError, parse_json
-from prge.rows.columns import RowError
-from prge.rows.forms.messages import template_kwargs
-from prge.rows.readers.feedback import TEMPLATE_KWARGS
-from prge.rows.tokenization.chat import Message
-from prge.text.choice import ChoiceSettings
+from prge.formats.documents import DocumentError, parse_json
+from prge.generation.sampling import ChoiceSettings
 
 Json = dict[str, Any]
 Finish = Literal["stop", "length"]

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prge.errors import RunError
-from prge.host.memory import PeakMemory
-from prge.host.parents import end_with_starter, environment_of_child, python_command
+from prge.system.memory import PeakMemory
+from prge.system.parents import end_with_starter, environment_of_child, python_command
 
 if TYPE_CHECKING:
     from device_runner.serving.rounds import Round
@@ -123,7 +123,7 @@ def main() -> None:
     print("ready", file=answer, flush=True)
 
     from device_runner.serving.rounds import outcome_of
-    from device_runner.session.speaking import note
+    from device_runner.session.generation import note
 
     print(json.dumps(outcome_of(pickle.loads(given), note)), file=answer, flush=True)
 

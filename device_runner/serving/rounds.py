@@ -21,35 +21,35 @@ from typing import Any
 from device_runner.engines.opening import open_engine
 from device_runner.serving.feedback_index import ChangedError, Entry, read_rows
 from device_runner.session.inputs import origin_of
-from device_runner.session.planning import plan_run
+from device_runner.session.plan import plan_run
 from device_runner.session.settings import RunSettings
+from prge.data.columns import RowError
+from prge.data.example_building import build_examples
+from prge.data.feedback_examples import FeedbackExamples, UnlearnableError
+from prge.data.forms.form import find_form
+from prge.data.forms.preferences import rating_fields
+from prge.data.forms.task import Task, load_task
+from prge.data.options import BuildOptions
+from prge.data.readers.feedback import Fields
+from prge.data.readers.files import Row, Selection, select_rows
+from prge.data.readers.splitting import split_rows
+from prge.data.sources import Source, read_source
+from prge.data.tokenization.tokenizer import Tokenizer, bundle_tokenizer
 from prge.engine import Engine
 from prge.errors import BundleError, DataError, DivergenceError, PrgeError, printable, shortened
-from prge.files.adapter import Adapter
-from prge.files.bundle import Bundle, open_bundle
-from prge.files.curves import score_of
-from prge.files.journal import Journal, Record
-from prge.files.run_folder import FINAL, JOURNAL
-from prge.learning.checkpoint import write_result
-from prge.learning.evaluation import score
-from prge.learning.examples import Example
-from prge.learning.preferences import ObjectiveName
-from prge.learning.sampling import row_order
-from prge.rows.build_options import BuildOptions
-from prge.rows.columns import RowError
-from prge.rows.example_building import build_examples
-from prge.rows.feedback_examples import FeedbackExamples, UnlearnableError
-from prge.rows.forms.form import find_form
-from prge.rows.forms.preferences import rating_fields
-from prge.rows.forms.task import Task, load_task
-from prge.rows.readers.feedback import Fields
-from prge.rows.readers.files import Row, Selection, select_rows
-from prge.rows.readers.splitting import split_rows
-from prge.rows.scoring import evaluate
-from prge.rows.sources import Source, read_source
-from prge.rows.tokenization.tokenizer import Tokenizer, bundle_tokenizer
-from prge.running.session import SessionData, Unwatched, open_session
-from prge.running.store import RunStore
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import Bundle, open_bundle
+from prge.formats.curves import score_of
+from prge.formats.journal import Journal, Record
+from prge.formats.run_folder import FINAL, JOURNAL
+from prge.objectives.examples import Example
+from prge.objectives.preferences import ObjectiveName
+from prge.objectives.scoring import score
+from prge.training.checkpoint import write_result
+from prge.training.evaluation import evaluate
+from prge.training.sampler import row_order
+from prge.training.session import SessionData, Unwatched, open_session
+from prge.training.store import RunStore
 
 # Of what was asked in a round, one in so many is held back, the third one first.
 _HELD, _FIRST = 5, 2

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
 from prge.errors import EngineError
-from prge.text.loop import Generator, Request, Ticket
+from prge.generation.loop import Generator, Request, Ticket
 
 Told = str | Ticket
 """A piece of an answer's text, or at last its ticket, with the answer or an error."""

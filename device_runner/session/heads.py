@@ -6,9 +6,9 @@ from device_runner.session.inputs import RunInputs
 from device_runner.session.settings import RunSettings
 from prge.engine import Engine
 from prge.errors import RunError
-from prge.files.journal import Journal
-from prge.learning.encoder_heads import Heads, digest_of, fit_heads
-from prge.rows.own_heads import refused_labels
+from prge.formats.journal import Journal
+from prge.training.checkpoint_heads import refused_labels
+from prge.training.encoder_heads import Heads, digest_of, fit_heads
 
 
 def prepare_heads(

@@ -7,24 +7,24 @@ from dataclasses import asdict, dataclass, replace
 
 from device_runner.session.samples import SamplePrompt, read_prompts
 from device_runner.session.settings import RunSettings
+from prge.data.example_building import load_examples
+from prge.data.forms.task import Task
+from prge.data.options import BuildOptions
+from prge.data.readers.files import Selection
+from prge.data.row_report import DataReport, show_sample
+from prge.data.sources import read_source
+from prge.data.tokenization.tokenizer import Tokenizer, bundle_tokenizer
 from prge.errors import ConfigError
-from prge.files.adapter import Adapter
-from prge.files.bundle import Bundle
-from prge.files.journal import Record, encode_array
-from prge.files.peft import find_adapter, read_compatible_adapter
-from prge.learning.examples import Example, tokens_sha256
-from prge.learning.head import Head
-from prge.learning.objectives import CROSS_ENTROPY, Objective
-from prge.learning.preferences import describe_objective, make_objective
-from prge.rows.build_options import BuildOptions
-from prge.rows.example_building import load_examples
-from prge.rows.forms.task import Task
-from prge.rows.own_heads import head_of, task_of
-from prge.rows.readers.files import Selection
-from prge.rows.report import DataReport, show_sample
-from prge.rows.sources import read_source
-from prge.rows.tokenization.tokenizer import Tokenizer, bundle_tokenizer
-from prge.text.prompts import Prompts
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import Bundle
+from prge.formats.journal import Record, encode_array
+from prge.formats.peft import find_adapter, read_compatible_adapter
+from prge.generation.prompts import Prompts
+from prge.objectives.classification_head import Head
+from prge.objectives.examples import Example, tokens_sha256
+from prge.objectives.objective import CROSS_ENTROPY, Objective
+from prge.objectives.preferences import describe_objective, make_objective
+from prge.training.checkpoint_heads import head_of, task_of
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import numpy as np
 
 from device_runner.engines.native import runtime
 from device_runner.session.sensors import Sensors
-from prge.files.run_folder import environment
-from prge.host.memory import memory_info
+from prge.formats.run_folder import environment
+from prge.system.memory import memory_info
 
 _WIDTH, _SECONDS = 256, 0.2
 

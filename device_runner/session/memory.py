@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from device_runner.engines.choice import choose
+from device_runner.engines.backend import choose
 from device_runner.engines.trunk_cache import Precision
 from prge.engine import EngineName
-from prge.files.bundle import Bundle
-from prge.files.signatures import STACK
-from prge.host.memory import PeakMemory, resident_bytes
-from prge.learning.costs import (
+from prge.formats.bundle import Bundle
+from prge.formats.signatures import STACK
+from prge.objectives.examples import Example, sequences_of
+from prge.system.memory import PeakMemory, resident_bytes
+from prge.training.costs import (
     Budget,
     RunMemory,
     StepShape,
@@ -27,7 +28,6 @@ from prge.learning.costs import (
     shape_of,
     text_memory,
 )
-from prge.learning.examples import Example, sequences_of
 
 _LESS = "give more, or take a smaller --batch-size, shorter rows, or a bundle with a smaller adapter"
 _LESS_TEXT = "give more, or take a smaller --context"
@@ -54,7 +54,7 @@ def budget_of_steps(
     Raises:
         ConfigError: it needs more than the limit; the message tells the least.
         BundleError: the bundle doesn't tell what it needs.
-        EngineError: see device_runner.engines.choice.choose.
+        EngineError: see device_runner.engines.backend.choose.
     """
     if limit is None:
         return None

@@ -20,13 +20,13 @@ import numpy as np
 
 from prge.engine import Engine
 from prge.errors import EngineError
-from prge.files.adapter import Adapter
-from prge.files.documents import DocumentError, parse_json
-from prge.files.run_folder import REFERENCE
-from prge.host.atomic import write_file
-from prge.host.regular_files import read_regular
-from prge.learning.evaluation import referred
-from prge.learning.examples import Example
+from prge.formats.adapter import Adapter
+from prge.formats.documents import DocumentError, parse_json
+from prge.formats.run_folder import REFERENCE
+from prge.objectives.examples import Example
+from prge.objectives.scoring import referred
+from prge.system.atomic import write_file
+from prge.system.regular_files import read_regular
 
 Scores = list[list[float]]
 

@@ -16,23 +16,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from prge.data.forms.messages import template_variables
+from prge.data.readers.files import FORMATS, Row, read_rows, read_text
+from prge.data.tokenization.tokenizer import Tokenizer
 from prge.engine import Engine
 from prge.errors import DataError, shown
-from prge.files.documents import DocumentError, parse_json
-from prge.files.journal import Record
-from prge.files.run_folder import SAMPLES, reported
-from prge.host.atomic import write_file
-from prge.host.regular_files import open_regular, read_regular
-from prge.learning.checkpoint import TrainingState
-from prge.learning.estimators.protocol import Measurement
-from prge.learning.evaluation import score
-from prge.learning.examples import Example
-from prge.rows.forms.messages import template_variables
-from prge.rows.readers.files import FORMATS, Row, read_rows, read_text
-from prge.rows.tokenization.tokenizer import Tokenizer
-from prge.running.watching import Watcher, describe_prompt
-from prge.text.loop import GenerationSettings, Generator, Request
-from prge.text.prompts import Prompt, Prompts
+from prge.formats.documents import DocumentError, parse_json
+from prge.formats.journal import Record
+from prge.formats.run_folder import SAMPLES, reported
+from prge.generation.loop import GenerationSettings, Generator, Request
+from prge.generation.prompts import Prompt, Prompts
+from prge.objectives.examples import Example
+from prge.objectives.scoring import score
+from prge.system.atomic import write_file
+from prge.system.regular_files import open_regular, read_regular
+from prge.training.checkpoint import TrainingState
+from prge.training.estimators.protocol import Measurement
+from prge.training.monitor import Watcher, describe_prompt
 
 MOST_TOKENS = 64
 
@@ -71,7 +71,7 @@ def read_prompts(path: Path, prompts: Prompts) -> list[SamplePrompt]:
 
 
 def _prompt(row: Row, prompts: Prompts) -> SamplePrompt:
-    from prge.rows.tokenization.chat import check_messages
+    from prge.data.tokenization.chat import check_messages
 
     if "messages" in row.fields:
         messages = check_messages(row.fields["messages"], answered=False)
@@ -136,7 +136,7 @@ def _asked(example: Example) -> tuple[int, ...]:
 
 
 class Samples:
-    """Implements prge.learning.training.Observer: tells a watcher all; has answers made every so many steps.
+    """Implements prge.training.loop.Observer: tells a watcher all; has answers made every so many steps.
 
     Args:
         answerer: makes them.
@@ -163,12 +163,12 @@ class Samples:
         self.take_due()
 
     def on_step(self, record: Record, measurement: Measurement | None) -> None:
-        """See prge.learning.training.Observer."""
+        """See prge.training.loop.Observer."""
         self._watcher.on_step(record, measurement)
         self.take_due()
 
     def on_evaluation(self, record: Record, fresh: bool) -> None:
-        """See prge.learning.training.Observer."""
+        """See prge.training.loop.Observer."""
         self._watcher.on_evaluation(record, fresh)
 
     def take_due(self) -> None:

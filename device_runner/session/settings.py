@@ -7,24 +7,24 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
-from device_runner.session.conditions import Battery, Charging, Condition, Cool, parse_when
+from device_runner.session.constraints import Battery, Charging, Condition, Cool, parse_when
+from prge.cli.bounds import flag
+from prge.cli.field_types import MISFITS, Bytes, Day, converted
+from prge.cli.inputs import AdapterInput, InputFile, InputFolder, ModelInput, TestRows
+from prge.cli.outputs import OutputFile
 from prge.engine import EngineName
 from prge.errors import ConfigError
-from prge.files.documents import DocumentError, read_yaml
-from prge.files.peft import find_adapter, run_of
-from prge.files.run_folder import CONFIG
-from prge.files.tuned import tuning_at
-from prge.learning.estimators.table import (
+from prge.formats.documents import DocumentError, read_yaml
+from prge.formats.peft import find_adapter, run_of
+from prge.formats.run_folder import CONFIG
+from prge.formats.tune_folder import tuning_at
+from prge.objectives.preferences import ObjectiveFlags
+from prge.training.estimators.table import (
     EstimatorFlags,
     having,
 )
-from prge.learning.preferences import ObjectiveFlags
-from prge.running.recipe import Recipe, RunFlags
-from prge.running.training_flags import ExampleFlags, OverflowFlags, SelectionFlags, TrainingFlags
-from prge.verbs.bounds import flag
-from prge.verbs.inputs import AdapterInput, InputFile, InputFolder, ModelInput, TestRows
-from prge.verbs.kinds import MISFITS, Bytes, Day, converted
-from prge.verbs.outputs import OutputFile
+from prge.training.recipe import Recipe, RunFlags
+from prge.training.settings import ExampleFlags, OverflowFlags, SelectionFlags, TrainingFlags
 
 
 @dataclass(frozen=True, kw_only=True)

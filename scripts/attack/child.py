@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import prge.cli
+import prge.cli.main
 from prge.errors import INTERRUPTED
-from prge.host.memory import resident_bytes
+from prge.system.memory import resident_bytes
 
 DEVICE_VERBS = ("run", "eval", "inspect", "replay", "report", "rows")
 # What the verbs import when they are called.

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from prge.files.bundle import MANIFEST, file_sha256, manifest_sha256
+from prge.formats.bundle import MANIFEST, file_sha256, manifest_sha256
 
 Way = Callable[[Path, Random], object]
 _BLOCK = 4096

@@ -29,7 +29,7 @@ from service import Service, serving
 from tables import TABLES
 from workshop import Bench, enlarge_disk, mount_disk, unmount_disk
 
-from prge.rows.readers.feedback import Answered
+from prge.data.readers.feedback import Answered
 from tests.hostile_feedback import HOSTILE, HOSTILE_TEMPLATE
 
 _EVERY, _ROUNDS = 4, 2

@@ -333,7 +333,7 @@ def _names(workshop: Workshop, random: Random, folder: Path) -> list[Case]:
     calls = [began, ["run", "--resume", f"./{name}"], ["replay", f"./{name}", f"--out={name}-again"]]
     cases = []
     for words in calls:
-        command = [sys.executable, "-m", "prge.cli", *words]
+        command = [sys.executable, "-m", "prge.cli.main", *words]
         done = subprocess.run(command, capture_output=True, cwd=folder, env=environment, timeout=300)
         output = (done.stdout + done.stderr).decode(errors="replace")
         ended = Ended(tuple(words), done.returncode, output)

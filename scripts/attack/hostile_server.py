@@ -29,14 +29,14 @@ from outcome import Case, Found, Verdict, judged
 from workshop import Bench, Workshop
 
 from device_runner.fleet.agreement import Agreement, Plan, task_sha256
-from device_runner.fleet.common import first_state, pack_state
 from device_runner.fleet.device import LEDGER, DeviceSettings, answer, make_device
 from device_runner.fleet.messages import Answer, Steps, Task, parse_answer
 from device_runner.fleet.privacy.ledger import BEGUN
-from prge.files.adapter import Adapter
-from prge.files.bundle import open_bundle
-from prge.files.journal import Journal
-from prge.rows.forms.task import load_task
+from device_runner.fleet.state import first_state, pack_state
+from prge.data.forms.task import load_task
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import open_bundle
+from prge.formats.journal import Journal
 
 TASKS, EVICTIONS = 40, "evictions"
 MOST_SECONDS = 20.0

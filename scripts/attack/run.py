@@ -60,7 +60,7 @@ class Part:
 
 def attack_a_fleets_server(bench: Bench, random: Random, folder: Path) -> Found:
     """A fleet's server; Flower is imported by the process that needs it, after its environment is set."""
-    from device_runner.fleet.network.home import flower_home
+    from device_runner.fleet.network.flower_files import flower_home
 
     flower_home(bench.folder)
     import hostile_devices

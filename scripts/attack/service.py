@@ -57,7 +57,7 @@ class Service:
 
 def serving(log: Path, words: Sequence[object], until: str, **environment: str) -> Service:
     """Start a verb, and wait until it has printed `until`; raises RuntimeError with what it said instead."""
-    command = [sys.executable, "-m", "prge.cli", *map(str, words)]
+    command = [sys.executable, "-m", "prge.cli.main", *map(str, words)]
     variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
     with log.open("wb") as stream:
         process = subprocess.Popen(

@@ -112,7 +112,7 @@ def _made(folder: Path, random: Random) -> int:
 def _transferred(daemon: Daemon, what: str, source: Path, phone: Path, folder: Path) -> Ended:
     if what == "run":
         words = ["android", "pull", "name", "--out", str(folder / "pulled"), "--folder", str(phone), "--log"]
-        command = [sys.executable, "-m", "prge.cli", *words]
+        command = [sys.executable, "-m", "prge.cli.main", *words]
     else:
         words = ["android", what, str(source), str(phone)]
         command = [sys.executable, __file__, *words[1:]]

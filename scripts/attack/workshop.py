@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from child import Child, prge_ends
 
-from prge.rows.readers.feedback import Answered
-from prge.verbs.starting import answer_of
+from prge.cli.subprocesses import answer_of
+from prge.data.readers.feedback import Answered
 from tests.gguf_files import write_gguf
 from tests.tiny_models import make_model, make_tokenizer, save_model
 

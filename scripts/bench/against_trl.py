@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 from timing import export
 
-from prge.files.journal import Journal
-from prge.files.run_folder import JOURNAL, environment, read_metrics
-from prge.host.processes import watched
-from prge.rows.forms.task import load_task
-from prge.rows.readers.files import read_rows
-from prge.verbs.starting import command_of
+from prge.cli.subprocesses import command_of
+from prge.data.forms.task import load_task
+from prge.data.readers.files import read_rows
+from prge.formats.journal import Journal
+from prge.formats.run_folder import JOURNAL, environment, read_metrics
+from prge.system.processes import watched
 
 DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
 BETA = 0.1

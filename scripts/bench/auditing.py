@@ -14,7 +14,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from prge.learning.accounting import epsilon_of
+from prge.training.privacy_accounting import epsilon_of
 
 # Two bounds hold together with 95 %.
 _DOUBT = 0.025

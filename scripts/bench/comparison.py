@@ -22,7 +22,7 @@ import torch
 from reports import parser_of, report_models
 
 from prge.errors import Refusal
-from prge.host.memory import PeakMemory
+from prge.system.memory import PeakMemory
 from server_export.check.model import ModelComparison, compare_with_model
 from server_export.checkpoint.random_models import CONFIGURATIONS
 from server_export.checkpoint.weights import Weights

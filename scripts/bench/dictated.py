@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from prge.engine import FloatArray
-from prge.text.speaker import Speaker
+from prge.generation.generator import Speaker
 
 # Tokens of the text that stand in the prompt together, and that stand between such parts.
 PART, BETWEEN = 16, 4
@@ -21,7 +21,7 @@ _FEW_WORDS = 16
 
 
 class DictatedSpeaker:
-    """Implements prge.text.speaker.Speaker: after each token the next one of `text` is the most likely."""
+    """Implements prge.generation.generator.Speaker: after each token the next one of `text` is the most likely."""
 
     def __init__(self, speaker: Speaker) -> None:
         self._speaker = speaker

@@ -22,10 +22,10 @@ from reports import parser_of, report, shape_of
 from serve import ENGINE
 from timing import all_loaded, export, folder_bytes, least_loaded, random_model
 
-from prge.files.bundle import open_bundle
-from prge.learning.costs import StepShape, costs_of, run_memory
-from prge.learning.estimators.table import ESTIMATORS
-from prge.verbs.starting import answer_of
+from prge.cli.subprocesses import answer_of
+from prge.formats.bundle import open_bundle
+from prge.training.costs import StepShape, costs_of, run_memory
+from prge.training.estimators.table import ESTIMATORS
 
 THREADS, QUERIES = 1, 4
 

@@ -37,7 +37,7 @@ from reports import in_turns, median, parser_of, report_models
 from serve import ADAPTED, RANK
 from timing import export
 
-from prge.verbs.kinds import Bytes, converted
+from prge.cli.field_types import Bytes, converted
 from server_export.checkpoint.random_models import CONFIGURATIONS
 
 PYTORCH = [f"pytorch-{kind}{more}" for kind in ("fp32", "bf16") for more in ("", "-checkpointing")]

@@ -36,12 +36,12 @@ from processes import forget
 from reports import parser_of, report_models
 from timing import export
 
-from prge.files.bundle import open_bundle
-from prge.files.run_folder import read_metrics
-from prge.files.signatures import BACK
-from prge.host.processes import watched
-from prge.learning.costs import least_memory
-from prge.verbs.starting import command_of
+from prge.cli.subprocesses import command_of
+from prge.formats.bundle import open_bundle
+from prge.formats.run_folder import read_metrics
+from prge.formats.signatures import BACK
+from prge.system.processes import watched
+from prge.training.costs import least_memory
 
 # By version of control groups: where they are, the files of the limit and of the most that was taken.
 GROUPS = (

@@ -16,7 +16,7 @@ from pathlib import Path
 from reports import parser_of, report_models
 from timing import export, folder_bytes
 
-from prge.files.signatures import ROLES
+from prge.formats.signatures import ROLES
 from server_export.checkpoint.random_models import CONFIGURATIONS
 
 

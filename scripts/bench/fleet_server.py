@@ -24,10 +24,10 @@ from reports import parser_of, report
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.coordinator import Coordinator, RoundsFlags, begin_fleet
 from device_runner.fleet.messages import Answer
-from prge.files.bundle import open_bundle
-from prge.files.peft import read_peft
-from prge.files.run_folder import JOURNAL
-from prge.host.memory import resident_bytes
+from prge.formats.bundle import open_bundle
+from prge.formats.peft import read_peft
+from prge.formats.run_folder import JOURNAL
+from prge.system.memory import resident_bytes
 
 PLANS: Mapping[str, dict[str, Any]] = {
     "scalars": {"share_directions": True, "queries": 16},

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prge.rows.readers.feedback import Answered, append_feedback
-from prge.rows.readers.files import read_rows
-from prge.verbs.starting import json_of, run_verb, started
+from prge.cli.subprocesses import json_of, run_verb, started
+from prge.data.readers.feedback import Answered, append_feedback
+from prge.data.readers.files import read_rows
 
 # Requests of a turn, seconds between them, and seconds of steps without requests.
 _TURN, _PAUSE, _ALONE = 10, 0.1, 20.0

@@ -26,8 +26,8 @@ from exact_memory import run, write_rows
 from reports import parser_of, report_models
 from timing import export
 
-from prge.files.bundle import open_bundle
-from prge.learning.costs import Outline
+from prge.formats.bundle import open_bundle
+from prge.training.costs import Outline
 
 # Tokens of a piece; later ones are shorter, with the same products for each token.
 _PIECE = 128

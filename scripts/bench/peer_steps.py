@@ -26,7 +26,7 @@ def prge_steps(method: str, folder: Path, trial: dict[str, Any]) -> Answers:
     """Exact steps of a bundle with Adam, with the memory that a run has by default."""
     from timing import timed_step
 
-    from prge.learning.optimizers import Adam
+    from prge.training.optimizers import Adam
 
     bundle = folder / method.removeprefix("prge-")
     yield ()

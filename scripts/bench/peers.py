@@ -2,7 +2,7 @@
 
     python scripts/bench/peers.py --json peers.json [--models smollm2-135m qwen2.5-0.5b] [--blas LIBRARY]
 
-A model is a trial of prge/running/trials.py, as `prge android bench` takes it on a phone: its shape with
+A model is a trial of prge/training/trials.py, as `prge android bench` takes it on a phone: its shape with
 random weights, batch, tokens, rank and layers. All train both matrices of LoRA. Methods take steps in turns,
 each in a process of its own; ratios are medians over rounds. They are
 
@@ -36,8 +36,8 @@ from processes import Server, answering
 from reports import in_turns, median, parser_of, report_models
 from timing import export
 
-from prge.host.user_cache import cache_path
-from prge.running.trials import TRIALS, Trial
+from prge.system.user_cache import cache_path
+from prge.training.trials import TRIALS, Trial
 from server_export.checkpoint.random_models import CONFIGURATIONS
 
 STEPS = Path(__file__).with_name("peer_steps.py")

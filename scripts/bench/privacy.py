@@ -37,20 +37,21 @@ from reports import parser_of, report
 from timing import export
 
 from device_runner.engines.opening import OpenEngine, open_engine
-from device_runner.fleet import device, local
+from device_runner.fleet import device
+from device_runner.fleet import local_round as local
 from device_runner.fleet.agreement import Agreement, Plan
-from device_runner.fleet.common import first_state, pack_state
 from device_runner.fleet.device import DeviceSettings, answer, make_device
-from device_runner.fleet.local import Local, open_local
+from device_runner.fleet.local_round import Local, open_local
 from device_runner.fleet.messages import Answer, Refusal, Task, parse_answer
 from device_runner.fleet.privacy import reported
 from device_runner.fleet.privacy.ledger import Ledger
 from device_runner.fleet.privacy.reported import Reported
+from device_runner.fleet.state import first_state, pack_state
 from prge.engine import Call, Directions, Engine, Float64Array, FloatArray, GradFn
 from prge.errors import DivergenceError
-from prge.files.adapter import Adapter
-from prge.files.bundle import open_bundle
-from prge.learning.estimators.protocol import Measurement, Step
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import open_bundle
+from prge.training.estimators.protocol import Measurement, Step
 from tests.tiny_models import save_model
 
 SHAPE = ("--target-modules", "q_proj", "--adapt-layers", "top:1", "--rank", "1", "--sequence-length", "16")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from prge.host.processes import POLL_SECONDS, Peak, watched
+from prge.system.processes import POLL_SECONDS, Peak, watched
 
 
 def forget(folder: Path) -> None:

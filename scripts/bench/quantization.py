@@ -21,8 +21,8 @@ import torch
 from reports import parser_of, report
 from timing import export, folder_bytes
 
-from prge.files.bundle import read_manifest
-from prge.verbs.starting import command_of
+from prge.cli.subprocesses import command_of
+from prge.formats.bundle import read_manifest
 from server_export.checkpoint.loading import load_model
 from server_export.checkpoint.tokenization import load_tokenizer
 from server_export.quantize.quantization import GROUP_SIZE

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from timing import random_model
 
-from prge.files.run_folder import environment
+from prge.formats.run_folder import environment
 
 Measured = TypeVar("Measured")
 

@@ -106,12 +106,12 @@ def speaker_texts(method: str, folder: Path, count: int, prompt: int, new: int, 
     import numpy as np
     from tokenizers import Tokenizer as Backend
 
-    from device_runner.engines.speaking import open_speaker
-    from prge.files.bundle import open_bundle
-    from prge.files.peft import read_peft
-    from prge.rows.tokenization.tokenizer import Tokenizer
-    from prge.text.choice import Choice, ChoiceSettings
-    from prge.text.decoding import TextStream
+    from device_runner.engines.generator import open_speaker
+    from prge.data.tokenization.tokenizer import Tokenizer
+    from prge.formats.bundle import open_bundle
+    from prge.formats.peft import read_peft
+    from prge.generation.sampling import Choice, ChoiceSettings
+    from prge.generation.text_stream import TextStream
 
     tokenizer = Tokenizer(Backend.from_file(str(folder / "llm" / "tokenizer.json")))
     yield ()
@@ -142,12 +142,12 @@ def drafted_texts(method: str, folder: Path, prompt: int, new: int, threads: int
     from dictated import DictatedSpeaker, of_few_words, repeating
     from tokenizers import Tokenizer as Backend
 
-    from device_runner.engines.speaking import open_speaker
-    from prge.files.bundle import open_bundle
-    from prge.files.peft import read_peft
-    from prge.rows.tokenization.tokenizer import Tokenizer
-    from prge.text.loop import GenerationSettings, Generator, Request
-    from prge.text.prompts import Prompt
+    from device_runner.engines.generator import open_speaker
+    from prge.data.tokenization.tokenizer import Tokenizer
+    from prge.formats.bundle import open_bundle
+    from prge.formats.peft import read_peft
+    from prge.generation.loop import GenerationSettings, Generator, Request
+    from prge.generation.prompts import Prompt
 
     tokenizer = Tokenizer(Backend.from_file(str(folder / "llm" / "tokenizer.json")))
     yield ()

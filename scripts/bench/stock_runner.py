@@ -19,10 +19,10 @@ from pathlib import Path
 from processes import Server, serving
 from serve import LETTER
 
-from prge.host.processes import Peak, watched
+from prge.system.processes import Peak, watched
 from server_export.checkpoint.loading import load_model
 from server_export.publishing.llm import LlmSpec, build_llm
-from server_export.quiet import quiet_libraries
+from server_export.quiet_libraries import quiet_libraries
 
 # The statistics have milliseconds.
 _AGREEMENT, _TICKS = 0.05, 0.003

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from device_runner.engines.opening import OpenEngine, open_engine
-from device_runner.session.planning import plan_run
+from device_runner.session.plan import plan_run
 from device_runner.session.settings import RunSettings
+from prge.cli.subprocesses import command_of
 from prge.engine import Target, TokenSequence
-from prge.files.bundle import open_bundle, read_chain, read_manifest
-from prge.files.peft import read_peft
-from prge.learning.estimators.protocol import Estimator, Measurement, Step
-from prge.learning.estimators.table import EstimatorName, make_estimator
-from prge.learning.examples import Example
-from prge.verbs.starting import command_of
+from prge.formats.bundle import open_bundle, read_chain, read_manifest
+from prge.formats.peft import read_peft
+from prge.objectives.examples import Example
+from prge.training.estimators.protocol import Estimator, Measurement, Step
+from prge.training.estimators.table import EstimatorName, make_estimator
 
 
 @contextmanager

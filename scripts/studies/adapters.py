@@ -28,7 +28,7 @@ from style import ANIMALS, LOOKS, NAMES, THINGS
 from tune import TASKS, told, tune, with_data, written
 from verbs import parser_of, report, scored, summarize
 
-from prge.learning.estimators.table import ESTIMATORS
+from prge.training.estimators.table import ESTIMATORS
 
 LINES = {"train": slice(0, 300), "dev": slice(300, 400), "test": slice(400, 600)}
 COUNTS = {"train": 300, "dev": 100, "test": 200}

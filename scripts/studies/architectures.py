@@ -169,8 +169,8 @@ def tried(name: str, scheme: str, roles: Sequence[str] | None) -> dict[str, Any]
 
 def checked(folder: Path, found: dict[str, Any], scheme: str, roles: Sequence[str] | None) -> None:
     """Export the model in a folder and hold the bundle against it; fills `found` on the way."""
-    from prge.files import chain
-    from prge.files.bundle import open_bundle
+    from prge.formats import chain
+    from prge.formats.bundle import open_bundle
     from server_export.export import ExportConfig, export
     from tests.device_runner.engines.chains import (
         gradient_error,

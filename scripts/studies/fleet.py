@@ -25,9 +25,9 @@ from typing import Any
 from questions import make_questions
 from verbs import evaluations, made, parser_of, prge, report, scored, summarize, write_rows
 
-from prge.learning.accounting import epsilon_of
-from prge.rows.readers.files import read_rows
-from prge.verbs.starting import json_of
+from prge.cli.subprocesses import json_of
+from prge.data.readers.files import read_rows
+from prge.training.privacy_accounting import epsilon_of
 
 DEVICES, ROWS, DELTA, HEAD = 100, 3000, 1e-5, {"questions": 60, "sst2": 400}
 Settings = Mapping[str, Any]

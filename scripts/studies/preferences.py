@@ -34,8 +34,8 @@ from tune import tune
 from verbs import DEMO, answers, made, parser_of, report, scored, summarize, write_rows
 
 import prge
-from prge.rows.forms.task import load_task
-from prge.rows.readers.files import read_rows
+from prge.data.forms.task import load_task
+from prge.data.readers.files import read_rows
 
 COUNTS = {"train": 200, "dev": 60, "test": 100}
 SCHEMES = ("fp32", "8da4w")

@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 
 from device_runner.engines.opening import open_engine
-from device_runner.session.noise import compare, slopes
+from device_runner.session.gradient_noise import compare, slopes
+from prge.data.example_building import load_examples
+from prge.data.sources import read_source
+from prge.data.tokenization.tokenizer import bundle_tokenizer
 from prge.engine import Float64Array
-from prge.files.adapter import Adapter
-from prge.files.bundle import open_bundle
-from prge.files.peft import find_adapter, read_compatible_adapter
-from prge.learning.estimators.differences import perturbed
-from prge.learning.estimators.directions import RankOneDirections
-from prge.learning.estimators.protocol import Step
-from prge.learning.estimators.tangents import Tangents
-from prge.learning.evaluation import score
-from prge.learning.sampling import Sampler
-from prge.rows.example_building import load_examples
-from prge.rows.own_heads import task_of
-from prge.rows.sources import read_source
-from prge.rows.tokenization.tokenizer import bundle_tokenizer
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import open_bundle
+from prge.formats.peft import find_adapter, read_compatible_adapter
+from prge.objectives.scoring import score
+from prge.training.checkpoint_heads import task_of
+from prge.training.estimators.differences import perturbed
+from prge.training.estimators.directions import RankOneDirections
+from prge.training.estimators.protocol import Step
+from prge.training.estimators.tangents import Tangents
+from prge.training.sampler import Sampler
 
 
 def study(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from verbs import made, parser_of, report, scored, summarize, trained, write_rows
 
-from prge.rows.readers.files import Selection, read_rows, select_rows
+from prge.data.readers.files import Selection, read_rows, select_rows
 
 ROWS = 1000
 # The layer whose gradient agrees most between training and development rows.

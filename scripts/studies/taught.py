@@ -21,7 +21,7 @@ from typing import Any
 
 from verbs import DEMO, parser_of, prge, report, write_rows
 
-from prge.verbs.starting import command_of, json_of
+from prge.cli.subprocesses import command_of, json_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from demo import killed_on_the_way

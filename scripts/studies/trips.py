@@ -20,8 +20,8 @@ from typing import Any
 
 import device_runner.run as run_verb
 from device_runner.session.settings import RunSettings
-from prge.learning.training import AdapterLearner
-from prge.verbs.settings import parse_settings
+from prge.cli.settings import parse_settings
+from prge.training.loop import AdapterLearner
 
 ROOT = Path(run_verb.__file__).parents[1]
 _PACKAGES = tuple(str(ROOT / name) for name in ("prge", "device_runner"))

@@ -31,8 +31,8 @@ import yaml
 from questions import make_questions
 from verbs import DEMO, made, parser_of, prge, report, scored, summarize, trained, write_rows
 
-from prge.rows.readers.files import Selection, read_rows, select_rows
-from prge.verbs.starting import json_of
+from prge.cli.subprocesses import json_of
+from prge.data.readers.files import Selection, read_rows, select_rows
 
 TASKS = ("candidates", "completions", "chat", "texts", "questions", "sentences")
 ENCODER_TASKS = {"questions": "trec", "sentences": "sst2"}

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from prge.files.run_folder import read_metrics
-from prge.verbs.starting import command_of, json_of
+from prge.cli.subprocesses import command_of, json_of
+from prge.formats.run_folder import read_metrics
 
 DEMO = Path(__file__).resolve().parents[2] / "server_export" / "demo_data"
 

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from prge.errors import AdapterError, ConfigError, Refusal
-from prge.files.peft import PeftAdapter
+from prge.formats.peft import PeftAdapter
 from prge.model_spec import AdaptedModule
-from server_export.adapter.blocks import block_names
+from server_export.adapter.repeated_blocks import block_names
 from server_export.library_errors import TRANSFORMERS_ERRORS
 
 ALL_LINEAR = "all-linear"

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from prge.learning.costs import Layer, Outline
 from prge.model_spec import AdaptedModule
-from server_export.adapter.blocks import block_names, blocks_below
-from server_export.adapter.start import StartAdapter
+from prge.training.costs import Layer, Outline
+from server_export.adapter.initial_adapter import StartAdapter
+from server_export.adapter.repeated_blocks import block_names, blocks_below
 from server_export.checkpoint.experts import expert_layers, weight_names
 from server_export.checkpoint.loading import parameter_count
 

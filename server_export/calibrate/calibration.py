@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prge.files.layers import StoredLayer
+from prge.formats.layers import StoredLayer
 from server_export.calibrate.rounding import calibrated
 from server_export.calibrate.sensitivities import (
     Sensitivity,
@@ -19,8 +19,8 @@ from server_export.calibrate.sensitivities import (
 )
 from server_export.model.chain import ModelChain, layer_of
 from server_export.pipeline import with_int8
+from server_export.progress import stage
 from server_export.quantize.quantization import QuantizationReport
-from server_export.stage import stage
 
 # Tokens that sensitivities are measured on: their order needs few.
 _TOKENS = 512

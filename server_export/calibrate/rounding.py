@@ -18,10 +18,10 @@ from server_export.calibrate.sensitivities import int4_layers
 from server_export.ir.block import Watch
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock
-from server_export.model.inputs import Walk
+from server_export.model.walk import Walk
 from server_export.pipeline import in_scheme
+from server_export.progress import count_parts
 from server_export.quantize.quantization import Int4Weight, int8_weight
-from server_export.stage import count_parts
 
 _CODES, _SCALE = ".codes", ".scale"
 

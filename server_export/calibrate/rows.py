@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from prge.rows.tokenization.tokenizer import Tokenizer
+from prge.data.tokenization.tokenizer import Tokenizer
 
 TEXT = Path(__file__).with_name("text.txt")
 # Tokens of a row of the text.

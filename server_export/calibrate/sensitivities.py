@@ -14,9 +14,9 @@ from itertools import combinations
 from server_export.calibrate.gptq import nearest
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock
-from server_export.model.inputs import Walk
+from server_export.model.walk import Walk
 from server_export.pipeline import in_scheme
-from server_export.stage import count_parts
+from server_export.progress import count_parts
 
 _INT4, _INT8 = 4.0, 8.0
 

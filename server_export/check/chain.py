@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from prge.errors import Refusal
-from prge.files.chain import TABLE, Kind
+from prge.formats.chain import TABLE, Kind
 from server_export.check.model import ModelComparison
 from server_export.lower.chain import LoweredChain
 from server_export.model.chain import ModelChain
-from server_export.quiet import quiet_engine
-from server_export.stage import count_parts
+from server_export.progress import count_parts
+from server_export.quiet_libraries import quiet_engine
 
 # Largest difference, as a part of the largest number. Float blocks of all architectures differ by less than
 # 1e-5. Engine and graph round the same activations to int8, where a last bit of difference flips a code.

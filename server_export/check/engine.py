@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from prge.errors import refused_as
-from server_export.quiet import quiet_engine
+from server_export.quiet_libraries import quiet_engine
 
 Answers = tuple[torch.Tensor, ...]
 

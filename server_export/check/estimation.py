@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prge.errors import ConfigError
-from prge.files.signatures import DECODE, PREFILL, STACK
-from prge.host.atomic import check_place
-from prge.host.memory import available_memory, memory_info
-from prge.host.progress import duration
-from prge.learning.costs import (
+from prge.formats.signatures import DECODE, PREFILL, STACK
+from prge.model_spec import ModelSpec
+from prge.system.atomic import check_place
+from prge.system.memory import available_memory, memory_info
+from prge.system.progress import duration
+from prge.training.costs import (
     Outline,
     StepShape,
     Weights,
@@ -23,8 +24,7 @@ from prge.learning.costs import (
     programs_bytes,
     weights_of,
 )
-from prge.learning.estimators.table import ESTIMATORS, EstimatorName, fitting
-from prge.model_spec import ModelSpec
+from prge.training.estimators.table import ESTIMATORS, EstimatorName, fitting
 from server_export.settings import EstimateConfig, ExportConfig
 
 if TYPE_CHECKING:

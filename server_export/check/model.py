@@ -17,8 +17,8 @@ from torch.func import functional_call
 
 from prge.engine import FloatArray
 from prge.errors import ConfigError, Refusal
-from prge.learning.vocabulary import Reading
-from server_export.adapter.blocks import block_names
+from prge.numerics.vocabulary_shards import Reading
+from server_export.adapter.repeated_blocks import block_names
 from server_export.check.own_forward import blame_own_forward
 from server_export.checkpoint.classifier import Classifier, states_of
 from server_export.checkpoint.experts import expert_layers, sees_all
@@ -29,7 +29,7 @@ from server_export.checkpoint.weights import Weights, with_numbers
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock, through_experts
 from server_export.pipeline import in_scheme
-from server_export.stage import count_parts
+from server_export.progress import count_parts
 from server_export.trace.attention import padding_mask
 from server_export.trace.readout import log_probabilities
 

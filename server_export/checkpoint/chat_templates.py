@@ -11,8 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from prge.data.tokenization.tokenizer import read_chat_template
 from prge.errors import ConfigError, DataError, PrgeError
-from prge.rows.tokenization.tokenizer import read_chat_template
 from server_export.checkpoint.tokenization import adds_bos
 from server_export.settings import PrependBos
 
@@ -77,7 +77,7 @@ def plain_template(tokenizer: Any, prepend_bos: PrependBos) -> str:
 
 def _problem(source: str, tokenizer: Any) -> str | None:
     """Why a template can't be used; None if it renders a conversation."""
-    from prge.rows.tokenization.chat import ChatTemplate
+    from prge.data.tokenization.chat import ChatTemplate
 
     tokens = {name: getattr(tokenizer, name, None) for name in ("bos_token", "eos_token", "pad_token")}
     turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]

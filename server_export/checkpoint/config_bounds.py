@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from prge.errors import Refusal, shown
-from prge.host.children import BoundedChild, LimitError
+from prge.system.sandbox import BoundedChild, LimitError
 
 # PyTorch's integers.
 _LARGEST = (1 << 63) - 1

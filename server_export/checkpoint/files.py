@@ -18,11 +18,11 @@ from typing import Any
 
 import safetensors
 
+from prge.data.tokenization.tokenizer import MOST_TOKENIZER_BYTES
 from prge.errors import Refusal, first_line, shown
-from prge.files.bundle import file_sha256
-from prge.files.documents import MOST_JSON_BYTES, DocumentError, read_json
-from prge.files.peft import CONFIG as ADAPTER_CONFIG
-from prge.rows.tokenization.tokenizer import MOST_TOKENIZER_BYTES
+from prge.formats.bundle import file_sha256
+from prge.formats.documents import MOST_JSON_BYTES, DocumentError, read_json
+from prge.formats.peft import CONFIG as ADAPTER_CONFIG
 from server_export.checkpoint.config_bounds import config_problems
 from server_export.checkpoint.gguf.files import gguf_paths, open_gguf
 from server_export.checkpoint.gguf.header import SUFFIX

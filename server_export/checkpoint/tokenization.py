@@ -8,10 +8,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from prge.data.tokenization.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer, read_backend
+from prge.data.tokenization.tokenizer import load_tokenizer as read_tokenizer
 from prge.errors import ConfigError, PrgeError, Refusal, first_line
-from prge.rows.tokenization.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Tokenizer, read_backend
-from prge.rows.tokenization.tokenizer import load_tokenizer as read_tokenizer
-from prge.text.prompts import Prompts
+from prge.generation.prompts import Prompts
 from server_export.checkpoint.files import end_tokens, find_files, hub_answers, local_folder
 from server_export.settings import PrependBos
 

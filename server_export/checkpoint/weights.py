@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from prge.errors import Refusal
 from server_export.checkpoint.classifier import Classifier
 from server_export.checkpoint.files import ModelFiles
-from server_export.checkpoint.names import Outline, key_mapping, sources
 from server_export.checkpoint.stored import stored_tensors
+from server_export.checkpoint.tensor_names import Outline, key_mapping, sources
 
 
 class Weights:
@@ -132,7 +132,7 @@ def stored_of(files: ModelFiles, model: nn.Module) -> set[str]:
 
 
 def mapping_of(files: ModelFiles, model: nn.Module) -> dict[str, str]:
-    """See `server_export.checkpoint.names.key_mapping`."""
+    """See `server_export.checkpoint.tensor_names.key_mapping`."""
     return key_mapping(model, stored_tensors(files).names)
 
 

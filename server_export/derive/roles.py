@@ -1,6 +1,6 @@
 """What a block's program computes: a block for each role, from one block.
 
-prge/files/signatures.py says what a role is, and what its method takes and answers.
+prge/formats/signatures.py says what a role is, and what its method takes and answers.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from prge.files.signatures import (
+from prge.formats.signatures import (
     ALL_ROLES,
     ONES,
     PAST_ONES,
@@ -24,10 +24,10 @@ from prge.files.signatures import (
     gradients,
     with_tangents,
 )
-from server_export.derive.backprop.joint import backpropagate
-from server_export.derive.backprop.partition import partition
-from server_export.derive.continuing import continued, logits
-from server_export.derive.tangent.transform import Dense, RankOne, Seed, differentiate
+from server_export.derive.backward.joint import backpropagate
+from server_export.derive.backward.partition import partition
+from server_export.derive.jvp.transform import Dense, RankOne, Seed, differentiate
+from server_export.derive.past import continued, logits
 from server_export.ir.block import PORT, Block, port_of
 from server_export.ir.core import write_core_operators
 from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
@@ -45,7 +45,7 @@ def derive(block: Block, roles: Collection[str], saves: bool = True) -> dict[str
 
     Args:
         block: a block's type, traced with markers. Not changed.
-        roles: of prge.files.signatures.ALL_ROLES; those that a head lacks are left out.
+        roles: of prge.formats.signatures.ALL_ROLES; those that a head lacks are left out.
         saves: whether `back` brings `save` and `back_saved` along.
 
     Raises:

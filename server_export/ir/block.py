@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate
 
-from prge.files.signatures import Port
+from prge.formats.signatures import Port
 from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
 from server_export.ir.modules import attribute, copied
 from server_export.ir.shapes import resized, with_size

@@ -3,7 +3,7 @@
     softmax_parts(logits [..., words], shift [..., 1], index i64 [..., 1]) -> [..., 2]
 
 The logit at the index, and the sum of the exponentials of all, both after `shift` is taken from the logits.
-With the sums of all pieces, log p = logit - log(sum); `prge.learning.vocabulary` adds them up. A traced graph
+With the sums of all pieces, log p = logit - log(sum); `prge.numerics.vocabulary_shards` adds them up. A traced graph
 keeps the operator whole, so that what is made of the graph has a short form of it and needn't look for it.
 """
 

@@ -33,10 +33,10 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from prge.errors import EngineError, RunError
-from prge.files.bundle import file_sha256
-from prge.host.atomic import write_file
-from prge.host.user_cache import PROGRAMS, user_cache
-from server_export.lower.kind import LAYOUTS, Entry, LoweredKind, WeightsFile, bytes_of, lower_kind
+from prge.formats.bundle import file_sha256
+from prge.system.atomic import write_file
+from prge.system.user_cache import PROGRAMS, user_cache
+from server_export.lower.block_type import LAYOUTS, Entry, LoweredKind, WeightsFile, bytes_of, lower_kind
 from server_export.lower.sizes import Method
 
 _PACKAGES = ("torch", "executorch", "torchao")

@@ -9,19 +9,19 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from prge.files import chain as manifest
-from prge.files.bundle import PROGRAMS, TABLES, WEIGHTS
-from prge.files.chain import Bounds
-from prge.files.layers import StoredLayer
-from prge.files.signatures import DECODE, IN_PIECES, OF_STEPS, PREFILL, STACK, STEP_ROLES, TANGENT
-from server_export.derive.tangent.transform import check_rules
+from prge.formats import chain as manifest
+from prge.formats.bundle import PROGRAMS, TABLES, WEIGHTS
+from prge.formats.chain import Bounds
+from prge.formats.layers import StoredLayer
+from prge.formats.signatures import DECODE, IN_PIECES, OF_STEPS, PREFILL, STACK, STEP_ROLES, TANGENT
+from server_export.derive.jvp.transform import check_rules
+from server_export.lower.block_type import WeightsFile
 from server_export.lower.cache import ProgramCache
-from server_export.lower.kind import WeightsFile
 from server_export.lower.roles import LoweredRoles, lower_roles
 from server_export.memory import give_back_freed
 from server_export.model.chain import ModelChain, layer_of
+from server_export.progress import count_parts
 from server_export.quantize.frozen import codes_of, scale_of
-from server_export.stage import count_parts
 from server_export.trace.tables import ModelTable
 
 EMBEDDING, BLOCK, EXPERT, HEAD = "embedding", "block", "expert", "head"
@@ -55,7 +55,7 @@ def lower_chain(
     Args:
         chain: the model's blocks.
         folder: of the bundle.
-        roles: of prge.files.chain.ROLES; `stack` is always there.
+        roles: of prge.formats.chain.ROLES; `stack` is always there.
         bounds: sizes of one call.
         tell: is told of every kind when its program is written.
         cache: of programs; None: lower in any case.

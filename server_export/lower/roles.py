@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 from torch.fx import GraphModule
 
-from prge.files.chain import Bounds
-from prge.files.signatures import DECODE, PREFILL, ROLE_OF, TAKEN, Derivative, View
-from server_export.derive.backprop.layers import transposed_names, with_transposed
-from server_export.derive.continuing import taken_past
+from prge.formats.chain import Bounds
+from prge.formats.signatures import DECODE, PREFILL, ROLE_OF, TAKEN, Derivative, View
+from server_export.derive.backward.layers import transposed_names, with_transposed
+from server_export.derive.past import taken_past
 from server_export.derive.roles import derive, is_head
 from server_export.ir.block import Block
 from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
 from server_export.ir.modules import attribute, copied
+from server_export.lower.block_type import LoweredKind
 from server_export.lower.cache import ProgramCache, lower_methods
-from server_export.lower.kind import LoweredKind
 from server_export.lower.sizes import Method, Size
 
 

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from prge.errors import BundleError, refused_as
-from prge.files.chain import Interface, TensorSpec
+from prge.formats.chain import Interface, TensorSpec
 from server_export.ir.block import Block
 from server_export.ir.modules import attribute
 from server_export.ir.shapes import Shapes, without_memory

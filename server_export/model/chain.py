@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from prge.files.signatures import STATE, Port
+from prge.formats.signatures import STATE, Port
 from prge.model_spec import AdaptedModule
 from server_export.checkpoint.weights import Weights
 from server_export.ir.block import Block

@@ -10,8 +10,8 @@ import torch
 from torch.fx import Node
 
 from prge.engine import FloatArray
-from prge.files.signatures import PADDING, SHIFT, STATE, TABLE, TAKEN, TARGETS, TOKENS, Port
-from prge.learning.experts import Routing
+from prge.formats.signatures import PADDING, SHIFT, STATE, TABLE, TAKEN, TARGETS, TOKENS, Port
+from prge.numerics.expert_routing import Routing
 from server_export.ir.block import Watch
 from server_export.model.chain import ModelChain
 

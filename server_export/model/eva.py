@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from prge.errors import DataError
-from server_export.adapter.start import StartAdapter
+from server_export.adapter.initial_adapter import StartAdapter
 from server_export.model.chain import ModelChain
-from server_export.model.inputs import watch_inputs
 from server_export.model.principal import Directions, Principal, spread_ranks
+from server_export.model.walk import watch_inputs
 
 
 def principal_start(

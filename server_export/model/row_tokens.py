@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prge.learning.examples import Example, token_count
+from prge.cli.field_types import Paths
+from prge.data.example_building import build_examples
+from prge.data.forms.task import load_task
+from prge.data.options import BuildOptions, Overflow
+from prge.data.readers.files import Selection, select_rows
+from prge.data.sources import read_source
+from prge.data.tokenization.tokenizer import Tokenizer
 from prge.model_spec import ModelSpec
-from prge.rows.build_options import BuildOptions, Overflow
-from prge.rows.example_building import build_examples
-from prge.rows.forms.task import load_task
-from prge.rows.readers.files import Selection, select_rows
-from prge.rows.sources import read_source
-from prge.rows.tokenization.tokenizer import Tokenizer
-from prge.verbs.kinds import Paths
+from prge.objectives.examples import Example, token_count
 
 _ROWS = 64
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from prge.engine import Array
 from prge.errors import BundleError, PrgeError
-from prge.files.peft import PeftAdapter
-from prge.host.packages import install_extra
+from prge.formats.peft import PeftAdapter
+from prge.system.packages import install_extra
 
 # transformers' name of an architecture, and llama.cpp's.
 ARCHITECTURES = {

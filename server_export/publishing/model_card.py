@@ -9,14 +9,14 @@ from typing import Any
 
 from jinja2 import Environment
 
-from prge.files.curves import score_of
-from prge.files.documents import DocumentError, mapping, read_json
-from prge.files.run_folder import FINAL, SUMMARY
-from prge.learning.checkpoint import STATE, Progress
-from prge.learning.estimators.table import ESTIMATORS, EstimatorName
-from prge.learning.preferences import PREFERENCES
-from prge.rows.tokenization.tokenizer import CHAT_TEMPLATE_FILE
-from server_export.checkpoint.base import BaseModel
+from prge.data.tokenization.tokenizer import CHAT_TEMPLATE_FILE
+from prge.formats.curves import score_of
+from prge.formats.documents import DocumentError, mapping, read_json
+from prge.formats.run_folder import FINAL, SUMMARY
+from prge.objectives.preferences import PREFERENCES
+from prge.training.checkpoint import STATE, Progress
+from prge.training.estimators.table import ESTIMATORS, EstimatorName
+from server_export.checkpoint.base_model import BaseModel
 from server_export.publishing.settings import Weights
 
 TEMPLATE = Path(__file__).with_name("card.md")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from prge.errors import BundleError
-from prge.files.peft import PeftAdapter
+from prge.formats.peft import PeftAdapter
 from server_export.adapter.layers import convert_conv1d, replace_module
 from server_export.quantize.quantization import (
     NO_LAYERS,

@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from prge.data.tokenization.tokenizer import TOKENIZER_FILE
 from prge.errors import BundleError
-from prge.rows.tokenization.tokenizer import TOKENIZER_FILE
 from server_export.checkpoint.tokenization import SAMPLES, adds_bos, write_tokenizer
 
 _REMEDY = "publish it as merged or as program instead"
@@ -86,7 +86,7 @@ def _prepends(token: str, number: int) -> dict[str, Any]:
 def _different(tokenizer: Any, path: Path, prepended: bool, num_bos: int) -> int:
     from pytorch_tokenizers import CppHFTokenizer
 
-    from server_export.quiet import quiet_engine
+    from server_export.quiet_libraries import quiet_engine
 
     reader = CppHFTokenizer()
     try:

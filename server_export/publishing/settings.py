@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from prge.cli.bounds import bound_problems
+from prge.cli.inputs import AdapterInput, BundleInput
+from prge.cli.outputs import OutputFolder
 from prge.errors import ConfigError
-from prge.verbs.bounds import bound_problems
-from prge.verbs.inputs import AdapterInput, BundleInput
-from prge.verbs.outputs import OutputFolder
 
 Weights = Literal["trained", "original"]
 

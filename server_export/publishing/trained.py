@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from prge.data.tokenization.tokenizer import CHAT_TEMPLATE_FILE
 from prge.engine import Array
 from prge.errors import AdapterError, BundleError, ConfigError, RunError
-from prge.files.bundle import MANIFEST, Bundle, open_bundle
-from prge.files.chain import OWN_HEAD
-from prge.files.documents import DocumentError, mapping
-from prge.files.own_settings import check_links
-from prge.files.peft import (
+from prge.formats.bundle import MANIFEST, Bundle, open_bundle
+from prge.formats.chain import OWN_HEAD
+from prge.formats.documents import DocumentError, mapping
+from prge.formats.peft import (
     CONFIG,
     HEAD,
     PREFIX,
@@ -30,11 +30,11 @@ from prge.files.peft import (
     read_lora,
     run_of,
 )
-from prge.files.run_folder import CONFIG as RUN_CONFIG
-from prge.files.tuned import bundle_at, bundle_in, tuning_at
+from prge.formats.run_folder import CONFIG as RUN_CONFIG
+from prge.formats.stored_settings import check_links
+from prge.formats.tune_folder import bundle_at, bundle_in, tuning_at
 from prge.model_spec import AdaptedModule
-from prge.rows.tokenization.tokenizer import CHAT_TEMPLATE_FILE
-from server_export.checkpoint.base import (
+from server_export.checkpoint.base_model import (
     BaseModel,
     base_in_manifest,
     base_in_peft,
@@ -153,7 +153,7 @@ def load_base(trained: Trained) -> LoadedModel:
         BundleError: it isn't there, or is another model.
     """
     from server_export.checkpoint.loading import load_model
-    from server_export.quiet import quiet_libraries
+    from server_export.quiet_libraries import quiet_libraries
 
     quiet_libraries()
     remedy = "give the base model with --model"

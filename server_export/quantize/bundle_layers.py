@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from prge.files.bundle import Bundle, check_file
-from prge.files.documents import mapping
-from prge.files.layers import stored_layers
+from prge.formats.bundle import Bundle, check_file
+from prge.formats.documents import mapping
+from prge.formats.layers import stored_layers
 from server_export.quantize.quantization import NO_LAYERS, BundleLayers, Int4Weight
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prge.files.chain import MASKED
+from prge.formats.chain import MASKED
 
 NAME, CACHED = "prge", "prge_cached"
 # What a token has at least of padding's additive mask, and padding hasn't.

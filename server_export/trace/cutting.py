@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from prge.files.signatures import (
+from prge.formats.signatures import (
     GIVEN,
     LORA_A,
     LORA_B,

@@ -3,7 +3,7 @@
     experts(states [..., in], shares [..., chosen], index f32 [..., chosen], number, out) -> [..., out]
 
 A token's answer is the sum of what its chosen experts make of it, each times its share. The operator is
-traced and never run: `prge.learning.experts` brings tokens to experts and adds up what they answer.
+traced and never run: `prge.numerics.expert_routing` brings tokens to experts and adds up what they answer.
 
     block   state -> [what experts see, shares, index, rest]     next block   [what they say, rest] -> ...
 """

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.fx import Node
 
-from prge.files.chain import MASKED, RECURRENT_PIECE
-from prge.files.relations import RELATIONS, relation, relation_shape
+from prge.formats.chain import MASKED, RECURRENT_PIECE
+from prge.formats.relations import RELATIONS, relation, relation_shape
 from server_export.adapter.layers import replace_module
 from server_export.trace.attention import causal_mask
 from server_export.trace.rotary import rotary_names
@@ -46,7 +46,7 @@ class ModelTable:
     tokens before; `rotary`, the first rows of `values` f32 [longest, width] as [1, length, width];
     `positions`, i64 [1, length] counted from `first`; `zeros`, i64 [1, length]; `relative`, [members, length,
     length] of `values` [2 longest - 1], one for each distance of a token from another; or one of
-    prge.files.relations.
+    prge.formats.relations.
     """
 
     kind: str

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prge.files.run_folder import DECISIONS, write_json
-from prge.host.progress import duration
-from prge.host.terminal import best_effort
-from prge.host.threads import let_threads_sleep
-from prge.rows.scoring import displacement
-from prge.verbs.settings import parse_settings
+from prge.cli.settings import parse_settings
+from prge.formats.run_folder import DECISIONS, write_json
+from prge.system.progress import duration
+from prge.system.terminal import best_effort
+from prge.system.threads import let_threads_sleep
+from prge.training.evaluation import displacement
 from server_export.tune.samples import sample_lines
 from server_export.tune.settings import TuneSettings
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from prge.errors import ConfigError
-from prge.files.signatures import DECODE, PREFILL, STACK
-from prge.host.progress import duration
-from prge.learning.costs import BYTES_OF_A_NUMBER, bytes_text, megabytes
-from prge.learning.estimators.table import ESTIMATORS, EstimatorName
-from prge.running.training_flags import TrainingFlags
+from prge.formats.signatures import DECODE, PREFILL, STACK
+from prge.system.progress import duration
+from prge.training.costs import BYTES_OF_A_NUMBER, bytes_text, megabytes
+from prge.training.estimators.table import ESTIMATORS, EstimatorName
+from prge.training.settings import TrainingFlags
 from server_export.tune.rates import longest_search
 
 # Above so many parameters weights in float32 take more memory than a phone's app should.

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from prge.cli.field_types import Paths
+from prge.data.example_building import build_examples
+from prge.data.forms.form import find_form
+from prge.data.forms.task import load_task
+from prge.data.options import BuildOptions, Overflow
+from prge.data.readers.files import Row, Selection, select_rows
+from prge.data.readers.splitting import split_rows
+from prge.data.row_report import DataReport
+from prge.data.sources import Part, Source, holding_part, read_source
+from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import DataError
-from prge.learning.examples import Example
-from prge.learning.preferences import make_objective
 from prge.model_spec import ModelSpec
-from prge.rows.build_options import BuildOptions, Overflow
-from prge.rows.example_building import build_examples
-from prge.rows.forms.form import find_form
-from prge.rows.forms.task import load_task
-from prge.rows.readers.files import Row, Selection, select_rows
-from prge.rows.readers.splitting import split_rows
-from prge.rows.report import DataReport
-from prge.rows.sources import Part, Source, holding_part, read_source
-from prge.rows.tokenization.tokenizer import Tokenizer
-from prge.verbs.kinds import Paths
+from prge.objectives.examples import Example
+from prge.objectives.preferences import make_objective
 from server_export.tune.settings import TuneSettings
 
 # More tokens than any row has: nothing is cut while rows are measured.

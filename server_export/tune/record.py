@@ -10,12 +10,12 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
+from prge.cli.settings import PLACES, settings_to_yaml
 from prge.errors import ConfigError, RunError, shown
-from prge.files.documents import mapping
-from prge.files.own_settings import leads_out, write_settings
-from prge.files.run_folder import CONFIG, DECISIONS, JOURNAL, LOCK, SUMMARY
-from prge.host.atomic import write_file
-from prge.verbs.settings import PLACES, settings_to_yaml
+from prge.formats.documents import mapping
+from prge.formats.run_folder import CONFIG, DECISIONS, JOURNAL, LOCK, SUMMARY
+from prge.formats.stored_settings import leads_out, write_settings
+from prge.system.atomic import write_file
 from server_export.tune.decisions import Decision
 from server_export.tune.settings import TuneSettings
 

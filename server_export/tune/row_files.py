@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prge.host.atomic import new_folder, write_file
-from prge.learning.preferences import ObjectiveName
+from prge.data.columns import present_columns
+from prge.data.example_building import build_examples
+from prge.data.forms.form import find_form
+from prge.data.forms.task import Task, load_task
+from prge.data.options import BuildOptions, Overflow
+from prge.data.readers.files import Row, json_fields, read_rows
+from prge.data.sources import Part
+from prge.data.tokenization.control_tokens import ControlTokens
+from prge.data.tokenization.tokenizer import Tokenizer
+from prge.generation.prompts import Prompts
 from prge.model_spec import ModelSpec
-from prge.rows.build_options import BuildOptions, Overflow
-from prge.rows.columns import present_columns
-from prge.rows.example_building import build_examples
-from prge.rows.forms.form import find_form
-from prge.rows.forms.task import Task, load_task
-from prge.rows.readers.files import Row, json_fields, read_rows
-from prge.rows.sources import Part
-from prge.rows.tokenization.control_tokens import ControlTokens
-from prge.rows.tokenization.tokenizer import Tokenizer
-from prge.text.prompts import Prompts
+from prge.objectives.preferences import ObjectiveName
+from prge.system.atomic import new_folder, write_file
 from server_export.tune.decisions import RowFacts
 
 if TYPE_CHECKING:
-    from prge.rows.tokenization.chat import ChatTemplate
+    from prge.data.tokenization.chat import ChatTemplate
 
 SAMPLES, _WORDS = 3, 8
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prge.errors import shown
-from prge.running.watching import describe_changes, describe_prompt
+from prge.training.monitor import describe_changes, describe_prompt
 
 
 def sample_lines(samples: Mapping[str, Any]) -> Iterator[str]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from prge.cli.bounds import bound_problems
+from prge.cli.field_types import Bytes
+from prge.cli.inputs import BundleInput, DevRows, InputFolder, TestRows, TrainRows
+from prge.cli.outputs import OutputFile, OutputFolder
+from prge.cli.settings import with_whole_paths
+from prge.data.options import Overflow
+from prge.data.sources import hub_names
 from prge.errors import ConfigError
-from prge.files.run_folder import CONFIG
-from prge.learning.estimators.table import EstimatorName
-from prge.learning.preferences import ObjectiveFlags
-from prge.rows.build_options import Overflow
-from prge.rows.sources import hub_names
-from prge.running.training_flags import ExampleFlags, OptimizerFlags, TrainingFlags
-from prge.verbs.bounds import bound_problems
-from prge.verbs.inputs import BundleInput, DevRows, InputFolder, TestRows, TrainRows
-from prge.verbs.kinds import Bytes
-from prge.verbs.outputs import OutputFile, OutputFolder
-from prge.verbs.settings import with_whole_paths
+from prge.formats.run_folder import CONFIG
+from prge.objectives.preferences import ObjectiveFlags
+from prge.training.estimators.table import EstimatorName
+from prge.training.settings import ExampleFlags, OptimizerFlags, TrainingFlags
 from server_export.settings import SCHEMES, AdapterKind, Init, PrependBos, roles_problems
 
 OnBadRow = Literal["stop", "skip"]

@@ -25,11 +25,16 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from prge.cli import main
+from prge.cli.main import main
+from prge.cli.settings import is_config_of
+from prge.cli.subprocesses import configured, json_of, run_verb, run_verb_here
+from prge.data.readers.files import Row, read_rows
+from prge.data.row_report import unknown_note
+from prge.data.sources import Part
+from prge.data.tokenization.tokenizer import bundle_tokenizer
 from prge.errors import PrgeError, RunError
-from prge.files.bundle import Bundle, open_bundle
-from prge.files.own_settings import check_links
-from prge.files.run_folder import (
+from prge.formats.bundle import Bundle, open_bundle
+from prge.formats.run_folder import (
     CONFIG,
     DECISIONS,
     ENDED,
@@ -39,21 +44,16 @@ from prge.files.run_folder import (
     read_metrics,
     run_lock,
 )
-from prge.files.signatures import DECODE
-from prge.host.atomic import check_place
-from prge.host.progress import TimeLeft, duration
-from prge.learning.preferences import ObjectiveFlags
-from prge.rows.readers.files import Row, read_rows
-from prge.rows.report import unknown_note
-from prge.rows.sources import Part
-from prge.rows.tokenization.tokenizer import bundle_tokenizer
-from prge.verbs.settings import is_config_of
-from prge.verbs.starting import configured, json_of, run_verb, run_verb_here
+from prge.formats.signatures import DECODE
+from prge.formats.stored_settings import check_links
+from prge.objectives.preferences import ObjectiveFlags
+from prge.system.atomic import check_place
+from prge.system.progress import TimeLeft, duration
 from server_export.tune import decisions
-from server_export.tune.choosing import Choosing
 from server_export.tune.decisions import Decision, Pace, RowFacts
+from server_export.tune.machines import Here, Phone, Place
+from server_export.tune.measured_decisions import Choosing
 from server_export.tune.named_rows import NamedRows
-from server_export.tune.places import Here, Phone, Place
 from server_export.tune.rates import longest_search, search_rates
 from server_export.tune.record import Record, status_of
 from server_export.tune.row_files import SAMPLES, RowFiles

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prge.host.memory import memory_info
-from prge.host.progress import Progress
-from prge.learning.examples import Example
-from prge.rows.tokenization.tokenizer import Tokenizer
+from prge.data.tokenization.tokenizer import Tokenizer
+from prge.objectives.examples import Example
+from prge.system.memory import memory_info
+from prge.system.progress import Progress
 from server_export.settings import PrependBos
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision

@@ -12,12 +12,12 @@ import pytest
 
 from device_runner.engines.opening import OpenEngine
 from prge.engine import Array, Call, Directions, FloatArray, GradFn
-from prge.files.bundle import ADAPTER, TOKENIZER, Bundle
-from prge.files.chain import Block, Bounds, Chain, Interface, Kind
-from prge.files.signatures import BACK, STACK, TANGENT
+from prge.formats.bundle import ADAPTER, TOKENIZER, Bundle
+from prge.formats.chain import Block, Bounds, Chain, Interface, Kind
+from prge.formats.signatures import BACK, STACK, TANGENT
 from tests.bundles import make_bundle
 from tests.numpy_engine import NumpyEngine
-from tests.prge.rows.tiny_tokenizers import byte_level_backend, encoder_backend
+from tests.prge.data.tiny_tokenizers import byte_level_backend, encoder_backend
 from tests.templates import write_template
 
 QUERIES = 4

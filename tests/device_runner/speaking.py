@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from prge.files.adapter import Adapter
-from prge.files.bundle import Bundle, open_bundle
-from prge.files.peft import write_peft
-from prge.rows.tokenization.tokenizer import Tokenizer, bundle_tokenizer
-from prge.text.loop import Answer, GenerationSettings, Generator, Request
-from prge.text.prompts import Prompts
+from prge.data.tokenization.tokenizer import Tokenizer, bundle_tokenizer
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import Bundle, open_bundle
+from prge.formats.peft import write_peft
+from prge.generation.loop import Answer, GenerationSettings, Generator, Request
+from prge.generation.prompts import Prompts
 from tests.device_runner.numpy_device import Device
 from tests.speakers import NumpySpeaker
 from tests.templates import random_adapter
@@ -38,7 +38,7 @@ class Speaking:
             monkeypatch.setattr(module, "open_generator", self.open_generator)
 
     def open_generator(self, bundle: Bundle, tokenizer: Tokenizer, flags: object, slots: int) -> Generator:
-        """Stands for device_runner.session.speaking.open_generator."""
+        """Stands for device_runner.session.generation.open_generator."""
         self.speakers.append(NumpySpeaker(bundle.chain.vocabulary_size, self.context, slots))
         return Generator(self.speakers[-1], tokenizer)
 

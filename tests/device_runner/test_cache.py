@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prge.cli import main
+from prge.cli.main import main
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_without_a_home(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_neither_torch_nor_an_engine_is_needed(folder: Path) -> None:
     code = (
         "import sys; sys.modules.update(torch=None, executorch=None); "
-        "from prge.cli import main; sys.exit(main(['cache']))"
+        "from prge.cli.main import main; sys.exit(main(['cache']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (

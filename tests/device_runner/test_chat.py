@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from device_runner import chat as verb
-from prge.cli import main
+from prge.cli.main import main
 from prge.errors import DataError
-from prge.files.adapter import Adapter
-from prge.files.peft import read_peft
-from prge.text.prompts import Prompts
+from prge.formats.adapter import Adapter
+from prge.formats.peft import read_peft
+from prge.generation.prompts import Prompts
 from tests.device_runner.speaking import TEMPLATE, Speaking
 from tests.speakers import NumpySpeaker
 from tests.terminals import Terminal

@@ -17,7 +17,7 @@ import pytest
 from device_runner import doctor
 from device_runner.doctor import NEEDED, main, pip_command, run_lacks
 from device_runner.requirements import Check
-from prge.host.packages import install, requirement
+from prge.system.packages import install, requirement
 
 GOOD_ENGINE = {"backends": ["XnnpackBackend"], "threads": 2}
 
@@ -202,7 +202,7 @@ def test_works_without_any_package(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(repository)!r})\n"
         "from device_runner import doctor; doctor._ENGINE_PROBE = 'import no_such_package'\n"
-        "from prge.cli import main; sys.exit(main(['doctor']))"
+        "from prge.cli.main import main; sys.exit(main(['doctor']))"
     )
     child = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code],

@@ -10,16 +10,16 @@ import pytest
 
 from device_runner.evaluate import run, write_answers
 from device_runner.session.settings import EvaluateSettings
+from prge.data.example_building import build_examples
+from prge.data.forms.task import Generate, parse_task
+from prge.data.readers.files import Row
+from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import ConfigError, DataError
-from prge.learning.examples import Example
-from prge.rows.example_building import build_examples
-from prge.rows.forms.task import Generate, parse_task
-from prge.rows.readers.files import Row
-from prge.rows.tokenization.tokenizer import Tokenizer
-from prge.text.loop import GenerationSettings, Generator, Request
-from prge.text.prompts import Prompts
+from prge.generation.loop import GenerationSettings, Generator, Request
+from prge.generation.prompts import Prompts
+from prge.objectives.examples import Example
 from tests.bundles import make_spec
-from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.speakers import NumpySpeaker, make_adapter
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)

@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from device_runner import generate as verb
-from device_runner.session.speaking import read_adapter
-from prge.cli import main
-from prge.files.peft import read_peft, scaled_lora_a
+from device_runner.session.generation import read_adapter
+from prge.cli.main import main
+from prge.formats.peft import read_peft, scaled_lora_a
 from tests.device_runner.numpy_device import Device
 from tests.device_runner.speaking import TEMPLATE, Speaking
 

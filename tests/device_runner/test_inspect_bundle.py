@@ -9,9 +9,9 @@ import pytest
 
 from device_runner.inspect_bundle import inspect, main
 from prge.errors import BundleError
-from prge.files.bundle import ADAPTER, open_bundle
-from prge.learning.costs import Layer, Outline
-from prge.learning.estimators.table import ESTIMATORS
+from prge.formats.bundle import ADAPTER, open_bundle
+from prge.training.costs import Layer, Outline
+from prge.training.estimators.table import ESTIMATORS
 from tests.bundles import make_bundle, make_small_chain
 
 

@@ -12,13 +12,13 @@ import pytest
 
 from device_runner import evaluate as evaluate_verb
 from device_runner import run as run_verb
-from device_runner.fleet.local import open_local
+from device_runner.fleet.local_round import open_local
 from device_runner.replay import main as replay
 from device_runner.report import main as report
 from device_runner.run import run
 from device_runner.session.settings import RunSettings
 from prge.errors import ConfigError, DataError
-from prge.learning.preferences import ObjectiveName
+from prge.objectives.preferences import ObjectiveName
 from tests.device_runner.numpy_device import Device, Killed
 from tests.tiers import rest
 from tests.workshop import bits, write_rows
@@ -215,7 +215,7 @@ def test_a_run_of_an_earlier_version_goes_on(settings: RunSettings) -> None:
     texts = replace(settings, train=settings.train.with_name("texts.jsonl"), dev=None)
     write_rows(texts.train, [{"text": f"{word} cat film"} for word in WORDS])
     run(replace(texts, steps=4))
-    from prge.files.journal import Journal
+    from prge.formats.journal import Journal
 
     path = settings.out / "journal.jsonl"
     with Journal(path) as journal:
@@ -263,7 +263,7 @@ def test_the_development_rows_are_of_the_same_kind(settings: RunSettings, tmp_pa
 
 def test_a_fleet_refuses_preferences(settings: RunSettings) -> None:
     from device_runner.fleet.agreement import Plan
-    from prge.files.bundle import open_bundle
+    from prge.formats.bundle import open_bundle
 
     with pytest.raises(ConfigError, match="its rows are preferences"):
         open_local(Plan(), open_bundle(settings.bundle), settings)

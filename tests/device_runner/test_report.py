@@ -11,7 +11,7 @@ import pytest
 
 from device_runner.report import main
 from prge.errors import ConfigError, RunError
-from prge.files.run_folder import run_lock
+from prge.formats.run_folder import run_lock
 from tests.device_runner.reporting.run_folders import write_run
 from tests.pages import Page, check_widths
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prge.cli import main
-from prge.rows.readers.feedback import Answered, append_feedback, read_feedback
+from prge.cli.main import main
+from prge.data.readers.feedback import Answered, append_feedback, read_feedback
 
 MESSAGES = [{"role": "user", "content": "Where does Ann live?"}]
 

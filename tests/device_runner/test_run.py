@@ -22,11 +22,11 @@ from device_runner.replay import main as replay
 from device_runner.report import main as report
 from device_runner.run import run
 from device_runner.session.settings import EvaluateSettings, RunSettings
+from prge.cli.settings import parse_settings
 from prge.errors import BundleError, ConfigError, DataError, DivergenceError, EngineError, PrgeError, RunError
-from prge.files.journal import Journal, encode_array
-from prge.files.run_folder import run_lock
-from prge.running import training_flags
-from prge.verbs.settings import parse_settings
+from prge.formats.journal import Journal, encode_array
+from prge.formats.run_folder import run_lock
+from prge.training import settings as training_flags
 from tests.bundles import read_json, rehash, write_manifest
 from tests.device_runner.numpy_device import QUERIES, Device, Killed, write_films
 from tests.workshop import bits
@@ -531,7 +531,7 @@ def _today(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
             return cls.fromisoformat(day)
 
     monkeypatch.setattr(training_flags, "date", Today)
-    monkeypatch.setattr("prge.rows.tokenization.chat.date", Today)
+    monkeypatch.setattr("prge.data.tokenization.chat.date", Today)
 
 
 @pytest.mark.parametrize("device", [False], indirect=True, ids=["decoder"])

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from device_runner import serve
-from device_runner.serving.flags import ServeSettings
-from device_runner.serving.listen_flags import read_keys
-from device_runner.session.speaking import by_name
+from device_runner.serving.listen_settings import read_keys
+from device_runner.serving.settings import ServeSettings
+from device_runner.session.generation import by_name
 from prge.errors import BundleError, ConfigError
 from tests.speakers import make_adapter
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from prge.rows.text_metrics import exact_match, rouge_l, token_f1
+from prge.data.metrics import exact_match, rouge_l, token_f1
 from tests.verbs import REPOSITORY, prge
 from tests.workshop import write_rows
 
@@ -86,7 +86,7 @@ def server(workshop: Path, run: Path) -> Iterator[str]:
     (run.parent / "chat.jinja").write_text(TEMPLATE)
     words = ["serve", workshop / "bundle", "--adapter", run, "--port", 0, "--slots", 4, "--chat-template",
              run.parent / "chat.jinja"]  # fmt: skip
-    command = [sys.executable, "-m", "prge.cli", *map(str, words)]
+    command = [sys.executable, "-m", "prge.cli.main", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from prge.cli import main
+from prge.cli.main import main
 from tests.bundles import rehash
 from tests.tiers import rest
 from tests.verbs import REPOSITORY, prge
@@ -142,7 +142,7 @@ def test_answers_that_are_no_numbers_are_no_result(
 def run_elsewhere(*words: object, limit: int = resource.RLIM_INFINITY, code: int = 0) -> str:
     """What `prge run` says in a process of its own; a limit on the size of files stands for a full disk."""
     done = subprocess.run(
-        [sys.executable, "-m", "prge.cli", "run", *map(str, words)],
+        [sys.executable, "-m", "prge.cli.main", "run", *map(str, words)],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
@@ -195,7 +195,7 @@ def test_memory_that_no_block_fits_into_begins_no_run(
 
 
 def test_standard_files_that_are_closed_end_no_run(run_words: list[object], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "prge.cli", "run", *map(str, run_words), "--keep-gradients"]
+    command = [sys.executable, "-m", "prge.cli.main", "run", *map(str, run_words), "--keep-gradients"]
     closed = subprocess.run(command, cwd=REPOSITORY, preexec_fn=lambda: os.closerange(0, 3), check=False)
     assert closed.returncode == 0
     prge("replay", tmp_path / "run", "--out", tmp_path / "replayed")
@@ -206,7 +206,7 @@ def test_memory_that_runs_out_is_said_as_that(run_words: list[object], megabytes
     """Python, numpy and the engine alone take more addresses than this; where they run out differs."""
     limit = megabytes << 20
     done = subprocess.run(
-        [sys.executable, "-m", "prge.cli", "run", *map(str, run_words)],
+        [sys.executable, "-m", "prge.cli.main", "run", *map(str, run_words)],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
@@ -222,7 +222,7 @@ def test_a_name_of_a_folder_beyond_ascii(run_words: list[object], tmp_path: Path
     environment, name = {**os.environ, "LC_ALL": "C", "PYTHONPATH": str(REPOSITORY)}, "grün"
     for words in (["run", *map(str, run_words), f"--out={name}"], ["run", "--resume", f"./{name}"]):
         done = subprocess.run(
-            [sys.executable, "-m", "prge.cli", *words],
+            [sys.executable, "-m", "prge.cli.main", *words],
             capture_output=True,
             cwd=tmp_path,
             env=environment,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prge.cli import main
+from prge.cli.main import main
 
 
 def configured(**change: object) -> Callable[[Path], object]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prge.files.peft import read_arrays
+from prge.formats.peft import read_arrays
 from tests.verbs import prge
 
 

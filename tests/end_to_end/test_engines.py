@@ -17,7 +17,7 @@ pytestmark = needs_compiler
 # Ends with 3 if anything imported what a phone doesn't have.
 WITHOUT_TORCH = """
 import sys
-from prge.cli import main
+from prge.cli.main import main
 code = main()
 heavy = {"torch", "executorch.exir", "transformers", "server_export"} & set(sys.modules)
 sys.exit(3 if heavy else code)

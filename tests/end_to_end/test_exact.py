@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from device_runner import run as run_verb
-from prge.cli import main
-from prge.files.bundle import open_bundle
-from prge.files.journal import Journal
-from prge.files.peft import read_lora
-from prge.rows.example_building import load_examples
-from prge.rows.tokenization.tokenizer import bundle_tokenizer
+from prge.cli.main import main
+from prge.data.example_building import load_examples
+from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.formats.bundle import open_bundle
+from prge.formats.journal import Journal
+from prge.formats.peft import read_lora
 from tests.budgets import allow_loaded
 from tests.verbs import prge
 from tests.workshop import write_rows

@@ -16,11 +16,11 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from device_runner.fleet.common import pack_state
 from device_runner.fleet.coordinator import agreement_of
-from device_runner.session.replaying import replay
-from prge.files.journal import Journal
-from prge.files.run_folder import FINAL, JOURNAL
+from device_runner.fleet.state import pack_state
+from device_runner.session.replay import replay
+from prge.formats.journal import Journal
+from prge.formats.run_folder import FINAL, JOURNAL
 from tests.device_runner.fleet.network.nodes import device, free_port
 from tests.verbs import prge
 
@@ -31,7 +31,7 @@ ROUNDS, SECONDS = 7, 120.0
 def started(console: Path, *words: object) -> Iterator[subprocess.Popen[bytes]]:
     """`prge` in the background; it is killed with the block."""
     with console.open("ab") as stream:
-        command = [sys.executable, "-m", "prge.cli", "fleet", *map(str, words)]
+        command = [sys.executable, "-m", "prge.cli.main", "fleet", *map(str, words)]
         process = subprocess.Popen(
             command, stdout=stream, stderr=stream, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prge.cli import main
+from prge.cli.main import main
 from tests.device_runner.android.fake_adb import FakePhone
 from tests.server_export.adapters import trained_adapter
 from tests.verbs import prge

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from prge.files.bundle import open_bundle
-from prge.files.peft import read_lora
+from prge.formats.bundle import open_bundle
+from prge.formats.peft import read_lora
 from tests.end_to_end.test_generate import expected
 from tests.verbs import prge
 from tests.workshop import Made, export

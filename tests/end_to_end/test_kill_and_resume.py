@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from device_runner.engines.packed_files import files_in
-from prge.files.journal import Journal
+from prge.formats.journal import Journal
 from tests.compilers import needs_compiler
 from tests.tiers import rest
 from tests.workshop import bits
@@ -123,8 +123,8 @@ from device_runner.engines.blocks import Blocks
 from device_runner.engines.native.build import library
 from device_runner.engines.native.runtime import WeightsFile
 from device_runner import run as run_verb
-from prge.files import journal
-from prge.learning.costs import Budget
+from prge.formats import journal
+from prge.training.costs import Budget
 
 # Owner and name of a function, and which of its calls are meant.
 INSTANTS = {

@@ -28,7 +28,7 @@ SETTINGS = ("--learn-every", 4, "--learn-epochs", 150, "--learning-rate", 0.05, 
 @contextmanager
 def serving(bundle: Path, learn: Path, *words: object) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     """A server that learns into a folder, and OpenAI's client of it."""
-    command = [sys.executable, "-m", "prge.cli", "serve", bundle, "--learn", learn, *SETTINGS, *words]
+    command = [sys.executable, "-m", "prge.cli.main", "serve", bundle, "--learn", learn, *SETTINGS, *words]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     given = [*map(str, command), "--port", "0", "--threads", "1"]
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "env": environment}

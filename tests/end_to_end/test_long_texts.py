@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 import prge
-from prge.files.bundle import open_bundle
+from prge.formats.bundle import open_bundle
 from tests.compilers import needs_compiler
 from tests.workshop import write_rows
 

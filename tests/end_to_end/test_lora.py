@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prge.files.bundle import open_bundle
-from prge.files.peft import PeftAdapter, read_lora
-from prge.rows.example_building import load_examples
-from prge.rows.tokenization.tokenizer import bundle_tokenizer
+from prge.data.example_building import load_examples
+from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.formats.bundle import open_bundle
+from prge.formats.peft import PeftAdapter, read_lora
 from tests.end_to_end.test_exact import losses, words_of
 from tests.tiers import rest
 from tests.verbs import prge

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from prge.files.bundle import open_bundle
-from prge.files.signatures import BACK
-from prge.learning.costs import least_memory
+from prge.formats.bundle import open_bundle
+from prge.formats.signatures import BACK
+from prge.training.costs import least_memory
 from tests.verbs import REPOSITORY
 from tests.workshop import write_rows
 
@@ -38,7 +38,17 @@ os._exit(os.waitstatus_to_exitcode(status) % 256)
 
 def child(*words: object, code: int = 0) -> tuple[subprocess.CompletedProcess[str], int]:
     """A verb in a process of its own, and the most memory that the process took, in bytes."""
-    command = [sys.executable, "-S", "-u", "-c", _SHIM, sys.executable, "-m", "prge.cli", *map(str, words)]
+    command = [
+        sys.executable,
+        "-S",
+        "-u",
+        "-c",
+        _SHIM,
+        sys.executable,
+        "-m",
+        "prge.cli.main",
+        *map(str, words),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, check=False
@@ -112,7 +122,7 @@ def test_a_run_that_took_more_than_was_predicted_says_so(
 ) -> None:
     """A prediction of nothing stands for one that is wrong."""
     script = (
-        "import sys; from prge.learning import costs; from prge.cli import main; "
+        "import sys; from prge.training import costs; from prge.cli.main import main; "
         "costs.RunMemory.total = costs.RunMemory.beside = property(lambda self: lambda *_: 1); "
         "sys.exit(main(sys.argv[1:]))"
     )

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from prge.files.bundle import open_bundle
-from prge.files.peft import read_arrays
+from prge.formats.bundle import open_bundle
+from prge.formats.peft import read_arrays
 from server_export.export import ExportConfig, export
 from tests.tiny_models import make_tokenizer
 from tests.tiny_types import make_classifier

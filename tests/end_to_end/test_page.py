@@ -23,7 +23,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 @contextmanager
 def verb(*words: object) -> Iterator[subprocess.Popen[str]]:
     """A verb in a process of its own."""
-    command = [sys.executable, "-m", "prge.cli", *map(str, words)]
+    command = [sys.executable, "-m", "prge.cli.main", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:

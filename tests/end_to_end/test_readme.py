@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prge.cli import main
+from prge.cli.main import main
 from tests.verbs import REPOSITORY, prge
 
 
@@ -41,7 +41,7 @@ def test_step_by_step(tmp_path: Path) -> None:
 
 
 def test_every_verb_of_the_table_exists() -> None:
-    from prge.cli import VERBS
+    from prge.cli.main import VERBS
 
     listed = re.findall(r"^\| `prge (\w+)`", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
     assert set(listed) == set(VERBS)
@@ -72,7 +72,7 @@ def test_every_command_of_the_documents_has_flags_of_its_verb(monkeypatch: pytes
         wrong = [each for each in problems if "is no flag" in each or "stands alone" in each]
         raise AssertionError(wrong) if wrong else SystemExit(0)
 
-    monkeypatch.setattr("prge.verbs.settings._build", stop)  # nothing runs
+    monkeypatch.setattr("prge.cli.settings._build", stop)  # nothing runs
     read = 0
     for document in [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]:
         text = document.read_text().replace("\\\n", " ")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prge.files.peft import read_arrays
+from prge.formats.peft import read_arrays
 from tests.verbs import REPOSITORY, prge
 
 
@@ -115,7 +115,7 @@ def test_eval_repeats_the_last_evaluation_of_the_run(done: Path, workshop: Path,
 
 
 def test_ctrl_c_saves_and_resumes(run_words: list[object], tmp_path: Path, done: Path) -> None:
-    command = [sys.executable, "-m", "prge.cli", "run", *map(str, run_words), "--steps", "4000"]
+    command = [sys.executable, "-m", "prge.cli.main", "run", *map(str, run_words), "--steps", "4000"]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=REPOSITORY
     ) as process:

@@ -146,11 +146,11 @@ def test_gradients_of_a_quantized_bundle_point_where_autograds_do(
 
     from device_runner.engines.opening import open_engine
     from prge.engine import Target, TokenSequence
-    from prge.files.bundle import open_bundle
-    from prge.files.peft import read_peft, scaled_lora_a
-    from prge.learning.estimators.exact import Exact
-    from prge.learning.estimators.protocol import Step
-    from prge.learning.examples import Example
+    from prge.formats.bundle import open_bundle
+    from prge.formats.peft import read_peft, scaled_lora_a
+    from prge.objectives.examples import Example
+    from prge.training.estimators.exact import Exact
+    from prge.training.estimators.protocol import Step
     from server_export.calibrate.rows import TEXT
     from server_export.oracle import TorchEngine
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from prge.verbs.settings import parse_settings
+from prge.cli.settings import parse_settings
 from server_export.tune import decisions
 from server_export.tune.settings import TuneSettings
 from server_export.tune.stages import tune
@@ -37,7 +37,7 @@ INSTANTS = {
 
 def end_after(pattern: str, folder: Path, words: list[object], how: signal.Signals) -> str:
     """Start a tuning and end its own process, and no other, when a file is there; returns what it said."""
-    command = [sys.executable, "-m", "prge.cli", *map(str, words)]
+    command = [sys.executable, "-m", "prge.cli.main", *map(str, words)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(
         command,

@@ -54,7 +54,7 @@ def test_it_is_scored_with_what_it_learnt(workshop: Path, tuned: Path, tmp_path:
 
 
 def test_a_server_calls_it_by_its_name(tuned: Path) -> None:
-    command = [sys.executable, "-m", "prge.cli", "serve", str(tuned), "--port", "0"]
+    command = [sys.executable, "-m", "prge.cli.main", "serve", str(tuned), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None

@@ -14,8 +14,8 @@ import prge
 from device_runner import chat
 from device_runner import evaluate as evaluate_verb
 from device_runner import run as run_verb
-from device_runner.session import speaking as session
-from prge.files.peft import read_peft
+from device_runner.session import generation as session
+from prge.formats.peft import read_peft
 from tests.device_runner.numpy_device import Device, write_films
 from tests.device_runner.speaking import Speaking
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prge.files.peft import read_lora, write_peft
+from prge.formats.peft import read_lora, write_peft
 from prge.model_spec import AdaptedModule
 from tests.templates import random_adapter
 
@@ -31,8 +31,8 @@ def trained_adapter(
     base: Path, folder: Path, head: Mapping[str, Any] | None = None, size: float = 0.2
 ) -> Path:
     """The same for the model in `base`, without a bundle."""
+    from server_export.adapter.initial_adapter import start_adapter
     from server_export.adapter.layers import convert_conv1d
-    from server_export.adapter.start import start_adapter
     from server_export.bundle import write_adapter
     from server_export.checkpoint.loading import load_model
     from server_export.settings import ExportConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prge.errors import BundleError, ConfigError
-from prge.learning.estimators.protocol import PASSES_OF_BACKPROPAGATION
+from prge.training.estimators.protocol import PASSES_OF_BACKPROPAGATION
 from server_export.check.estimation import announce, estimate
 from server_export.estimate import main
 from server_export.ir.operators import TABLE

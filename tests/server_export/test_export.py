@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from prge.errors import BundleError, ConfigError, RunError
-from prge.files.bundle import open_bundle
-from prge.files.signatures import ROLES
+from prge.formats.bundle import open_bundle
+from prge.formats.signatures import ROLES
 from server_export.export import ExportConfig, export, main
-from server_export.lower.kind import WeightsFile
+from server_export.lower.block_type import WeightsFile
 from tests.tiny_models import SHALLOW, save_model
 from tests.workshop import Made
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from prge.errors import BundleError
-from prge.files.bundle import file_sha256, open_bundle
-from prge.files.peft import read_lora
+from prge.formats.bundle import file_sha256, open_bundle
+from prge.formats.peft import read_lora
 from server_export.checkpoint.loading import load_model
 from server_export.publish import publish
 from server_export.publishing.settings import PublishConfig

@@ -14,13 +14,13 @@ from peft import LoraConfig, inject_adapter_in_model
 
 from prge.engine import Call, FloatArray, Target, TokenSequence
 from prge.errors import EngineError
-from prge.files.adapter import Adapter, adapter_size
-from prge.files.journal import Journal
-from prge.learning.objectives import Loss
+from prge.formats.adapter import Adapter, adapter_size
+from prge.formats.journal import Journal
 from prge.model_spec import AdaptedModule, ModelSpec, matrices
-from prge.running.recipe import Recipe
-from prge.running.session import SessionData, Unwatched, open_session
-from prge.running.store import RunStore
+from prge.objectives.objective import Loss
+from prge.training.recipe import Recipe
+from prge.training.session import SessionData, Unwatched, open_session
+from prge.training.store import RunStore
 from server_export.adapter.layers import convert_conv1d, default_target_modules, match_target_modules
 from server_export.oracle import TorchEngine, direction_values, split_values
 from tests.rows import bigram_completions

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from prge.errors import BundleError, ConfigError, PrgeError, RunError
-from prge.files.bundle import Bundle, file_sha256, open_bundle
-from prge.files.own_settings import write_settings
-from prge.files.peft import find_adapter, read_lora, read_peft, run_of, write_peft
+from prge.formats.bundle import Bundle, file_sha256, open_bundle
+from prge.formats.peft import find_adapter, read_lora, read_peft, run_of, write_peft
+from prge.formats.stored_settings import write_settings
 from server_export.publish import publish
 from server_export.publishing.settings import PublishConfig
 from tests.bundles import read_json, write_manifest
@@ -492,7 +492,7 @@ def test_a_merged_model_has_the_weights_that_were_trained_against(
 
     # With a trained adapter: the engine's scores, but for what rounds in the engine alone.
     from device_runner.engines.opening import open_engine
-    from prge.learning.evaluation import score
+    from prge.objectives.scoring import score
 
     source = rounded / f"{architecture}-trained"
     adapter = read_peft(source, bundle.chain.modules)

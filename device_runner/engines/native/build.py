@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prge.errors import EngineError, PrgeError
-from prge.host.user_cache import NATIVE, user_cache
+from prge.system.user_cache import NATIVE, user_cache
 
 SOURCE = Path(__file__).with_name("engine.cpp")
 LIBRARY = "libprge_native.so"

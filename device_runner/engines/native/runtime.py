@@ -23,13 +23,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from device_runner.engines.base import Signature, check_threads, tensor_spec
+from device_runner.engines.errors import RefusedError, captured_stderr, explain
 from device_runner.engines.native.build import library
-from device_runner.engines.refusals import RefusedError, captured_stderr, explain
 from prge.engine import Array
 from prge.errors import EngineError
-from prge.files.bundle import file_sha256
-from prge.files.chain import TensorSpec
-from prge.host.memory import GET_MEMORY, tells_no_memory
+from prge.formats.bundle import file_sha256
+from prge.formats.chain import TensorSpec
+from prge.system.memory import GET_MEMORY, tells_no_memory
 
 _TEXT_BYTES = 1 << 14
 _MOST_AXES = 16

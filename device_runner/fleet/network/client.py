@@ -18,11 +18,11 @@ import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from device_runner.fleet.network.flower import FleetClient, Offer, repeating
-from device_runner.fleet.network.home import flower_home, log_to
+from device_runner.fleet.network.flower_files import flower_home, log_to
 from device_runner.fleet.network.keys import DeviceKeys
 from prge.errors import DeviceError, PrgeError
-from prge.files.run_folder import run_lock
-from prge.host.atomic import write_file
+from prge.formats.run_folder import run_lock
+from prge.system.atomic import write_file
 
 _SECONDS_TO_CONNECT = 10.0
 _SECONDS_TO_LOOK = 3.0

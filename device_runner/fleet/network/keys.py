@@ -34,9 +34,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from device_runner.fleet.network.home import private_folder, write_private
+from device_runner.fleet.network.flower_files import private_folder, write_private
 from prge.errors import ProblemsError
-from prge.host.regular_files import warn_of_shared_key
+from prge.system.regular_files import warn_of_shared_key
 
 AUTHORITY, AUTHORITY_KEY = "ca.pem", "authority.key"
 CERTIFICATE, CERTIFICATE_KEY, DEVICE_KEY = "server.pem", "server.key", "device.key"

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import uvicorn
 
-from device_runner.fleet.network.door import Door, Listener, connections_for
+from device_runner.fleet.network.admission import Door, Listener, connections_for
 from device_runner.fleet.network.flower import FleetState, encode_keys, fleet_application
-from device_runner.fleet.network.home import flower_home, last_lines, log_to
+from device_runner.fleet.network.flower_files import flower_home, last_lines, log_to
 from device_runner.fleet.network.keys import ServerKeys
 from device_runner.fleet.network.post import Post
-from device_runner.serving.listening import address_of, listening
+from device_runner.serving.uvicorn_server import address_of, listening
 from prge.errors import RunError
 
 _SECONDS_TO_START = 60.0

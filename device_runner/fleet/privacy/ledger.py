@@ -16,8 +16,8 @@ from pathlib import Path
 
 from device_runner.fleet.messages import RefusedError
 from device_runner.fleet.privacy.reported import COUNTED, exposure
-from prge.files.journal import Journal, Record
-from prge.learning.accounting import epsilon_of
+from prge.formats.journal import Journal, Record
+from prge.training.privacy_accounting import epsilon_of
 
 BEGUN, ANSWERED = "begun", "answered"
 # A round of version 0.1.0, whose noise could be undone: it counts as one without.

@@ -9,7 +9,7 @@ Gaussian noise of 2^20 grid units makes the step a mechanism; what is told follo
 
 A device takes its rows in one order over and over, a step never has one twice: of n steps a row takes part
 in as many as there are passes over the rows, and no luck of sampling is counted. A text of several windows
-is one row: its windows take turns. prge/learning/accounting.py tells what epsilon that is. For scalars of
+is one row: its windows take turns. prge/training/privacy_accounting.py tells what epsilon that is. For scalars of
 zeroth-order steps: DP-ZO, Tang et al. 2024, arXiv 2401.04343.
 
 Why epsilon is that of continuous noise: normals of variance s^2 - 16, rounded to whole numbers at random by
@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.privacy.discrete_gaussian import discrete_gaussian
 from prge.engine import Engine, Float64Array, FloatArray
-from prge.learning.estimators.protocol import Estimator, Measurement, Step
 from prge.model_spec import AdaptedModule
+from prge.training.estimators.protocol import Estimator, Measurement, Step
 
 SPENT = "privacy_epsilon would be"
 GRID_BITS = 20

@@ -9,12 +9,12 @@ from typing import Any
 
 from device_runner.serving.protocol import Json
 from prge.errors import PrgeError, printable, shortened
-from prge.files.bundle import Bundle
-from prge.files.curves import score_of
-from prge.files.documents import DocumentError, mapping, read_json, read_yaml
-from prge.files.peft import CONFIG as PEFT
-from prge.files.peft import find_adapter, run_of
-from prge.files.run_folder import CONFIG, SUMMARY
+from prge.formats.bundle import Bundle
+from prge.formats.curves import score_of
+from prge.formats.documents import DocumentError, mapping, read_json, read_yaml
+from prge.formats.peft import CONFIG as PEFT
+from prge.formats.peft import find_adapter, run_of
+from prge.formats.run_folder import CONFIG, SUMMARY
 
 _LONGEST, _MOST = 200, 1e300
 # Of a run's settings: how it was trained. `train` is a file, of which the name is told.
@@ -39,7 +39,7 @@ def about_adapter(source: Path) -> Json:
     """Where an adapter is from and how it was trained, as far as its folder and its run's tell.
 
     Args:
-        source: what `prge.files.peft.find_adapter` takes.
+        source: what `prge.formats.peft.find_adapter` takes.
     """
     with suppress(PrgeError):
         folder = find_adapter(source)

@@ -16,14 +16,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from device_runner.serving.page.following import Followed, stamp_of
 from device_runner.serving.page.static import words_of
 from device_runner.serving.page.stopping import ask_to_stop, state_of
+from device_runner.serving.page.tail import Followed, stamp_of
 from device_runner.serving.protocol import Json, RequestError
 from device_runner.session.sensors import Sensors
 from prge.errors import RunError, printable, shown
-from prge.files.documents import DocumentError, mapping, read_json
-from prge.files.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, LOCK, METRICS, SAMPLES, SUMMARY, Record
+from prge.formats.documents import DocumentError, mapping, read_json
+from prge.formats.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    FINAL,
+    JOURNAL,
+    LOCK,
+    METRICS,
+    SAMPLES,
+    SUMMARY,
+    Record,
+)
 
 MOST_RUNS, MOST_ENTRIES, DEEPEST = 200, 10_000, 5
 MOST_STREAMS = 16

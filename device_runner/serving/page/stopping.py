@@ -10,8 +10,8 @@ import os
 import signal
 from pathlib import Path
 
-from prge.files.run_folder import LOCK, is_held
-from prge.host.regular_files import open_regular
+from prge.formats.run_folder import LOCK, is_held
+from prge.system.regular_files import open_regular
 
 PROCESSES = Path("/proc")
 

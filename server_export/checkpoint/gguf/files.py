@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import Refusal, shown
-from prge.files.bundle import file_sha256
+from prge.formats.bundle import file_sha256
 from server_export.checkpoint.gguf.config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, config_of
 from server_export.checkpoint.gguf.header import (
     EMBEDDING,

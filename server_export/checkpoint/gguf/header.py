@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from prge.errors import PrgeError, Refusal, shown
-from prge.host.packages import install_extra
-from prge.host.regular_files import open_regular
+from prge.system.packages import install_extra
+from prge.system.regular_files import open_regular
 
 SUFFIX = ".gguf"
 ARCHITECTURE = "general.architecture"

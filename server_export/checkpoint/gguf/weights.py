@@ -16,14 +16,14 @@ import torch
 from prge.errors import Refusal, refused_as, shown
 from server_export.checkpoint.gguf.files import IN_CONFIGURATION, GgufModel
 from server_export.checkpoint.gguf.header import GgufTensor
-from server_export.checkpoint.names import sources
+from server_export.checkpoint.tensor_names import sources
 from server_export.library_errors import TRANSFORMERS_ERRORS
 
 _REMEDY = "take the model's own folder with safetensors, such as its publisher's on the hub"
 
 
 class GgufTensors:
-    """The tensors of a GGUF file by the names that `server_export.checkpoint.names` takes them for.
+    """The tensors of a GGUF file by the names that `server_export.checkpoint.tensor_names` takes them for.
 
     Of architectures whose conversions transformers writes as it does those of its own checkpoints, `names`
     are the file's, and `conversions` says what becomes of them. Of the others `names` are transformers' own.

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from prge.learning.estimators.protocol import PASSES_OF_BACKPROPAGATION
-from prge.learning.examples import Example
+from prge.objectives.examples import Example
+from prge.training.estimators.protocol import PASSES_OF_BACKPROPAGATION
 from server_export.evidence.baselines.method import Method, StepResult
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings

@@ -11,10 +11,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from prge.cli.settings import is_config_of, parse_settings, settings_to_yaml
 from prge.errors import RunError
-from prge.files.bundle import open_bundle
-from prge.files.documents import DocumentError, read_json
-from prge.files.run_folder import (
+from prge.formats.bundle import open_bundle
+from prge.formats.documents import DocumentError, read_json
+from prge.formats.run_folder import (
     CONFIG,
     FINAL,
     FINISHED,
@@ -25,8 +26,7 @@ from prge.files.run_folder import (
     check_new_run,
     run_lock,
 )
-from prge.host.atomic import write_file
-from prge.verbs.settings import is_config_of, parse_settings, settings_to_yaml
+from prge.system.atomic import write_file
 from server_export.evidence.baselines.inputs import read_inputs
 from server_export.evidence.baselines.settings import BEST, BaselineSettings
 

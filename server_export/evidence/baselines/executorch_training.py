@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from prge.errors import ConfigError
-from prge.learning.estimators.protocol import PASSES_OF_BACKPROPAGATION
-from prge.learning.examples import Example, labels_of, sequences_of
+from prge.objectives.examples import Example, labels_of, sequences_of
+from prge.training.estimators.protocol import PASSES_OF_BACKPROPAGATION
 from server_export.adapter.layers import replace_module
 from server_export.evidence.baselines.method import Method, StepResult
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
-from server_export.quiet import quiet_engine
+from server_export.quiet_libraries import quiet_engine
 from server_export.trace import attention, readout
 from server_export.trace.rotary import ConstantRotary, make_rotary_constant
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prge.files.bundle import Bundle
-from prge.learning.examples import Example
-from prge.rows.build_options import BuildOptions
-from prge.rows.example_building import load_examples
-from prge.rows.forms.task import Task
-from prge.rows.own_heads import task_of
-from prge.rows.readers.files import Selection
-from prge.rows.report import show_sample
-from prge.rows.sources import Part, read_source
-from prge.rows.tokenization.tokenizer import bundle_tokenizer
-from prge.verbs.kinds import Paths
+from prge.cli.field_types import Paths
+from prge.data.example_building import load_examples
+from prge.data.forms.task import Task
+from prge.data.options import BuildOptions
+from prge.data.readers.files import Selection
+from prge.data.row_report import show_sample
+from prge.data.sources import Part, read_source
+from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.formats.bundle import Bundle
+from prge.objectives.examples import Example
+from prge.training.checkpoint_heads import task_of
 from server_export.evidence.baselines.settings import BaselineSettings
 
 

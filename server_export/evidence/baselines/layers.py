@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from prge.errors import ConfigError
-from prge.learning.examples import Example
-from server_export.adapter.blocks import block_names
+from prge.objectives.examples import Example
+from server_export.adapter.repeated_blocks import block_names
 
 Linears = Mapping[str, nn.Linear]
 

@@ -11,10 +11,10 @@ from safetensors.numpy import save_file
 from torch import nn
 
 from prge.engine import Array
-from prge.files.peft import HEAD, write_peft
-from prge.host.atomic import new_folder
-from prge.learning.checkpoint import head_arrays
-from prge.learning.examples import Example
+from prge.formats.peft import HEAD, write_peft
+from prge.objectives.examples import Example
+from prge.system.atomic import new_folder
+from prge.training.checkpoint import head_arrays
 from server_export.evidence.baselines.problem import ModelProblem
 
 PARAMETERS = "parameters.safetensors"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from prge.learning.examples import Example
+from prge.objectives.examples import Example
 from server_export.evidence.baselines.method import Method, StepResult
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings

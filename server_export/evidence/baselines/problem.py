@@ -12,13 +12,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from prge.files.adapter import Adapter
-from prge.files.bundle import Bundle
-from prge.files.peft import read_peft
-from prge.learning.encoder_heads import Heads, fit_heads
-from prge.learning.examples import Example, sequences_of
-from prge.learning.head import Head
-from prge.learning.objectives import Loss
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import Bundle
+from prge.formats.peft import read_peft
+from prge.objectives.classification_head import Head
+from prge.objectives.examples import Example, sequences_of
+from prge.objectives.objective import Loss
+from prge.training.encoder_heads import Heads, fit_heads
 from server_export.checkpoint.loading import LoadedModel
 from server_export.oracle import TorchEngine
 
@@ -81,7 +81,7 @@ class ModelProblem:
         return len(sequences_of(examples))
 
     def loss(self, examples: Sequence[Example]) -> torch.Tensor:
-        """Mean loss of training examples as prge/learning/objectives.py has it, f64 []."""
+        """Mean loss of training examples as prge/objectives/objective.py has it, f64 []."""
         head = None
         if self.is_encoder:
             # The heads of the training rows are constants of the loss.

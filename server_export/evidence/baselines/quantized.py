@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from prge.learning.examples import Example
+from prge.objectives.examples import Example
 from server_export.adapter.layers import replace_module
 from server_export.evidence.baselines.backpropagation import Backpropagation
 from server_export.evidence.baselines.layers import Linears, block_linears, inputs_noted, merged

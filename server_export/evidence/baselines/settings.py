@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from prge.cli.bounds import flag
+from prge.cli.inputs import TestRows
 from prge.errors import ConfigError
-from prge.learning.estimators.table import ESTIMATORS
-from prge.running.training_flags import TrainingFlags
-from prge.verbs.bounds import flag
-from prge.verbs.inputs import TestRows
+from prge.training.estimators.table import ESTIMATORS
+from prge.training.settings import TrainingFlags
 from server_export.evidence.baselines.methods import METHODS, BaselineOptimizer, MethodName
 
 # Parameters of the best step, in the run folder while it trains.

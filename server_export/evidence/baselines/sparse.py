@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from prge.errors import ConfigError
-from prge.learning.examples import Example
-from server_export.adapter.blocks import block_names
+from prge.objectives.examples import Example
 from server_export.adapter.layers import replace_module
+from server_export.adapter.repeated_blocks import block_names
 from server_export.evidence.baselines.allocation import Depth, Option, Question, choose
 from server_export.evidence.baselines.backpropagation import Backpropagation
 from server_export.evidence.baselines.layers import block_linears, inputs_noted, merged, shuffled_batches

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from server_export.adapter.blocks import block_names
+from server_export.adapter.repeated_blocks import block_names
 from server_export.evidence.baselines.backpropagation import Backpropagation
 from server_export.evidence.baselines.layers import block_linears, merged
 from server_export.evidence.baselines.problem import ModelProblem

@@ -12,27 +12,27 @@ import torch._dynamo
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from prge.errors import DivergenceError
-from prge.files.bundle import Bundle
-from prge.files.curves import merit_of
-from prge.files.journal import Record
-from prge.files.run_folder import FINAL, reported
-from prge.host.memory import resident_bytes
-from prge.learning.checkpoint import Progress
-from prge.learning.estimators.protocol import Measurement
-from prge.learning.examples import Example, token_count
-from prge.learning.optimizers import schedule
-from prge.learning.sampling import Sampler, most_sequences
-from prge.learning.training import loss_has_risen, train
-from prge.rows.own_heads import head_of
-from prge.rows.scoring import evaluate
-from prge.running.watching import Watcher, graceful_stop
+from prge.formats.bundle import Bundle
+from prge.formats.curves import merit_of
+from prge.formats.journal import Record
+from prge.formats.run_folder import FINAL, reported
+from prge.objectives.examples import Example, token_count
+from prge.system.memory import resident_bytes
+from prge.training.checkpoint import Progress
+from prge.training.checkpoint_heads import head_of
+from prge.training.estimators.protocol import Measurement
+from prge.training.evaluation import evaluate
+from prge.training.loop import loss_has_risen, train
+from prge.training.monitor import Watcher, graceful_stop
+from prge.training.optimizers import schedule
+from prge.training.sampler import Sampler, most_sequences
 from server_export.evidence.baselines.inputs import BaselineInputs
 from server_export.evidence.baselines.method import Method
 from server_export.evidence.baselines.methods import METHODS
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BEST, BaselineSettings
 from server_export.oracle import open_base
-from server_export.quiet import quiet_libraries
+from server_export.quiet_libraries import quiet_libraries
 
 # Imported before memory is looked at, so that what the libraries take isn't counted as the method's: models,
 # and what torch's optimizers import with their first step.
@@ -95,7 +95,7 @@ def train_baseline(settings: BaselineSettings, bundle: Bundle, inputs: BaselineI
 
 
 class BaselineLearner:
-    """Implements prge.learning.training.Learner: parameters of a model, by a method in PyTorch.
+    """Implements prge.training.loop.Learner: parameters of a model, by a method in PyTorch.
 
     `rows` are those that were computed.
     """

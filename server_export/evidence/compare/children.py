@@ -10,16 +10,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from prge.files.run_folder import reported
-from prge.verbs.starting import verb_code
+from prge.cli.subprocesses import verb_code
+from prge.formats.run_folder import reported
 
 # Threads of torch spin while they wait, which costs the measured process its time.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 # Imports what a run imports.
 _IDLE = """
 import importlib, json
-from prge.cli import VERBS
-from prge.host.memory import PeakMemory
+from prge.cli.main import VERBS
+from prge.system.memory import PeakMemory
 importlib.import_module(VERBS["run"].module)
 print(json.dumps(PeakMemory().report()))
 """

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from prge.files.run_folder import environment, run_lock, write_json
-from prge.host.atomic import write_file
-from prge.verbs.settings import parse_settings, settings_to_yaml
+from prge.cli.settings import parse_settings, settings_to_yaml
+from prge.formats.run_folder import environment, run_lock, write_json
+from prge.system.atomic import write_file
 from server_export.evidence.compare.children import idle_memory, run_verb
 from server_export.evidence.compare.comparison import Comparison, Verb
 from server_export.evidence.compare.settings import CompareSettings
@@ -62,8 +62,8 @@ def compare(settings: CompareSettings, command: str, verb: Verb = run_verb) -> d
 
 def write_report(result: Mapping[str, Any], out: Path, json_file: Path | None = None) -> None:
     """Write report.md, report.html and the figures of a result; its figures as JSON where asked for."""
-    from prge.pages.charts import as_file
-    from prge.pages.rendering import to_html, to_markdown
+    from prge.report.charts import as_file
+    from prge.report.rendering import to_html, to_markdown
     from server_export.evidence.compare.content import compose
     from server_export.evidence.compare.figures import draw_all
     from server_export.evidence.compare.outcome import judge, to_json

@@ -17,13 +17,13 @@ from typing import Any
 
 import yaml
 
+from prge.cli.settings import settings_to_yaml
+from prge.cli.subprocesses import configured, json_of, wait_until_free
 from prge.errors import PrgeError, RunError, shown
-from prge.files.bundle import file_sha256, open_bundle
-from prge.files.documents import DocumentError, read_yaml
-from prge.files.run_folder import read_metrics
-from prge.host.atomic import write_file
-from prge.verbs.settings import settings_to_yaml
-from prge.verbs.starting import configured, json_of, wait_until_free
+from prge.formats.bundle import file_sha256, open_bundle
+from prge.formats.documents import DocumentError, read_yaml
+from prge.formats.run_folder import read_metrics
+from prge.system.atomic import write_file
 from server_export.evidence.compare.budget import growing, steps_within
 from server_export.evidence.compare.children import last_words, run_verb
 from server_export.evidence.compare.methods import (
@@ -108,7 +108,7 @@ class Comparison:
         name = (self.settings.model or "").partition("random:")[2]
         if name and not (self.out / "model" / "config.json").is_file():
             from server_export.checkpoint.random_models import save_random_model
-            from server_export.quiet import quiet_libraries
+            from server_export.quiet_libraries import quiet_libraries
 
             quiet_libraries()
             _log(f"random weights for {name}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from prge.pages.document import Block, Bullets, Code, Heading, Paragraph, Picture, Table
+from prge.report.document import Block, Bullets, Code, Heading, Paragraph, Picture, Table
 from server_export.evidence.compare.analysis import Interval, Spread, paired_gap, paired_ratio
 from server_export.evidence.compare.outcome import (
     MEGABYTE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prge.pages.charts import Line, line_chart
+from prge.report.charts import Line, line_chart
 from server_export.evidence.compare.outcome import Outcome, Result, has_quality
 
 _AXES = {"seconds": "seconds of training", "rows": "rows computed, a backward counted as two forwards"}

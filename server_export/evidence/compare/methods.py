@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from prge.errors import ConfigError
-from prge.learning.estimators.protocol import PASSES_OF_BACKPROPAGATION
-from prge.learning.estimators.table import ESTIMATORS, EstimatorName
+from prge.training.estimators.protocol import PASSES_OF_BACKPROPAGATION
+from prge.training.estimators.table import ESTIMATORS, EstimatorName
 from server_export.evidence.baselines.methods import METHODS as PYTORCH
 from server_export.evidence.baselines.methods import MethodEntry
 from server_export.evidence.compare.settings import CompareSettings

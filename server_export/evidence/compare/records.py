@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prge.files.run_folder import FINISHED, SUMMARY, read_metrics
+from prge.formats.run_folder import FINISHED, SUMMARY, read_metrics
 
 Record = dict[str, Any]
 

@@ -6,13 +6,13 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from prge.data.columns import column_names, present_columns
+from prge.data.forms.form import find_form
+from prge.data.forms.task import Task, load_task
+from prge.data.readers.files import Row, Selection, json_fields, select_rows
+from prge.data.sources import Part, Source, read_source
 from prge.errors import DataError, RunError
-from prge.host.atomic import write_file
-from prge.rows.columns import column_names, present_columns
-from prge.rows.forms.form import find_form
-from prge.rows.forms.task import Task, load_task
-from prge.rows.readers.files import Row, Selection, json_fields, select_rows
-from prge.rows.sources import Part, Source, read_source
+from prge.system.atomic import write_file
 from server_export.evidence.compare.settings import CompareSettings
 
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from prge.cli.bounds import bound_problems
+from prge.cli.inputs import AdapterInput
+from prge.cli.outputs import OutputFile, OutputFolder
+from prge.data.options import Overflow
+from prge.data.sources import Part, file_of_part
 from prge.engine import EngineName
 from prge.errors import ConfigError
-from prge.learning.optimizers import OptimizerName, ScheduleName
-from prge.rows.build_options import Overflow
-from prge.rows.sources import Part, file_of_part
-from prge.running.training_flags import ExampleFlags, TrainingFlags
-from prge.verbs.bounds import bound_problems
-from prge.verbs.inputs import AdapterInput
-from prge.verbs.outputs import OutputFile, OutputFolder
+from prge.training.optimizers import OptimizerName, ScheduleName
+from prge.training.settings import ExampleFlags, TrainingFlags
 from server_export.evidence.demo import DEMO, model_path
 from server_export.settings import ExportConfig, PrependBos
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from prge.files.run_folder import environment, write_json
-from prge.host.atomic import write_output
-from prge.verbs.settings import parse_settings, settings_to_yaml
+from prge.cli.settings import parse_settings, settings_to_yaml
+from prge.formats.run_folder import environment, write_json
+from prge.system.atomic import write_output
 from server_export.evidence.leak.settings import LeakSettings
 
 _WARNING = (
@@ -45,7 +45,7 @@ def leak(settings: LeakSettings, log: Callable[[str], None]) -> dict[str, Any]:
     """
     from server_export.evidence.leak.study import run_study
     from server_export.evidence.leak.target import open_target
-    from server_export.quiet import quiet_libraries
+    from server_export.quiet_libraries import quiet_libraries
 
     quiet_libraries()
     result = run_study(open_target(settings), log)

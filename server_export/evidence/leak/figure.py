@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prge.pages.charts import Line, Look, as_file, beside, line_chart
+from prge.report.charts import Line, Look, as_file, beside, line_chart
 
 _PANELS = {
     "length": "unknown tokens of a row",

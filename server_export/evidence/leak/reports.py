@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from prge.learning.estimators.directions import RankOneDirections
 from prge.model_spec import AdaptedModule
+from prge.training.estimators.directions import RankOneDirections
 
 # Of an honest report without noise: what two machines' arithmetic differ by, as a share of its size.
 _ARITHMETIC = 1e-3

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from prge.errors import DataError
-from prge.learning.examples import Example
+from prge.objectives.examples import Example
 
 
 @dataclass(frozen=True)

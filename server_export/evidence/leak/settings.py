@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from prge.cli.bounds import bound_problems
+from prge.cli.field_types import Paths
+from prge.cli.inputs import AdapterInput, BundleInput, TrainRows
+from prge.cli.outputs import OutputFile
 from prge.errors import ConfigError
-from prge.running.training_flags import ExampleFlags
-from prge.verbs.bounds import bound_problems
-from prge.verbs.inputs import AdapterInput, BundleInput, TrainRows
-from prge.verbs.kinds import Paths
-from prge.verbs.outputs import OutputFile
+from prge.training.settings import ExampleFlags
 from server_export.evidence.demo import DEMO, model_path
 from server_export.settings import ExportConfig
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from prge.learning.accounting import epsilon_of
+from prge.training.privacy_accounting import epsilon_of
 from server_export.evidence.leak.prior import consensus, sample
 from server_export.evidence.leak.reports import MOST_SOLVED, View, directions_of, largest, sent
 from server_export.evidence.leak.rows import Form, Rows

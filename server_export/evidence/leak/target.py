@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from prge.data.example_building import load_examples
+from prge.data.forms.task import load_task
+from prge.data.options import BuildOptions
+from prge.data.row_report import warn_unread
+from prge.data.sources import read_source
+from prge.data.tokenization.tokenizer import Tokenizer, bundle_tokenizer
 from prge.errors import ConfigError, DataError
-from prge.files.bundle import Bundle, open_bundle
-from prge.files.peft import read_lora
-from prge.learning.examples import Example
+from prge.formats.bundle import Bundle, open_bundle
+from prge.formats.peft import read_lora
 from prge.model_spec import AdaptedModule, ModelSpec
-from prge.rows.build_options import BuildOptions
-from prge.rows.example_building import load_examples
-from prge.rows.forms.task import load_task
-from prge.rows.report import warn_unread
-from prge.rows.sources import read_source
-from prge.rows.tokenization.tokenizer import Tokenizer, bundle_tokenizer
+from prge.objectives.examples import Example
+from server_export.adapter.initial_adapter import start_adapter
 from server_export.adapter.layers import convert_conv1d
-from server_export.adapter.start import start_adapter
 from server_export.checkpoint.loading import LoadedModel, load_model
 from server_export.checkpoint.tokenization import load_tokenizer, on_device
 from server_export.evidence.leak.rows import Form, Rows, known_form, unknown_part

@@ -159,7 +159,7 @@ class Victim:
 
 
 def _losses(form: Form, logprobs: torch.Tensor, targets: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Loss of every row, f32 [rows], as prge/learning/objectives.py has it."""
+    """Loss of every row, f32 [rows], as prge/objectives/objective.py has it."""
     if form.classes:
         scores = torch.log_softmax(logprobs[:, -1, list(form.classes)], -1)
         return -(labels * scores).sum(-1)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from prge.files.relations import relation_shape
+from prge.formats.relations import relation_shape
 from server_export.ir.recurrences import CONVOLUTION
 from server_export.ir.writer import Writer
 from server_export.trace.model_graph import ModelGraph

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from prge.files.signatures import TABLE
+from prge.formats.signatures import TABLE
 from server_export.ir.block import is_input
 from server_export.ir.operators import Category, members
 from server_export.ir.rewriting import share_equal_calls

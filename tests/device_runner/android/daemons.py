@@ -173,7 +173,9 @@ class Daemon:
 
     def prge(self, *words: object, check: int | None = 0) -> subprocess.CompletedProcess[str]:
         """Run `prge android` as a user would; `check` is the exit code that it must have."""
-        done = self.network.run([sys.executable, "-m", "prge.cli", "android", *words], env=self.environment)
+        done = self.network.run(
+            [sys.executable, "-m", "prge.cli.main", "android", *words], env=self.environment
+        )
         if check is not None and done.returncode != check:
             raise AssertionError(
                 f"prge android {words} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"

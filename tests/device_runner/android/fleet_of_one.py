@@ -36,7 +36,7 @@ def train_fleet_of_one(daemon: Daemon, phone: str, bundle: Path, work: Path, sec
     served = ["--out", work / "fleet", "--keys", keys / "server", "--port", PORT, *plan, *devices]
     with console.open("ab") as stream:
         server = daemon.network.start(
-            [sys.executable, "-m", "prge.cli", "fleet", "serve", *same, *served],
+            [sys.executable, "-m", "prge.cli.main", "fleet", "serve", *same, *served],
             stdout=stream, stderr=stream, env=daemon.environment,
         )  # fmt: skip
     try:

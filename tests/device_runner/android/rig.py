@@ -24,10 +24,10 @@ import numpy as np
 from device_runner.android.packages import Archive, download_debian, unpack_debian
 from device_runner.android.runtime import BundleSettings, Runtime, build_runtime, default_cache
 from prge.errors import PrgeError
-from prge.files.bundle import open_bundle
-from prge.files.journal import Journal
-from prge.files.peft import find_adapter, read_peft
-from prge.running.trials import TRIALS
+from prge.formats.bundle import open_bundle
+from prge.formats.journal import Journal
+from prge.formats.peft import find_adapter, read_peft
+from prge.training.trials import TRIALS
 from tests.device_runner.android.daemons import (
     PORT,
     REPOSITORY,
@@ -373,7 +373,7 @@ def _make_kernel(folder: Path) -> None:
 
 def _prge(*words: object) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "prge.cli", *map(str, words)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "prge.cli.main", *map(str, words)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"prge {words[0]}: {done.stderr}"
 

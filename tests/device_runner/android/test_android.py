@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from prge.files.bundle import open_bundle
-from prge.files.peft import find_adapter, read_peft
+from prge.formats.bundle import open_bundle
+from prge.formats.peft import find_adapter, read_peft
 from tests.device_runner.android.conftest import DEMO
 from tests.device_runner.android.daemons import PHONE, SERIAL, Daemon, wait_for_device
 
@@ -175,7 +175,7 @@ def test_killed_three_times_it_ends_in_the_same_bits(
     words = [*run_words, "--steps", 600]
     daemon.prge("run", *words, "--out", "whole", "--wait")
     killed = phone / "runs" / "killed"
-    command = [sys.executable, "-m", "prge.cli", "android", "run", *words, "--out", "killed", "--wait"]
+    command = [sys.executable, "-m", "prge.cli.main", "android", "run", *words, "--out", "killed", "--wait"]
     client = daemon.network.start(command, env=daemon.environment, stdout=-3, stderr=-3)
     wait_for_steps(killed, 20)
     client.send_signal(signal.SIGKILL)

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from device_runner.android import bench, bundles, taking
+from device_runner.android import bench, bundles
+from device_runner.android import trial as taking
 from device_runner.android.bundles import Model
 from device_runner.android.device import Job, Phone
 from device_runner.engines.native.build import library
 from prge.errors import DeviceError, PrgeError, RunError
-from prge.running.trials import TRIALS
+from prge.training.trials import TRIALS
 from tests.device_runner.android.daemons import Daemon, end_jobs
 from tests.device_runner.android.fake_adb import FakePhone
 
@@ -195,7 +196,7 @@ def test_a_bench_that_was_killed_goes_on(
     path = tmp_path / "phone.json"
     words = ["smollm2-360m", *WORDS, "--steps", 400, "--cache", tmp_path / "cache", "--json", path]
     words += ["--folder", there]
-    command = [sys.executable, "-m", "prge.cli", "android", "bench", *words]
+    command = [sys.executable, "-m", "prge.cli.main", "android", "bench", *words]
     client = daemon.network.start(command, env=daemon.environment, stdout=-3, stderr=-3)
     until = time.monotonic() + 400
     while not (journals := [*there.glob("runs/bench-*/journal.jsonl")]):

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from device_runner.android.adb import Adb, Answer
-from device_runner.android.bringing import send_bundle
 from device_runner.android.command import PushSettings, main
 from device_runner.android.device import Phone
 from device_runner.android.preflight import examine
+from device_runner.android.push import send_bundle
 from device_runner.android.remote import RemoteFlags
 from prge.errors import BundleError, DeviceError
-from prge.files.bundle import MANIFEST, open_bundle
-from prge.files.documents import parse_yaml
+from prge.formats.bundle import MANIFEST, open_bundle
+from prge.formats.documents import parse_yaml
 from tests.bundles import make_bundle
 
 

@@ -13,8 +13,8 @@ import yaml
 
 from device_runner.android.command import REMOTE
 from device_runner.android.remote import RemoteVerb
-from prge.verbs.inputs import Input, InputFile, TestRows, inputs_of
-from prge.verbs.outputs import Output, OutputFile, outputs_of
+from prge.cli.inputs import Input, InputFile, TestRows, inputs_of
+from prge.cli.outputs import Output, OutputFile, outputs_of
 from tests.device_runner.android.fake_adb import FakePhone
 from tests.verbs import prge
 from tests.workshop import write_rows

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from prge.files.documents import parse_yaml
-from prge.files.own_settings import holds_own, key_path
-from prge.files.tuned import bundle_at
+from prge.formats.documents import parse_yaml
+from prge.formats.stored_settings import holds_own, key_path
+from prge.formats.tune_folder import bundle_at
 from tests.bundles import make_bundle
 from tests.device_runner.android.daemons import Daemon, end_jobs
 from tests.device_runner.android.fake_adb import FakePhone

@@ -45,7 +45,7 @@ def test_the_verb_runs_there_with_the_runs_bundle_and_the_runs_as_adapters(phone
         "--stop", "a", "b", said="from here", code=7,
     )  # fmt: skip
     words, settings, read = asked(done.stdout)
-    assert words == ["-m", "prge.cli", "generate"]
+    assert words == ["-m", "prge.cli.main", "generate"]
     given = {
         "bundle": "/data/my bundle",
         "adapter": [f"first={phone.folder}/runs/first", "base"],

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from prge.files.documents import parse_yaml
+from prge.formats.documents import parse_yaml
 from tests.device_runner.android.daemons import REPOSITORY, SERIAL, Daemon, end_jobs
 from tests.device_runner.android.fake_adb import FakePhone
 from tests.workshop import write_rows
@@ -37,7 +37,7 @@ class Workstation:
 
     def start(self, *words: object) -> subprocess.Popen[str]:
         """Begin `prge` with these words, in a session of its own."""
-        command = [*self.prefix, sys.executable, "-m", "prge.cli", *map(str, words)]
+        command = [*self.prefix, sys.executable, "-m", "prge.cli.main", *map(str, words)]
         return subprocess.Popen(
             command, env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,

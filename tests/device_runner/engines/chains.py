@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from device_runner.engines.generator import open_speaker
 from device_runner.engines.opening import OpenEngine, open_engine
-from device_runner.engines.speaking import open_speaker
 from prge.engine import Array, Call, Engine, FloatArray, Target, TokenSequence
-from prge.files.adapter import Adapter, adapter_size
-from prge.files.bundle import Bundle, open_bundle
-from prge.files.peft import write_peft
-from prge.files.signatures import BACK, STACK, TANGENT
-from prge.learning import vocabulary
+from prge.formats.adapter import Adapter, adapter_size
+from prge.formats.bundle import Bundle, open_bundle
+from prge.formats.peft import write_peft
+from prge.formats.signatures import BACK, STACK, TANGENT
 from prge.model_spec import ModelSpec, matrices
+from prge.numerics import vocabulary_shards as vocabulary
 from server_export.checkpoint.loading import load_model
 from server_export.oracle import TorchEngine, open_base
 from tests.templates import random_adapter

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from device_runner.engines.interfaces import AttentionHeads, read_routings
+from device_runner.engines.shapes import AttentionHeads, read_routings
 from prge.engine import Array
-from prge.files import chain as manifest
-from prge.files.chain import Bounds, Interface
-from prge.files.relations import RELATIONS
-from prge.files.signatures import (
+from prge.formats import chain as manifest
+from prge.formats.chain import Bounds, Interface
+from prge.formats.relations import RELATIONS
+from prge.formats.signatures import (
     ALL_ROLES,
     BACK,
     DECODE,
@@ -29,10 +29,10 @@ from prge.files.signatures import (
     TANGENT,
     Port,
 )
-from prge.learning.experts import Routing
+from prge.numerics.expert_routing import Routing
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model
-from server_export.derive.backprop.layers import with_transposed
+from server_export.derive.backward.layers import with_transposed
 from server_export.derive.roles import derive
 from server_export.ir.block import Block
 from server_export.lower.roles import past_of

@@ -20,9 +20,9 @@ from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.opening import OpenEngine
 from prge.engine import Call, FloatArray, Target, TokenSequence
 from prge.errors import RunError
-from prge.files.bundle import Bundle, open_bundle
-from prge.files.chain import Bounds
-from prge.files.signatures import BACK, BACK_SAVED, OF_BACK, SAVE, STACK
+from prge.formats.bundle import Bundle, open_bundle
+from prge.formats.chain import Bounds
+from prge.formats.signatures import BACK, BACK_SAVED, OF_BACK, SAVE, STACK
 from tests.bundles import read_json, write_manifest
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import TOKENS, bits, call_of, computed, export_chain, opened

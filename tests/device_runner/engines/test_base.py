@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from device_runner.engines.base import CheckedEngine, check_threads
-from device_runner.engines.refusals import RefusedError
+from device_runner.engines.errors import RefusedError
 from prge.engine import Call, Directions, FloatArray, Target, TokenSequence
 from prge.errors import EngineError
-from prge.files.adapter import adapter_size
+from prge.formats.adapter import adapter_size
 from prge.model_spec import ModelSpec, matrices
 from tests.bundles import make_spec
 

@@ -23,13 +23,13 @@ from device_runner.engines.opening import OpenEngine
 from device_runner.engines.planning import padded_length
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.engine import Array, Call, Directions, Engine, FloatArray, Target, TokenSequence
-from prge.files.adapter import Adapter
-from prge.files.bundle import Bundle, open_bundle
-from prge.files.signatures import BACK, STACK, TANGENT
-from prge.learning.evaluation import score
-from prge.learning.examples import Example
-from prge.learning.head import Head
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import Bundle, open_bundle
+from prge.formats.signatures import BACK, STACK, TANGENT
 from prge.model_spec import ModelSpec, matrices
+from prge.objectives.classification_head import Head
+from prge.objectives.examples import Example
+from prge.objectives.scoring import score
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import export_chain, opened, split
 from tests.rows import choice, classified, completion, long_choice
@@ -275,7 +275,7 @@ def test_rows_in_chunks_are_what_they_are_alone(long_rows: Path) -> None:
 @pytest.fixture
 def long_rows(made_once: Made, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bundle for rows of up to 160 tokens; rows of more than 64 are computed in chunks."""
-    from prge.files import chain
+    from prge.formats import chain
 
     monkeypatch.setattr(chain, "MOST_WHOLE_TOKENS", 128)
     monkeypatch.setattr(chain, "_SHORT", 64)

@@ -13,8 +13,8 @@ import safetensors.numpy
 
 from device_runner.engines import packed_files
 from prge.errors import BundleError, PrgeError
-from prge.files.bundle import TABLES, open_bundle
-from prge.files.signatures import BACK, STACK
+from prge.formats.bundle import TABLES, open_bundle
+from prge.formats.signatures import BACK, STACK
 from prge.model_spec import LARGEST_SIZE
 from tests.bundles import read_json, rehash, write_manifest
 from tests.compilers import needs_compiler
@@ -251,7 +251,7 @@ def test_a_head_of_another_number_of_pieces_than_was_written_is_refused(
 
 def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) -> None:
     """A head in the place of a block takes the state and gives none."""
-    from device_runner.engines.interfaces import Shapes, block_problems
+    from device_runner.engines.shapes import Shapes, block_problems
     from device_runner.engines.tables import Tables
 
     chain = open_bundle(folder).chain

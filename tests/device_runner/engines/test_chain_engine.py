@@ -18,8 +18,8 @@ from device_runner.engines.chain_engine import ChainEngine
 from device_runner.engines.opening import OpenEngine, open_engine
 from prge.engine import Array, Call
 from prge.errors import EngineError
-from prge.files.bundle import Bundle, open_bundle
-from prge.files.signatures import BACK, STACK, TANGENT
+from prge.formats.bundle import Bundle, open_bundle
+from prge.formats.signatures import BACK, STACK, TANGENT
 from server_export.oracle import TorchEngine
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (

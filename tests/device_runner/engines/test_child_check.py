@@ -15,9 +15,9 @@ import pytest
 
 from device_runner.engines import child_check
 from device_runner.engines.child_check import check_in_child
-from device_runner.engines.refusals import RefusedError
+from device_runner.engines.errors import RefusedError
 from prge.errors import BundleError, EngineError, PrgeError
-from prge.files.run_folder import run_lock
+from prge.formats.run_folder import run_lock
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = Path("block.pte")
@@ -68,7 +68,7 @@ def test_a_child_holds_no_lock_of_a_parent_that_was_killed(tmp_path: Path) -> No
         import os, signal, time
         from pathlib import Path
         from device_runner.engines.child_check import check_in_child
-        from prge.files.run_folder import run_lock
+        from prge.formats.run_folder import run_lock
 
         def attempt():
             os.kill(os.getppid(), signal.SIGKILL)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from prge.engine import Call
-from prge.files.bundle import Bundle, open_bundle
-from prge.files.signatures import BACK, STACK
+from prge.formats.bundle import Bundle, open_bundle
+from prge.formats.signatures import BACK, STACK
 from server_export.oracle import TorchEngine
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from device_runner.engines.batch import Part
 from device_runner.engines.forward import Forward
-from device_runner.engines.parts import Part
-from prge.files.bundle import open_bundle
-from prge.files.signatures import BACK, BACK_SAVED, STACK
+from prge.formats.bundle import open_bundle
+from prge.formats.signatures import BACK, BACK_SAVED, STACK
 from server_export.oracle import TorchEngine, open_base
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (

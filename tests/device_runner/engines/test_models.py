@@ -20,15 +20,15 @@ import pytest
 import torch
 from torch import nn
 
-from device_runner.engines import speaking
+from device_runner.engines import generator as speaking
 from device_runner.engines.activations import ActivationStore
 from device_runner.engines.chain_engine import ChainEngine
-from device_runner.engines.speaking import ChainSpeaker
+from device_runner.engines.generator import ChainSpeaker
 from prge.engine import Array, Call, Engine
-from prge.files import chain
-from prge.files.bundle import open_bundle
-from prge.files.chain import Bounds
-from prge.files.signatures import BACK, STACK, TANGENT
+from prge.formats import chain
+from prge.formats.bundle import open_bundle
+from prge.formats.chain import Bounds
+from prge.formats.signatures import BACK, STACK, TANGENT
 from prge.model_spec import ModelSpec
 from server_export.adapter.layers import default_target_modules, match_target_modules, read_by_rows
 from server_export.checkpoint.loading import load_model, outline_model

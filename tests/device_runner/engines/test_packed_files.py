@@ -16,9 +16,9 @@ import pytest
 
 from device_runner.engines import packed_files
 from device_runner.engines.child_check import check_in_child
+from device_runner.engines.errors import RefusedError
 from device_runner.engines.native.runtime import Arena, Program, WeightsFile, without_threads
 from device_runner.engines.packed_files import HashedFile, PackedFiles, bytes_in, remove_files
-from device_runner.engines.refusals import RefusedError
 from prge.errors import BundleError
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.blocks import METHODS, Kind, example, room, sha256

@@ -17,7 +17,7 @@ from device_runner.engines.planning import (
     turns,
 )
 from prge.engine import STATES_AT_ONCE, IntArray
-from prge.files.chain import Bounds
+from prge.formats.chain import Bounds
 
 BOUNDS = Bounds(copies=3, batch=4, tokens=300, piece=100)
 COUNTS = st.lists(st.integers(1, BOUNDS.tokens), min_size=1, max_size=40)

@@ -10,7 +10,7 @@ import pytest
 
 from device_runner.engines.readouts import LogProbabilities, PooledStates
 from prge.engine import Target, TokenSequence
-from prge.files.chain import MASKED, Bounds
+from prge.formats.chain import MASKED, Bounds
 
 TARGETS = (Target(18, 1, 1.0, 0), Target(8, 1, 1.0, 0))
 SEQUENCES = [TokenSequence((1,) * 90, TARGETS), TokenSequence((1,) * 90), TokenSequence((1,) * 120)]

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from device_runner.fleet import local, opening
+from device_runner.fleet import local_round as local
+from device_runner.fleet import server as opening
 from device_runner.fleet.agreement import Agreement
-from device_runner.fleet.common import unpack_state
 from device_runner.fleet.coordinator import Coordinator, RoundReport
 from device_runner.fleet.device import FLEETS, LEDGER, OWN, STATE, DeviceSettings, answer, make_device
 from device_runner.fleet.messages import Task
-from device_runner.fleet.opening import ServerSettings, open_fleet
+from device_runner.fleet.server import ServerSettings, open_fleet
+from device_runner.fleet.state import unpack_state
 from prge.engine import FloatArray
-from prge.files.bundle import open_bundle
-from prge.learning.checkpoint import TrainingState
+from prge.formats.bundle import open_bundle
+from prge.training.checkpoint import TrainingState
 from tests.device_runner.numpy_device import Device, write_films
 
 NODES = (11, 22, 33)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prge.cli import main
+from prge.cli.main import main
 
 
 @pytest.mark.parametrize(

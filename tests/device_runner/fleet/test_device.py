@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from device_runner.fleet.common import pack_state
 from device_runner.fleet.device import FLEETS, LEDGER, answer
 from device_runner.fleet.messages import Answer, Refusal, Steps, Task, parse_answer
-from device_runner.fleet.opening import open_fleet
-from device_runner.session.gates import Gates
+from device_runner.fleet.server import open_fleet
+from device_runner.fleet.state import pack_state
+from device_runner.session.pauses import Gates
 from prge.engine import FloatArray
-from prge.files.journal import Journal
-from prge.learning.accounting import epsilon_of
+from prge.formats.journal import Journal
+from prge.training.privacy_accounting import epsilon_of
 from tests.device_runner.fleet.fleets import NODES, Fleet, kinds, ledger
 from tests.device_runner.numpy_device import Killed
 

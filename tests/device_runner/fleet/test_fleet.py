@@ -15,11 +15,11 @@ import pytest
 from device_runner.fleet.coordinator import RoundReport
 from device_runner.fleet.device import FLEETS, STATE, answer
 from device_runner.fleet.messages import Answer, Refusal, Task, parse_answer
-from device_runner.fleet.opening import open_fleet
+from device_runner.fleet.server import open_fleet
 from device_runner.replay import main as replay
 from prge.errors import ConfigError, RunError
-from prge.files.journal import Journal
-from prge.files.peft import read_peft
+from prge.formats.journal import Journal
+from prge.formats.peft import read_peft
 from tests.device_runner.fleet.fleets import NODES, Fleet, kinds, play, same
 from tests.device_runner.numpy_device import Killed
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from device_runner.fleet.partition import parts
 from prge.engine import TokenSequence
 from prge.errors import ConfigError
-from prge.learning.examples import Example
+from prge.objectives.examples import Example
 
 
 def _examples(count: int, classes: int) -> list[Example]:

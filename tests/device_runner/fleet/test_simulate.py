@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from device_runner.fleet import local, opening, simulate
+from device_runner.fleet import local_round as local
+from device_runner.fleet import server as opening
+from device_runner.fleet import simulate
 from device_runner.fleet.coordinator import Coordinator, RoundReport
 from device_runner.fleet.simulate import SimulateSettings, Simulation
+from prge.cli.settings import read_settings
 from prge.errors import RunError
-from prge.verbs.settings import read_settings
 from tests.device_runner.numpy_device import Device, Killed, write_films
 
 Words = Callable[..., list[str]]

@@ -13,20 +13,20 @@ import numpy as np
 from device_runner.serving.access import Access
 from device_runner.serving.app import make_app
 from device_runner.serving.feedback import Feedback, FeedbackFile
-from device_runner.serving.listening import Server, address_of, listening
 from device_runner.serving.models import Models
+from device_runner.serving.uvicorn_server import Server, address_of, listening
 from device_runner.serving.worker import Worker
-from device_runner.session.conditions import Cool
-from device_runner.session.gates import Gates
+from device_runner.session.constraints import Cool
+from device_runner.session.pauses import Gates
 from device_runner.session.sensors import Sensors
+from prge.data.feedback_examples import FeedbackExamples
+from prge.data.tokenization import chat
+from prge.data.tokenization.tokenizer import Tokenizer
 from prge.engine import FloatArray
-from prge.files.adapter import Adapter
-from prge.rows.feedback_examples import FeedbackExamples
-from prge.rows.tokenization import chat
-from prge.rows.tokenization.tokenizer import Tokenizer
-from prge.text.loop import Generator
+from prge.formats.adapter import Adapter
+from prge.generation.loop import Generator
 from tests.bundles import make_spec
-from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.speakers import NumpySpeaker, make_adapter
 
 CONTEXT = 2048

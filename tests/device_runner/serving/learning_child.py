@@ -13,18 +13,18 @@ from pathlib import Path
 from device_runner.serving.access import Access
 from device_runner.serving.app import make_app
 from device_runner.serving.feedback import Feedback, FeedbackFile
-from device_runner.serving.flags import LearnFlags
 from device_runner.serving.history import FEEDBACK
 from device_runner.serving.learning import Learning, plan_rounds
-from device_runner.serving.listening import Server, address_of, listening
 from device_runner.serving.models import Models
 from device_runner.serving.round_process import RoundProcess
+from device_runner.serving.settings import LearnFlags
+from device_runner.serving.uvicorn_server import Server, address_of, listening
 from device_runner.serving.worker import Worker
 from device_runner.session.settings import EngineFlags
-from prge.files.adapter import Adapter
-from prge.files.bundle import open_bundle
-from prge.rows.tokenization.tokenizer import bundle_tokenizer
-from prge.text.loop import Generator
+from prge.data.tokenization.tokenizer import bundle_tokenizer
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import open_bundle
+from prge.generation.loop import Generator
 from tests.device_runner.serving.child import SlowSpeaker
 from tests.speakers import make_adapter
 

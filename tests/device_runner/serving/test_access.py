@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from device_runner.serving.access import Access
-from device_runner.serving.listen_flags import ListenFlags
+from device_runner.serving.listen_settings import ListenFlags
 from device_runner.serving.protocol import RequestError
 from prge.errors import ConfigError
 

@@ -16,9 +16,9 @@ import pytest
 from device_runner.serving import feedback as module
 from device_runner.serving.feedback import Feedback, FeedbackFile
 from device_runner.serving.protocol import Asked, Judgement, RequestError
-from prge.rows.readers.feedback import Answered, read_feedback
-from prge.text.choice import ChoiceSettings
-from tests.prge.rows.test_feedback_examples import make_examples
+from prge.data.readers.feedback import Answered, read_feedback
+from prge.generation.sampling import ChoiceSettings
+from tests.prge.data.test_feedback_examples import make_examples
 
 Make = Callable[..., Feedback]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from prge.rows.readers.feedback import Answered, read_feedback
+from prge.data.readers.feedback import Answered, read_feedback
 from tests.device_runner.numpy_device import Device
 from tests.device_runner.serving.processes import server_process
 from tests.verbs import REPOSITORY
@@ -162,7 +162,7 @@ def test_a_file_of_150_000_rows_that_is_read(tmp_path: Path) -> None:
 def test_rows_that_are_forgotten_beside_a_server(tmp_path: Path) -> None:
     path = tmp_path / "learn/feedback.jsonl"
     write_many(path)
-    words = [sys.executable, "-m", "prge.cli", "rows", "forget", path, "--match", " 149999"]
+    words = [sys.executable, "-m", "prge.cli.main", "rows", "forget", path, "--match", " 149999"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with serving(tmp_path, 10**6) as child, ThreadPoolExecutor(1) as pool:
         id = child.answer()

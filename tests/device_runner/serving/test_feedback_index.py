@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from device_runner.serving.feedback_index import ChangedError, Entry, FeedbackIndex
-from prge.rows.readers.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
+from prge.data.readers.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
 
 
 def rows(*numbers: int) -> list[Any]:

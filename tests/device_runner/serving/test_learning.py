@@ -18,22 +18,22 @@ from device_runner import run as run_verb
 from device_runner.serving import learning as module
 from device_runner.serving import rounds
 from device_runner.serving.feedback_index import Entry
-from device_runner.serving.flags import LearnFlags
 from device_runner.serving.history import FEEDBACK, HISTORY, date_of
 from device_runner.serving.learning import Learning, plan_rounds
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.round_process import RoundProcess
 from device_runner.serving.rounds import Round, held_back, outcome_of, read_kept
+from device_runner.serving.settings import LearnFlags
 from device_runner.session.sensors import Reading, Sensors
 from device_runner.session.settings import EngineFlags, RunSettings
+from prge.data.readers.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
+from prge.data.tokenization import chat
+from prge.data.tokenization.tokenizer import bundle_tokenizer
 from prge.errors import AdapterError, ConfigError, RunError
-from prge.files.adapter import Adapter
-from prge.files.bundle import open_bundle
-from prge.files.journal import Journal
-from prge.files.peft import read_lora, read_peft, write_lora
-from prge.rows.readers.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
-from prge.rows.tokenization import chat
-from prge.rows.tokenization.tokenizer import bundle_tokenizer
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import open_bundle
+from prge.formats.journal import Journal
+from prge.formats.peft import read_lora, read_peft, write_lora
 from tests.device_runner.numpy_device import Device, Killed
 from tests.hostile_feedback import HOSTILE, HOSTILE_TEMPLATE, ODD, said
 from tests.templates import random_adapter
@@ -310,7 +310,7 @@ def test_a_folder_keeps_the_day_that_it_began_on(place: Place, monkeypatch: pyte
         def today(cls) -> Later:
             return cls.fromisoformat("2027-01-02")
 
-    monkeypatch.setattr("prge.running.training_flags.date", Later)
+    monkeypatch.setattr("prge.training.settings.date", Later)
     feedback(place.learn / FEEDBACK, EVERY)
     place.learnt()
     learnt = place.processes[0].round.settings.date

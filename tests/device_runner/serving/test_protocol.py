@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from device_runner.serving.protocol import Reply, RequestError, read_chat, read_completion, usage_of
-from prge.text.choice import ChoiceSettings
+from prge.generation.sampling import ChoiceSettings
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "Once"}

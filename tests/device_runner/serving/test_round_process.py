@@ -19,14 +19,14 @@ import pytest
 from device_runner.serving.feedback_index import FeedbackIndex
 from device_runner.serving.round_process import RoundProcess
 from device_runner.serving.rounds import Round, outcome_of
-from device_runner.session.planning import settled
+from device_runner.session.plan import settled
 from device_runner.session.settings import RunSettings
+from prge.data.readers.feedback import Answered, append_feedback, forget_rows
 from prge.errors import RunError
-from prge.files.adapter import Adapter
-from prge.files.bundle import open_bundle
-from prge.files.run_folder import is_held, run_lock
-from prge.files.signatures import BACK
-from prge.rows.readers.feedback import Answered, append_feedback, forget_rows
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import open_bundle
+from prge.formats.run_folder import is_held, run_lock
+from prge.formats.signatures import BACK
 from tests.device_runner.numpy_device import Device
 from tests.verbs import REPOSITORY
 
@@ -36,7 +36,7 @@ import pickle, sys, time
 from pathlib import Path
 
 from device_runner.serving.round_process import RoundProcess
-from prge.files.run_folder import run_lock
+from prge.formats.run_folder import run_lock
 
 RoundProcess.words = "-c", sys.argv[3]
 with run_lock(Path(sys.argv[2])) as lock:

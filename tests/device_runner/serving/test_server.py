@@ -21,10 +21,10 @@ import openai
 import pytest
 
 from device_runner.serving.app import BYTES_A_TOKEN, BYTES_BESIDE, MOST_HELD
-from prge.text.loop import GenerationSettings, Generator, Request
-from prge.text.prompts import Prompts
+from prge.generation.loop import GenerationSettings, Generator, Request
+from prge.generation.prompts import Prompts
 from tests.device_runner.serving.child import CONTEXT, FAILING, SlowSpeaker, adapters, make_tokenizer
-from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.prge.data.tiny_tokenizers import byte_level_backend
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SLOW = 0.01

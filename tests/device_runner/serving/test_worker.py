@@ -15,12 +15,12 @@ from device_runner.serving.access import Access
 from device_runner.serving.app import make_app
 from device_runner.serving.models import Models
 from device_runner.serving.worker import BusyError, Told, Worker
+from prge.data.tokenization.tokenizer import Tokenizer
 from prge.engine import FloatArray
 from prge.errors import DataError, EngineError
-from prge.rows.tokenization.tokenizer import Tokenizer
-from prge.text.loop import GenerationSettings, Generator, Request, Ticket
-from prge.text.prompts import Prompt
-from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from prge.generation.loop import GenerationSettings, Generator, Request, Ticket
+from prge.generation.prompts import Prompt
+from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.speakers import NumpySpeaker, make_adapter
 
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from device_runner.session.machine import facts
-from prge.host.memory import memory_info
+from prge.system.memory import memory_info
 
 
 def test_facts_are_of_jsons_types_and_of_this_machine() -> None:

@@ -11,15 +11,15 @@ import pytest
 
 from device_runner.session.samples import SamplePrompt, Samples, Writer, read_prompts
 from device_runner.session.settings import RunSettings
+from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import DataError
-from prge.files.run_folder import SAMPLES
-from prge.learning.checkpoint import TrainingState
-from prge.learning.optimizers import make_optimizer
-from prge.rows.tokenization.tokenizer import Tokenizer
-from prge.running.watching import Watcher
-from prge.text.loop import GenerationSettings, Generator, Request
-from prge.text.prompts import Prompts
-from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from prge.formats.run_folder import SAMPLES
+from prge.generation.loop import GenerationSettings, Generator, Request
+from prge.generation.prompts import Prompts
+from prge.training.checkpoint import TrainingState
+from prge.training.monitor import Watcher
+from prge.training.optimizers import make_optimizer
+from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.speakers import NumpySpeaker, make_adapter
 
 TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import yaml
 
-from device_runner.session.planning import plan_run, settled
+from device_runner.session.plan import plan_run, settled
 from device_runner.session.settings import RunSettings
+from prge.cli.settings import parse_settings
 from prge.errors import ConfigError
-from prge.files.bundle import Bundle
-from prge.files.signatures import BACK, STACK, TANGENT
-from prge.learning.estimators.differences import Antithetic, Differences, OneSided
-from prge.learning.estimators.exact import Exact
-from prge.learning.estimators.table import make_estimator
-from prge.learning.estimators.tangents import Tangents
-from prge.learning.preferences import DPO, KTO
-from prge.running.recipe import Recipe
-from prge.verbs.settings import parse_settings
+from prge.formats.bundle import Bundle
+from prge.formats.signatures import BACK, STACK, TANGENT
+from prge.objectives.preferences import DPO, KTO
+from prge.training.estimators.differences import Antithetic, Differences, OneSided
+from prge.training.estimators.exact import Exact
+from prge.training.estimators.table import make_estimator
+from prge.training.estimators.tangents import Tangents
+from prge.training.recipe import Recipe
 from tests.bundles import make_small_chain, opened_bundle
 from tests.rows import classified, completion, long_choice
 

@@ -12,9 +12,9 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from prge.files.bundle import open_bundle
-from prge.files.documents import DocumentError, parse_json
-from prge.files.journal import Journal
+from prge.formats.bundle import open_bundle
+from prge.formats.documents import DocumentError, parse_json
+from prge.formats.journal import Journal
 from tests.bundles import PROGRAM, make_bundle
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from auditing import audit, interval
 
-from prge.learning.accounting import epsilon_of
+from prge.training.privacy_accounting import epsilon_of
 
 DELTA = 1e-5
 

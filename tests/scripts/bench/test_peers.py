@@ -12,8 +12,8 @@ import peers
 import pytest
 from peers import EXECUTORCH, MLX, LackingError, command_of, ratios
 
-from prge.host.user_cache import cache_path
-from prge.running.trials import TRIALS
+from prge.system.user_cache import cache_path
+from prge.training.trials import TRIALS
 from server_export.checkpoint.random_models import CONFIGURATIONS, save_random_model
 
 SMALL = replace(TRIALS["smollm2-135m"], batch=2, tokens=16)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prge.files.layers import StoredLayer
+from prge.formats.layers import StoredLayer
 from server_export.calibrate.calibration import calibrate
 from tests.server_export.calibrate.chains import ROWS, int4_chain
 

@@ -13,7 +13,7 @@ from server_export.calibrate.sensitivities import choose_int8, int4_layers, meas
 from server_export.checkpoint.tokenization import on_device
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock
-from server_export.model.inputs import Walk
+from server_export.model.walk import Walk
 from server_export.pipeline import in_scheme, with_int8
 from server_export.quantize.frozen import codes_of, scale_of
 from tests.server_export.calibrate.chains import ROWS, int4_chain

@@ -17,7 +17,7 @@ from server_export.calibrate.sensitivities import (
     measure,
 )
 from server_export.model.eager import EagerBlock
-from server_export.model.inputs import Walk
+from server_export.model.walk import Walk
 from server_export.pipeline import in_scheme, with_int8
 from tests.server_export.calibrate.chains import ROWS, int4_chain
 

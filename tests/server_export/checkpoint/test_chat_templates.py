@@ -14,17 +14,17 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from prge.data.example_building import build_examples
+from prge.data.readers.files import Row
+from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import ConfigError
-from prge.rows.example_building import build_examples
-from prge.rows.readers.files import Row
-from prge.rows.tokenization.tokenizer import Tokenizer
-from prge.text.prompts import Prompts
+from prge.generation.prompts import Prompts
 from server_export.checkpoint.chat_templates import PLAIN, give_template, plain_template
 from server_export.checkpoint.tokenization import on_device
 from server_export.settings import PrependBos
 from tests.bundles import make_spec
-from tests.prge.rows.chat_templates import CHATML
-from tests.prge.rows.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
+from tests.prge.data.chat_templates import CHATML
+from tests.prge.data.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
 from tests.tiny_models import make_tokenizer
 
 SIZE = 1000

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from prge.rows.tokenization.tokenizer import MOST_TOKENIZER_BYTES
+from prge.data.tokenization.tokenizer import MOST_TOKENIZER_BYTES
 from server_export.checkpoint.files import (
     end_tokens,
     fetch_weights,

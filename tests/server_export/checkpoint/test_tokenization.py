@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from prge.rows.example_building import build_examples
-from prge.rows.readers.files import Row
-from prge.rows.tokenization.tokenizer import load_tokenizer as read_tokenizer
+from prge.data.example_building import build_examples
+from prge.data.readers.files import Row
+from prge.data.tokenization.tokenizer import load_tokenizer as read_tokenizer
 from server_export.checkpoint.files import end_tokens, find_files
 from server_export.checkpoint.tokenization import (
     check_tokenizer,

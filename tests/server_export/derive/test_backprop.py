@@ -13,14 +13,14 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from prge.errors import BundleError
-from server_export.derive.backprop.joint import SLOPE, backpropagate
-from server_export.derive.backprop.layers import TRANSPOSED, with_transposed
-from server_export.derive.backprop.rules import ONES, write_backward
+from server_export.derive.backward.joint import SLOPE, backpropagate
+from server_export.derive.backward.layers import TRANSPOSED, with_transposed
+from server_export.derive.backward.rules import ONES, write_backward
 from server_export.ir.operators import rules
 from server_export.ir.rewriting import rewritten_graph
 from server_export.ir.shapes import fill_in_values
 from server_export.ir.softmax_parts import SOFTMAX_PARTS, SoftmaxParts
-from tests.server_export.derive.tangent.graphs import Function, inputs_of, random, relative_difference
+from tests.server_export.derive.jvp.graphs import Function, inputs_of, random, relative_difference
 
 torch.set_num_threads(1)
 

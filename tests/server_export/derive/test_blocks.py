@@ -10,18 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from prge.files.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT, Part, Port
+from prge.formats.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT, Part, Port
 from server_export.adapter.layers import convert_conv1d, match_target_modules
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model
-from server_export.derive.backprop.layers import TRANSPOSED
+from server_export.derive.backward.layers import TRANSPOSED
 from server_export.derive.roles import derive, is_head
 from server_export.ir.block import Block
 from server_export.ir.modules import attribute
 from server_export.model.chain import ModelChain
 from server_export.pipeline import build_chain
 from server_export.trace.attention import padding_mask
-from tests.server_export.derive.tangent.graphs import random, relative_difference
+from tests.server_export.derive.jvp.graphs import random, relative_difference
 from tests.tiers import rest
 from tests.tiny_models import ARCHITECTURES, save_model
 

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from server_export.derive.backprop.joint import SLOPE, backpropagate
-from server_export.derive.backprop.partition import Parts, partition
-from server_export.derive.backprop.rules import ONES
+from server_export.derive.backward.joint import SLOPE, backpropagate
+from server_export.derive.backward.partition import Parts, partition
+from server_export.derive.backward.rules import ONES
 from server_export.ir.rewriting import rewritten_graph
-from tests.server_export.derive.tangent.graphs import inputs_of, random
+from tests.server_export.derive.jvp.graphs import inputs_of, random
 
 torch.set_num_threads(1)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from prge.files.signatures import (
+from prge.formats.signatures import (
     BACK,
     CAUSAL,
     DECODE,
@@ -33,7 +33,7 @@ from server_export.ir.recurrences import (
 )
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock
-from tests.server_export.derive.tangent.graphs import random, relative_difference
+from tests.server_export.derive.jvp.graphs import random, relative_difference
 from tests.server_export.derive.test_blocks import chain_of, with_weights
 from tests.tiers import rest
 from tests.tiny_models import RECURRENT

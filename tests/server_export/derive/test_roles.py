@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from prge.files.signatures import (
+from prge.formats.signatures import (
     ALL_ROLES,
     BACK,
     PREFILL,
@@ -22,7 +22,7 @@ from prge.files.signatures import (
 from server_export.derive.roles import derive, derive_together
 from server_export.ir import markers
 from server_export.ir.block import Block
-from tests.server_export.derive.tangent.graphs import random, relative_difference
+from tests.server_export.derive.jvp.graphs import random, relative_difference
 from tests.server_export.derive.test_blocks import chain_of, with_weights
 
 torch.set_num_threads(1)

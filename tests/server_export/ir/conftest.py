@@ -8,7 +8,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 
 from server_export.ir.tangents import Tangents
-from tests.server_export.derive.tangent.graphs import QUERIES, TOKENS
+from tests.server_export.derive.jvp.graphs import QUERIES, TOKENS
 
 
 @pytest.fixture

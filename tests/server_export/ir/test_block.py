@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from prge.files.signatures import Port
+from prge.formats.signatures import Port
 from server_export.ir.block import Block, is_input, new_input, port_of
 from server_export.ir.markers import BATCH, COPIES, TOKENS
 from server_export.ir.shapes import fill_in_values

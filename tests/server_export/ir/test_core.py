@@ -12,7 +12,7 @@ from server_export.ir.core import write_core_operators
 from server_export.ir.rewriting import rewrite
 from server_export.ir.shapes import fill_in_values
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
-from tests.server_export.derive.tangent.graphs import Function
+from tests.server_export.derive.jvp.graphs import Function
 
 aten = torch.ops.aten
 X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from prge.files.relations import relation
+from prge.formats.relations import relation
 from server_export.ir.recurrences import RECURRENCE, expand, recurrence
 
 ROWS, WIDTH, VALUE = 2, 3, 4

@@ -10,7 +10,7 @@ from server_export.ir.core import write_core_operators
 from server_export.ir.mixed_parts import MIXED_PARTS, MixedParts
 from server_export.ir.rewriting import rewritten_graph
 from server_export.ir.shapes import fill_in_values
-from tests.server_export.derive.tangent.graphs import Function, random
+from tests.server_export.derive.jvp.graphs import Function, random
 
 SIZE = st.integers(1, 5)
 SIZES = st.tuples(SIZE, SIZE, SIZE, SIZE, SIZE)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from server_export.ir.operators import differentiable
 from server_export.ir.plain import take_apart, unknown_operators
 from server_export.ir.rewriting import rewrite
-from tests.server_export.derive.tangent.graphs import Function
+from tests.server_export.derive.jvp.graphs import Function
 
 torch.set_num_threads(1)
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from server_export.ir.operators import rules
 from server_export.ir.rewriting import is_dequantization, quantize_apart, rewrite
-from tests.server_export.derive.tangent.graphs import Function
+from tests.server_export.derive.jvp.graphs import Function
 
 torch.set_num_threads(1)
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from server_export.ir.tangents import Dual, Interleaved, Tangents
-from tests.server_export.derive.tangent.graphs import (
+from tests.server_export.derive.jvp.graphs import (
     QUERIES,
     TOKENS,
     Function,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prge.files.relations import relation
+from prge.formats.relations import relation
 from server_export.ir.core import write_core_operators
 from server_export.ir.rewriting import rewritten_graph
 from server_export.ir.shapes import fill_in_values
 from server_export.ir.unit_inverse import UNIT_INVERSE, UnitInverse
-from tests.server_export.derive.tangent.graphs import Function, random
+from tests.server_export.derive.jvp.graphs import Function, random
 
 
 def tables(count: int) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -13,12 +13,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from prge.errors import BundleError
-from prge.files.signatures import Port
+from prge.formats.signatures import Port
 from server_export.ir.block import Block
 from server_export.ir.rewriting import rewritten_graph
 from server_export.lower import cache
+from server_export.lower.block_type import LoweredKind
 from server_export.lower.cache import ProgramCache
-from server_export.lower.kind import LoweredKind
 from server_export.lower.sizes import Method, Size
 
 WIDTH = 16

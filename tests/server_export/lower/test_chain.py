@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from prge.errors import Refusal
-from prge.files.chain import Bounds, TensorSpec
-from prge.files.signatures import BACK, OF_BACK, STACK, TANGENT
+from prge.formats.chain import Bounds, TensorSpec
+from prge.formats.signatures import BACK, OF_BACK, STACK, TANGENT
 from server_export.check.chain import FLOAT_TOLERANCE, check_specs, verify_chain
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from server_export.adapter.initial_adapter import StartAdapter, start_adapter
 from server_export.adapter.layers import convert_conv1d
-from server_export.adapter.start import StartAdapter, start_adapter
 from server_export.checkpoint.loading import prepare_model
 from server_export.settings import ExportConfig
 from tests.tiny_models import DECODERS, make_model

@@ -12,13 +12,13 @@ import torch
 import transformers
 
 from prge.errors import BundleError, ConfigError, Refusal
+from server_export.adapter.initial_adapter import start_adapter
 from server_export.adapter.layers import (
     convert_conv1d,
     default_target_modules,
     match_target_modules,
     read_by_rows,
 )
-from server_export.adapter.start import start_adapter
 from server_export.check.model import compare_with_model
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model

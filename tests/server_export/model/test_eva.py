@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from prge.errors import DataError
-from server_export.adapter.start import StartAdapter, start_adapter
+from server_export.adapter.initial_adapter import StartAdapter, start_adapter
 from server_export.checkpoint.loading import outline_model
 from server_export.checkpoint.tokenization import on_device
 from server_export.model.eva import principal_start
 from server_export.model.row_tokens import row_tokens
 from server_export.settings import ExportConfig
 from tests.bundles import make_spec
-from tests.server_export.model.test_inputs import ROWS, expected_inputs, thin_chain
+from tests.server_export.model.test_walk import ROWS, expected_inputs, thin_chain
 from tests.tiny_models import VOCABULARY, WIDTH, make_tokenizer, save_model
 
 RANK = 3

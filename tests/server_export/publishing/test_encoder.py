@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from prge.errors import BundleError
-from prge.files.bundle import file_sha256, manifest_sha256, open_bundle
+from prge.formats.bundle import file_sha256, manifest_sha256, open_bundle
 from server_export.bundle import write_manifest
 from server_export.checkpoint.loading import prepare_model
 from server_export.lower.program import write_program

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prge.errors import BundleError
-from prge.files.peft import read_lora
+from prge.formats.peft import read_lora
 from server_export.publish import main
 from server_export.publishing.gguf_adapter import write_gguf
 from tests.server_export.adapters import RANK, trained_adapter
@@ -71,7 +71,7 @@ def test_it_is_read_back_as_it_was_trained(tmp_path: Path, architecture: str) ->
 
 
 def test_keys_are_turned_by_their_own_heads(tmp_path: Path) -> None:
-    from prge.files.peft import PeftAdapter
+    from prge.formats.peft import PeftAdapter
 
     name = "model.layers.1.self_attn.k_proj"
     random = np.random.default_rng(0)
@@ -85,7 +85,7 @@ def test_keys_are_turned_by_their_own_heads(tmp_path: Path) -> None:
 
 def test_modules_keep_their_own_rank_and_scale(tmp_path: Path) -> None:
     """llama.cpp multiplies by the file's alpha over the rank of each module."""
-    from prge.files.peft import PeftAdapter
+    from prge.formats.peft import PeftAdapter
 
     random = np.random.default_rng(0)
     ranks = {f"model.layers.{layer}.self_attn.o_proj": rank for layer, rank in ((0, 1), (1, 3))}
@@ -119,7 +119,7 @@ def test_modules_keep_their_own_rank_and_scale(tmp_path: Path) -> None:
     ],
 )
 def test_what_has_no_place_is_refused(tmp_path: Path, architecture: str, module: str, message: str) -> None:
-    from prge.files.peft import PeftAdapter
+    from prge.formats.peft import PeftAdapter
 
     lora_a, lora_b = np.ones((1, 4), np.float32), np.ones((4, 1), np.float32)
     adapter = PeftAdapter({"r": 1, "lora_alpha": 1}, {module: lora_a}, {module: lora_b})

@@ -141,7 +141,7 @@ def test_a_cache_of_a_few_tokens_is_refused() -> None:
 
 
 def test_what_does_not_generate_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from prge.cli import main as prge
+    from prge.cli.main import main as prge
 
     base = save_model(tmp_path / "bert", "bert")
     trained = trained_adapter(base, tmp_path / "trained")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from prge.text.prompts import Prompts
-from server_export.checkpoint.base import BaseModel
+from prge.generation.prompts import Prompts
+from server_export.checkpoint.base_model import BaseModel
 from server_export.checkpoint.tokenization import on_device
 from server_export.publishing.model_card import CardFacts, model_card, read_run
 from tests.tiny_models import VOCABULARY, make_tokenizer

@@ -25,7 +25,7 @@ from server_export.trace.model_graph import ModelGraph, TracedModel
 from server_export.trace.passes import Changes, run_passes
 from server_export.trace.patterns import unread_modules
 from server_export.trace.tables import ModelTables
-from tests.server_export.derive.tangent.graphs import Function
+from tests.server_export.derive.jvp.graphs import Function
 
 RANK = 2
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from prge.files.signatures import Port
+from prge.formats.signatures import Port
 from prge.model_spec import Matrix
 from server_export.ir.rewriting import rewritten_graph
 from server_export.trace.cutting import ModelBlock, cut, kinds

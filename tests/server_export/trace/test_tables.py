@@ -12,8 +12,8 @@ import torch
 from safetensors.numpy import save_file
 
 from device_runner.engines.tables import Tables
-from prge.files.bundle import TABLES
-from prge.files.chain import Table
+from prge.formats.bundle import TABLES
+from prge.formats.chain import Table
 from server_export.trace.attention import causal_mask, window_mask
 from server_export.trace.tables import ModelTable, ModelTables, TableRotary, make_rotary_tables
 from tests.tiny_models import make_model

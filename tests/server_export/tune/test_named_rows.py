@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from prge.cli.field_types import Paths
+from prge.data.readers.feedback import Answered, append_feedback
+from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import ConfigError, DataError
-from prge.rows.readers.feedback import Answered, append_feedback
-from prge.rows.tokenization.tokenizer import Tokenizer
-from prge.verbs.kinds import Paths
 from server_export.tune.named_rows import NamedRows
 from server_export.tune.settings import TuneSettings
 from tests.bundles import make_spec
-from tests.prge.rows.chat_templates import CHATML
-from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.prge.data.chat_templates import CHATML
+from tests.prge.data.tiny_tokenizers import byte_level_backend
 
 SPEC = make_spec(sequence_length=40, width=8, vocabulary_size=1000)
 TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import date
 from pathlib import Path
 
-from prge.rows.readers.files import Row, RowNumber
+from prge.data.readers.files import Row, RowNumber
 from server_export.tune.row_files import RowFiles
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from prge.data.tokenization.tokenizer import Tokenizer
 from prge.engine import Target, TokenSequence
-from prge.learning.examples import Example
-from prge.rows.tokenization.tokenizer import Tokenizer
+from prge.objectives.examples import Example
 from server_export.check.estimation import estimate
 from server_export.settings import EstimateConfig
 from server_export.tune import tokenizing as module

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from device_runner.engines.child_check import check_in_child
+from device_runner.engines.errors import RefusedError
 from device_runner.engines.native.build import stock_package
 from device_runner.engines.native.runtime import (
     Arena,
@@ -24,10 +25,9 @@ from device_runner.engines.native.runtime import (
     in_a_row,
     without_threads,
 )
-from device_runner.engines.refusals import RefusedError
 from prge.engine import Array
 from prge.errors import PrgeError
-from prge.files.bundle import file_sha256
+from prge.formats.bundle import file_sha256
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.blocks import (
     METHODS,

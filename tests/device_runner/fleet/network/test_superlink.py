@@ -19,7 +19,7 @@ from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 
 from device_runner.fleet.network.client import check_server
-from device_runner.fleet.network.home import NAME
+from device_runner.fleet.network.flower_files import NAME
 from device_runner.fleet.network.keys import DeviceKeys, ServerKeys, make_keys
 from device_runner.fleet.network.superlink import superlink
 from prge.errors import DeviceError, RunError

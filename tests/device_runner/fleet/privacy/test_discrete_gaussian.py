@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from device_runner.fleet.privacy.discrete_gaussian import _below, discrete_gaussian
-from prge.learning.accounting import epsilon_of
+from prge.training.privacy_accounting import epsilon_of
 
 DELTA = 1e-5
 

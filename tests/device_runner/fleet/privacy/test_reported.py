@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device_runner.fleet.agreement import Plan
-from device_runner.fleet.local import _Turns
+from device_runner.fleet.local_round import _Turns
 from device_runner.fleet.privacy.reported import (
     Reported,
     exposure,
@@ -24,10 +24,10 @@ from device_runner.fleet.privacy.reported import (
     whole_sum,
 )
 from prge.engine import Engine, TokenSequence
-from prge.learning.estimators.protocol import Measurement, Step
-from prge.learning.estimators.tangents import Tangents
-from prge.learning.examples import Example
 from prge.model_spec import AdaptedModule
+from prge.objectives.examples import Example
+from prge.training.estimators.protocol import Measurement, Step
+from prge.training.estimators.tangents import Tangents
 
 MODULES = [AdaptedModule("layer", 2, 4, 6)]
 

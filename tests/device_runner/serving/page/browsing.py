@@ -42,7 +42,7 @@ def served(**settings: Any) -> Iterator[Served]:
 RUNNING = """
 import json, signal, sys
 from pathlib import Path
-from prge.files.run_folder import METRICS, run_lock
+from prge.formats.run_folder import METRICS, run_lock
 folder = Path(sys.argv[1])
 def stop(number, frame):
     summary = json.loads((folder / "run.json").read_text())

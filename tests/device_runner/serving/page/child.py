@@ -21,15 +21,15 @@ from typing import Any
 from device_runner.serving.access import Access
 from device_runner.serving.app import make_app
 from device_runner.serving.feedback import Feedback, FeedbackFile
-from device_runner.serving.listening import Server, address_of, listening
 from device_runner.serving.models import Models
 from device_runner.serving.page.runs import Runs
 from device_runner.serving.protocol import RequestError
+from device_runner.serving.uvicorn_server import Server, address_of, listening
 from device_runner.serving.worker import Tell
-from prge.rows.tokenization.tokenizer import Tokenizer
-from prge.text.loop import Answer, Request, Ticket
+from prge.data.tokenization.tokenizer import Tokenizer
+from prge.generation.loop import Answer, Request, Ticket
 from tests.device_runner.serving.child import LIMIT, TEMPLATE, adapters, make_examples
-from tests.prge.rows.tiny_tokenizers import byte_level_backend
+from tests.prge.data.tiny_tokenizers import byte_level_backend
 
 HOSTILE = (
     "<script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">\n"

@@ -14,7 +14,7 @@ from device_runner.serving.access import Access
 from device_runner.serving.app import make_watching_app
 from device_runner.serving.page.runs import Runs
 from device_runner.serving.page.static import FOLDER, words_of
-from prge.pages import rendering
+from prge.report import rendering
 
 # npm's htm 3.1.1, preact/standalone.module.js.
 VENDORED = "72284e8e9079c87817145df1110f74e8a2aa040b2fc384922e18dfcb46fc1fd7"

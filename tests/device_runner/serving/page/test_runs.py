@@ -16,14 +16,15 @@ from typing import Any
 
 import pytest
 
-from device_runner.serving.page import following, runs, stopping
-from device_runner.serving.page.following import Followed, Lines, Thinned
+from device_runner.serving.page import runs, stopping
+from device_runner.serving.page import tail as following
 from device_runner.serving.page.runs import Runs
 from device_runner.serving.page.static import words_of
 from device_runner.serving.page.stopping import state_of
+from device_runner.serving.page.tail import Followed, Lines, Thinned
 from device_runner.serving.protocol import RequestError
 from prge.errors import RunError
-from prge.files.run_folder import run_lock
+from prge.formats.run_folder import run_lock
 from tests.device_runner.reporting.run_folders import write_run
 
 
@@ -208,7 +209,7 @@ def test_samples_are_the_first_answer_and_the_newest(tmp_path: Path) -> None:
 HOLDING = """
 import os, signal, sys
 from pathlib import Path
-from prge.files.run_folder import run_lock
+from prge.formats.run_folder import run_lock
 with run_lock(Path(sys.argv[1])):
     signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"asked\\n"))
     print("held", flush=True)

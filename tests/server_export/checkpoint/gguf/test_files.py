@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from prge.files.bundle import file_sha256
+from prge.formats.bundle import file_sha256
 from server_export.checkpoint.files import ConfigurationAlone, end_tokens, find_files, read_config
 from server_export.checkpoint.gguf.files import gguf_paths, open_gguf
 from server_export.checkpoint.loading import load_model, outline_model

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from prge.errors import BundleError, PrgeError
-from prge.host.packages import install_extra
+from prge.system.packages import install_extra
 from server_export.checkpoint.gguf.header import read_header
 from tests.gguf_files import write_gguf
 from tests.refusals import refusal

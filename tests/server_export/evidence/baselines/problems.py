@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from prge.files.adapter import Adapter
-from prge.files.bundle import Bundle
-from prge.files.chain import Block, Bounds, Chain, Interface, Kind
-from prge.files.signatures import STACK
-from prge.learning.examples import Example
+from prge.formats.adapter import Adapter
+from prge.formats.bundle import Bundle
+from prge.formats.chain import Block, Bounds, Chain, Interface, Kind
+from prge.formats.signatures import STACK
 from prge.model_spec import AdaptedModule
+from prge.objectives.examples import Example
+from server_export.adapter.initial_adapter import StartAdapter, start_adapter
 from server_export.adapter.layers import convert_conv1d
-from server_export.adapter.start import StartAdapter, start_adapter
 from server_export.bundle import write_adapter
 from server_export.checkpoint.loading import prepare_model
 from server_export.evidence.baselines.problem import ModelProblem

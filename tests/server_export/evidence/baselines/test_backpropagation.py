@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prge.files.adapter import views
+from prge.formats.adapter import views
 from server_export.evidence.baselines.backpropagation import Backpropagation, prepare
 from server_export.evidence.baselines.methods import METHODS
 from server_export.evidence.baselines.problem import ModelProblem

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from device_runner.report import ReportSettings, report
-from prge.cli import main
+from prge.cli.main import main
 from prge.errors import ConfigError, DivergenceError, RunError
-from prge.files.bundle import open_bundle
-from prge.files.peft import find_adapter, read_arrays, read_peft
-from prge.files.run_folder import read_metrics
-from prge.running.watching import Watcher
+from prge.formats.bundle import open_bundle
+from prge.formats.peft import find_adapter, read_arrays, read_peft
+from prge.formats.run_folder import read_metrics
+from prge.training.monitor import Watcher
 from server_export.evidence.baselines.command import run
 from server_export.evidence.baselines.methods import METHODS, MethodName
 from server_export.evidence.baselines.settings import BaselineSettings

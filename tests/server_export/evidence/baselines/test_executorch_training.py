@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from prge.errors import ConfigError
-from prge.files.bundle import open_bundle
-from prge.files.peft import read_peft
+from prge.formats.bundle import open_bundle
+from prge.formats.peft import read_peft
 from server_export.evidence.baselines.command import run
 from server_export.evidence.baselines.executorch_training import ExecutorchTraining
 from server_export.export import ExportConfig, export

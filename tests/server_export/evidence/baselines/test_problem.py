@@ -9,11 +9,11 @@ import pytest
 
 from prge.engine import Call, ForwardEngine
 from prge.errors import BundleError
-from prge.files.adapter import Adapter
-from prge.learning.evaluation import pooled_states, score
-from prge.learning.examples import Example, sequences_of
-from prge.learning.head import fit_cross_fitted, fit_head
-from prge.learning.objectives import Loss
+from prge.formats.adapter import Adapter
+from prge.objectives.classification_head import fit_cross_fitted, fit_head
+from prge.objectives.examples import Example, sequences_of
+from prge.objectives.objective import Loss
+from prge.objectives.scoring import pooled_states, score
 from server_export.checkpoint.loading import prepare_model
 from server_export.oracle import as_exported
 from server_export.quantize.quantization import Int8Embedding

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from prge.errors import ConfigError
-from server_export.adapter.blocks import block_names
+from server_export.adapter.repeated_blocks import block_names
 from server_export.evidence.baselines.layers import block_linears, merged
 from server_export.evidence.baselines.settings import SearchName
 from server_export.evidence.baselines.sparse import (

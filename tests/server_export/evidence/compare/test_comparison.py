@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from prge.cli.settings import settings_to_yaml
 from prge.errors import RunError
-from prge.verbs.settings import settings_to_yaml
 from server_export.evidence.compare.command import compare
 from tests.comparisons import PretendedVerbs, settings_for, write_run
 

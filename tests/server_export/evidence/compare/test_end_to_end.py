@@ -27,7 +27,7 @@ def start(out: Path) -> subprocess.Popen[str]:
         "--dev-limit", 40, "--test-limit", 40,
     ]  # fmt: skip
     return subprocess.Popen(
-        [sys.executable, "-m", "prge.cli", "compare", *map(str, words)],
+        [sys.executable, "-m", "prge.cli.main", "compare", *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from device_runner.session.settings import EvaluateSettings, RunSettings
-from prge.learning.estimators.table import ESTIMATORS
-from prge.running.training_flags import TrainingFlags
-from prge.verbs.settings import Settings, read_settings
-from prge.verbs.starting import configured
+from prge.cli.settings import Settings, read_settings
+from prge.cli.subprocesses import configured
+from prge.training.estimators.table import ESTIMATORS
+from prge.training.settings import TrainingFlags
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.evidence.compare.methods import (
     METHODS,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from prge.cli import main
+from prge.cli.main import main
+from prge.cli.settings import parse_settings, read_settings, settings_to_yaml
 from prge.errors import ConfigError
-from prge.verbs.settings import parse_settings, read_settings, settings_to_yaml
 from server_export.evidence.compare.methods import chosen_methods
 from server_export.evidence.compare.settings import CompareSettings
 from tests.comparisons import settings_for

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from prge.cli.settings import parse_settings
 from prge.errors import ConfigError, DataError
-from prge.verbs.settings import parse_settings
 from server_export.evidence.leak.command import leak, main
 from server_export.evidence.leak.settings import LeakSettings
 from tests.tiny_models import save_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prge.learning.estimators.directions import RankOneDirections
+from prge.training.estimators.directions import RankOneDirections
 from server_export.evidence.leak.reports import View, directions_of, largest, sent
 from tests.server_export.evidence.leak.victims import make_rows, make_victim, text_form
 

@@ -10,11 +10,11 @@ import torch
 
 from device_runner.engines.opening import open_engine
 from prge.engine import Target, TokenSequence
-from prge.files.bundle import open_bundle
-from prge.files.peft import read_peft
-from prge.learning.estimators.exact import Exact
-from prge.learning.estimators.protocol import Step
-from prge.learning.examples import Example
+from prge.formats.bundle import open_bundle
+from prge.formats.peft import read_peft
+from prge.objectives.examples import Example
+from prge.training.estimators.exact import Exact
+from prge.training.estimators.protocol import Step
 from server_export.evidence.leak.rows import Form, Rows
 from server_export.evidence.leak.settings import LeakSettings
 from server_export.evidence.leak.target import open_target

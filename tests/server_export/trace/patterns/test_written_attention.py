@@ -12,7 +12,7 @@ from server_export.ir.plain import take_apart
 from server_export.ir.rewriting import rewrite
 from server_export.ir.shapes import fill_in_values
 from server_export.trace.patterns.written_attention import join_heads
-from tests.server_export.derive.tangent.graphs import Function
+from tests.server_export.derive.jvp.graphs import Function
 
 torch.set_num_threads(1)
 aten = torch.ops.aten

@@ -1,0 +1,48 @@
+"""`prge fleet join`: a device takes part in a fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, NoReturn
+
+from device_runner.fleet.device import DEVICE, DeviceSettings, answer, make_device
+from device_runner.fleet.serve import check_keys
+from prge.cli.inputs import InputFolder
+from prge.cli.outputs import OutputFolder
+from prge.cli.settings import parse_settings, part_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinSettings(DeviceSettings):
+    """Take part in a fleet: wait for its server's tasks, and answer those that the policy allows.
+
+    A folder that is a device's already has the settings that it was made with.
+    """
+
+    KEPT: ClassVar = DEVICE
+
+    server: str
+    """HOST:PORT of the server."""
+    folder: OutputFolder
+    """Folder of the device: what it knows of its fleets, and what they have cost its privacy. Keep it."""
+    keys: InputFolder | None = None
+    """The device's folder of `prge fleet keys`: by these it knows its server, and is known."""
+    insecure: bool = False
+    """Instead of --keys: no encryption. To try things out."""
+
+    def __post_init__(self) -> None:
+        check_keys(self.keys, self.insecure)
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Run the verb; see `prge fleet join --help`."""
+    settings = parse_settings(JoinSettings, argv, "prge fleet join")
+    from device_runner.fleet.network.client import join
+    from device_runner.fleet.network.keys import DeviceKeys
+
+    make_device(settings.folder, part_of(DeviceSettings, settings))
+    keys = None if settings.keys is None else DeviceKeys.open(settings.keys)
+    answers = partial(answer, settings.folder)
+    join(settings.folder, settings.server, keys, answers, partial(print, flush=True))

@@ -1,0 +1,242 @@
+"""A run as it goes on: its files read from where the last look ended, within bounds whatever they hold.
+
+new lines of metrics.jsonl and samples.jsonl -> records, thinned -> RunFacts -> what the page shows
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from device_runner.reporting.content import curves, prompt_text
+from device_runner.reporting.run_reader import RunFacts, facts_of
+from device_runner.serving.page.about import about_run
+from device_runner.serving.page.stopping import PROCESSES, state_of
+from device_runner.serving.protocol import Json
+from device_runner.session.samples import sample_record
+from prge.errors import shortened
+from prge.formats.documents import mapping
+from prge.formats.run_folder import CONFIG, METRICS, SAMPLES, SUMMARY, Record, metrics_record
+from prge.system.memory import resident_bytes
+from prge.system.regular_files import open_regular
+
+# Read at one look, and the longest line that can be a record.
+MOST_BYTES = 4 << 20
+# Records of an event that are kept; of more every second one, then every fourth, ...
+MOST_RECORDS = 4096
+MOST_PROMPTS, MOST_ANSWERS, LONGEST_TEXT = 20, 4, 2000
+# Steps that the time left is reckoned by.
+_RECENT = 32
+
+
+class Lines:
+    """Whole lines of a file that grows: those since the last look, or all where it was written anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file, self._offset = 0, 0
+        self.has_more = False
+
+    def new(self) -> tuple[bool, list[bytes]]:
+        """Whether the file begins anew, and its next lines; none of what is no regular file."""
+        try:
+            with open_regular(self._path, "rb") as stream:
+                facts = os.fstat(stream.fileno())
+                is_anew = facts.st_ino != self._file or facts.st_size < self._offset
+                self._file, self._offset = facts.st_ino, 0 if is_anew else self._offset
+                stream.seek(self._offset)
+                content = stream.read(MOST_BYTES)
+        except OSError:
+            return False, []
+        self.has_more = len(content) == MOST_BYTES
+        # A line without an end is left for the next look, unless no record is so long.
+        end = content.rfind(b"\n") + 1 or (len(content) if self.has_more else 0)
+        self._offset += end
+        return is_anew, content[:end].splitlines(keepends=True)
+
+
+class Thinned:
+    """Records in order, evenly thinned where they are many; the newest one is always there."""
+
+    def __init__(self) -> None:
+        self._kept: list[Record] = []
+        self._newest: Record | None = None
+        self._count, self._stride = 0, 1
+
+    def add(self, record: Record) -> None:
+        """Add the next one."""
+        self._newest = record
+        if self._count % self._stride == 0:
+            self._kept.append(record)
+        self._count += 1
+        if len(self._kept) > MOST_RECORDS:
+            self._kept, self._stride = self._kept[::2], 2 * self._stride
+
+    @property
+    def records(self) -> list[Record]:
+        """What is kept, the oldest first."""
+        is_kept = self._newest is None or self._kept[-1] is self._newest
+        return self._kept if is_kept else [*self._kept, self._newest or {}]
+
+
+class Followed:
+    """A run that is looked at again and again, by one thread.
+
+    Args:
+        folder: of the run.
+        temperature: of this machine, None where it isn't known.
+    """
+
+    def __init__(self, folder: Path, temperature: Callable[[], float | None]) -> None:
+        self.folder = folder
+        self._temperature = temperature
+        self._metrics, self._samples = Lines(folder / METRICS), Lines(folder / SAMPLES)
+        self._documents: object = None
+        self._forget_metrics()
+        self._forget_samples()
+        self._facts: RunFacts | None = None
+        self._pictures: dict[str, list[Json]] = {}
+
+    @property
+    def has_more(self) -> bool:
+        """Whether another look would find more at once."""
+        return self._metrics.has_more or self._samples.has_more
+
+    def look(self) -> RunFacts:
+        """The run as it is now."""
+        is_anew, lines = self._metrics.new()
+        if is_anew:
+            self._forget_metrics()
+        for line in lines:
+            self._take(metrics_record(line))
+        samples_anew, samples = self._samples.new()
+        if samples_anew:
+            self._forget_samples()
+        for line in samples:
+            self._take_sample(sample_record(line))
+        documents = [stamp_of(self.folder / name) for name in (CONFIG, SUMMARY)]
+        if self._facts is None or lines or samples or is_anew or documents != self._documents:
+            self._documents, self._pictures = documents, {}
+            metrics = [*self._evaluations.records, *self._steps.records]
+            self._facts = facts_of(self.folder, metrics, [])
+            self._how = about_run(self.folder)
+        return self._facts
+
+    def told(self, language: str, word: Callable[[str], str]) -> Json:
+        """What the page shows of the run, its pictures in a language by `word`."""
+        facts = self.look()
+        if language not in self._pictures:
+            self._pictures[language] = [
+                {"svg": picture.drawing, "caption": picture.caption}
+                for picture in curves(facts, word)
+                if picture.drawing
+            ]
+        running, process = state_of(self.folder)
+        facts = replace(facts, running=running)
+        score, newest = facts.score, facts.evaluations[-1] if facts.evaluations else None
+        planned, waits = _count(facts.config.get("steps")), facts.run.get("waits_for")
+        odd = f"{METRICS}: {self._odd} {word('lines that are no records')}"
+        return {
+            "status": shortened(facts.status, 40),
+            "waits_for": shortened(str(waits), 200) if running and waits else None,
+            # Before that it stops at once, and may have nothing to go on from.
+            "can_stop": process is not None and facts.run.get("status") == "running",
+            "steps": facts.steps,
+            "planned": planned,
+            "seconds": self._last.get("seconds"),
+            "left": self._left(planned) if running else None,
+            "rows": self._last.get("rows"),
+            "loss": self._recent[-1].get("loss") if self._recent else None,
+            "score": score,
+            "value": newest.get(score) if newest else None,
+            "memory": _memory(facts, process),
+            "temperature": self._temperature() if running else None,
+            "evaluations": _evaluations(facts),
+            "pictures": self._pictures[language],
+            "samples": [
+                {**json.loads(prompt), "answers": list(answers.values())}
+                for prompt, answers in self._answers.items()
+            ],
+            "how": self._how,
+            "problems": [*facts.problems, *([odd] if self._odd else [])],
+        }  # fmt: skip
+
+    def _forget_metrics(self) -> None:
+        self._steps, self._evaluations = Thinned(), Thinned()
+        self._recent: deque[Record] = deque(maxlen=_RECENT)
+        self._last: Record = {}
+        self._odd = 0
+
+    def _forget_samples(self) -> None:
+        self._answers: OrderedDict[str, OrderedDict[int, Json]] = OrderedDict()
+
+    def _take(self, record: Record | None) -> None:
+        if record is None:
+            self._odd += 1
+        elif record["event"] == "step":
+            self._steps.add(record)
+            self._recent.append(record)
+            self._last = record
+        elif record["event"] == "evaluation":
+            self._evaluations.add(record)
+            self._last = record
+
+    def _take_sample(self, record: Record | None) -> None:
+        """Keep an answer: of every prompt the first one and the newest ones."""
+        if record is None:
+            return
+        right = shortened(record.get("right", ""), LONGEST_TEXT)
+        key = json.dumps({"prompt": prompt_text(record["prompt"]), "right": right})
+        if key not in self._answers and len(self._answers) == MOST_PROMPTS:
+            return
+        answers = self._answers.setdefault(key, OrderedDict())
+        text = shortened(record["text"], LONGEST_TEXT)
+        answers[record["step"]] = {"step": record["step"], "text": text}
+        if len(answers) > MOST_ANSWERS:
+            del answers[list(answers)[1]]
+
+    def _left(self, planned: int | None) -> float | None:
+        """Seconds until the last step, by the pace of the newest ones."""
+        if planned is None or len(self._recent) < 2:
+            return None
+        first, last = self._recent[0], self._recent[-1]
+        taken, spent = last["step"] - first["step"], (last.get("seconds") or 0) - (first.get("seconds") or 0)
+        return max(0.0, spent / taken * (planned - last["step"])) if taken > 0 else None
+
+
+def _evaluations(facts: RunFacts) -> list[Json]:
+    """Evaluations before, at best and last, as a report has them: none twice."""
+    newest = facts.evaluations[-1] if facts.evaluations else None
+    found: dict[int, Json] = {}
+    for called, record in (("before", facts.before), ("best", facts.best), ("last", newest)):
+        if record is not None and record["step"] not in found:
+            step, is_final = record["step"], record["step"] == facts.final_step
+            numbers = {"loss": record.get("loss"), "value": record.get(facts.score)}
+            found[step] = {"called": called, "step": step, "final": is_final, **numbers}
+    return list(found.values())
+
+
+def _memory(facts: RunFacts, process: int | None) -> int | None:
+    """Bytes that a run's process has now; of a run that has ended its peak."""
+    if process is not None:
+        return resident_bytes(PROCESSES / str(process) / "status")
+    return _count(mapping(facts.train.get("memory")).get("peak_bytes"))
+
+
+def _count(value: Any) -> int | None:
+    """A whole number that a page can show."""
+    return value if type(value) is int and 0 <= value < 10**15 else None
+
+
+def stamp_of(path: Path) -> object:
+    """What tells whether a file was written again; None where there is none."""
+    try:
+        facts = path.lstat()
+    except OSError:
+        return None
+    return facts.st_ino, facts.st_mtime_ns, facts.st_size

@@ -1,0 +1,61 @@
+"""Settings that name what a verb reads, so that another machine can be given it.
+
+    bundle: BundleInput
+    train: TrainRows
+    adapter: AdapterInput | None = None
+
+A setting is an input, an output (prge/cli/outputs.py), or a value that means the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from prge.cli.field_types import Paths, marks_of
+
+
+class Input(Enum):
+    """What a verb reads by a setting."""
+
+    FILE = "file"
+    FOLDER = "folder"
+    PATH = "file or folder"
+    BUNDLE = "bundle"
+    MODEL = "bundle, or folder of `prge tune`"
+    ADAPTER = "run, checkpoint or PEFT folder"
+    TRAIN_ROWS = "training rows"
+    DEV_ROWS = "development rows"
+    TEST_ROWS = "test rows"
+    TEXT = "text, or - for standard input"
+
+
+# Inputs that are rows, and which file of a folder has them.
+PART_OF_ROWS: Mapping[Input, Literal["train", "dev", "test"]] = {
+    Input.TRAIN_ROWS: "train",
+    Input.DEV_ROWS: "dev",
+    Input.TEST_ROWS: "test",
+}
+
+InputFile: TypeAlias = Annotated[Path, Input.FILE]
+# The name of something that prge has, or a file.
+NamedOrFile: TypeAlias = Annotated[str, Input.FILE]
+InputFolder: TypeAlias = Annotated[Path, Input.FOLDER]
+InputPath: TypeAlias = Annotated[Path, Input.PATH]
+BundleInput: TypeAlias = Annotated[Path, Input.BUNDLE]
+ModelInput: TypeAlias = Annotated[Path, Input.MODEL]
+AdapterInput: TypeAlias = Annotated[Path, Input.ADAPTER]
+# PATH or NAME=PATH, or the name of an adapter that needs none.
+NamedAdapter: TypeAlias = Annotated[str, Input.ADAPTER]
+# What a user names as rows: files, a folder with a file for each part, or a data set of the hub.
+TrainRows: TypeAlias = Annotated[Paths, Input.TRAIN_ROWS]
+DevRows: TypeAlias = Annotated[Paths, Input.DEV_ROWS]
+TestRows: TypeAlias = Annotated[Paths, Input.TEST_ROWS]
+TextInput: TypeAlias = Annotated[str, Input.TEXT]
+
+
+def inputs_of(settings_type: type[Any]) -> Mapping[str, Input]:
+    """What each setting names that a verb reads; settings that name nothing to read are left out."""
+    return marks_of(settings_type, Input)

@@ -1,0 +1,96 @@
+"""Feedback as rows to learn from: completions, pairs, or rated answers.
+
+    objective             corrections                             ratings
+    completion            completions                             good answers are completions
+    dpo, ipo, simpo, orpo pairs with what was answered            left out
+    kto                   the answer is false, the correction true  true or false
+    auto                  as of kto if there is a bad rating, else as of completion
+
+A conversation's earlier answers aren't learnt: their `weight` is 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from prge.data.forms.form import CONTROL_TOKENS
+from prge.data.readers.feedback import BAD, GOOD, TEMPLATE_KWARGS, Fields, spaced
+from prge.data.readers.files import Row
+from prge.objectives.preferences import PREFERENCES, ObjectiveName
+
+
+def rows_of_feedback(rows: Sequence[Row], objective: ObjectiveName = "auto") -> tuple[list[Row], str]:
+    """Rows to learn from, and in a line what became of the feedback.
+
+    Args:
+        rows: sound feedback.
+        objective: that is asked for.
+    """
+    corrected = [row for row in rows if "correction" in row.fields]
+    rated = [row for row in rows if "correction" not in row.fields]
+    good = [row for row in rated if row.fields["rating"] == GOOD]
+    counts = f"feedback: {len(corrected)} corrections, {len(good)} {GOOD}, {len(rated) - len(good)} {BAD}"
+    if objective == "auto":
+        objective = "kto" if len(good) < len(rated) else "completion"
+    if objective == "kto":
+        made = [fields for row in rows for fields in _labelled(row.fields)]
+        return [Row(number, fields) for number, fields in enumerate(made, 1)], f"{counts}; rated answers"
+    if objective in PREFERENCES:
+        left = f", {len(rated)} ratings left out" if rated else ""
+        return [Row(row.number, _pair(row.fields)) for row in corrected], f"{counts}; pairs{left}"
+    left = f", {BAD} ratings left out" if len(good) < len(rated) else ""
+    learnable = [row for row in rows if can_be_learnt(row.fields)]
+    return [Row(row.number, _completion(row.fields)) for row in learnable], f"{counts}; completions{left}"
+
+
+def can_be_learnt(row: Fields) -> bool:
+    """Whether a row says what should be answered, and not only what should not."""
+    return "correction" in row or row["rating"] == GOOD
+
+
+def asked_text(row: Fields) -> str:
+    """What was asked, the same text for the same question."""
+    return json.dumps(row.get("messages", row.get("prompt")), sort_keys=True)
+
+
+def _completion(row: Fields) -> dict[str, Any]:
+    prompt, answer = _asked(row), _said(row, row.get("correction", row["answer"]))
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "completion": answer, **_given(row)}
+    before = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in prompt]
+    return {"messages": [*before, *answer], **_given(row)}
+
+
+def _pair(row: Fields) -> dict[str, Any]:
+    sides = {"chosen": row["correction"], "rejected": row["answer"]}
+    return {"prompt": _asked(row), **{name: _said(row, text) for name, text in sides.items()}, **_given(row)}
+
+
+def _labelled(row: Fields) -> Iterator[dict[str, Any]]:
+    if "correction" in row:
+        yield {**_rated(row, row["correction"]), "label": True}
+    yield {**_rated(row, row["answer"]), "label": row.get("rating") == GOOD}
+
+
+def _rated(row: Fields, text: str) -> dict[str, Any]:
+    return {"prompt": _asked(row), "completion": _said(row, text), **_given(row)}
+
+
+def _given(row: Fields) -> Fields:
+    """What the chat template of a conversation was given beside the messages, or how a prompt was read."""
+    if "messages" in row:
+        return {TEMPLATE_KWARGS: row[TEMPLATE_KWARGS]} if row.get(TEMPLATE_KWARGS) else {}
+    return {CONTROL_TOKENS: row.get(CONTROL_TOKENS, "prompt")}
+
+
+def _asked(row: Fields) -> Any:
+    return row["messages"] if "messages" in row else row["prompt"]
+
+
+def _said(row: Fields, text: str) -> Any:
+    """An answer as a text after its prompt, or as a message."""
+    if "messages" in row:
+        return [{"role": "assistant", "content": text}]
+    return spaced(text, row["answer"])

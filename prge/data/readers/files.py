@@ -1,0 +1,294 @@
+"""Rows of a data file: jsonl, json, csv or tsv in UTF-8, or parquet, with their numbers.
+
+A row's number is its line in a jsonl file, else its place, in csv and tsv after the header, all from 1. What
+a file of JSON may hold, whatever its name says, is listed in json_rows.py. A tsv whose header has no quotes
+is read without quoting, as SST-2's files need: their texts hold quotes. A column without a name, such as the
+index that pandas writes, is called as pandas calls it: `Unnamed: 0`.
+
+A column that is null is one that the row lacks: `datasets` gives every row the columns of all rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from prge.data.readers.feedback import whole_lines
+from prge.data.readers.json_rows import numbered_items
+from prge.data.readers.parquet import ROW_BYTES, check_expansion, parquet_rows
+from prge.errors import LONGEST_VALUE, ConfigError, DataError, shortened
+
+JSON, PARQUET = ".json", ".parquet"
+LINES = (".jsonl", ".ndjson")
+FORMATS = (*LINES, JSON, ".csv", ".tsv", PARQUET)
+UTF8_MARK = b"\xef\xbb\xbf"
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+LONGEST_FIELD = 2**31 - 1
+
+Part = Literal["train", "dev", "test"]
+# What a folder calls the file of a part, and a data set or a JSON object its rows.
+PART_NAMES: Mapping[Part, tuple[str, ...]] = {
+    "train": ("train",),
+    "dev": ("valid", "validation", "dev", "val"),
+    "test": ("test",),
+}
+ALL_PART_NAMES = [name for names in PART_NAMES.values() for name in names]
+
+Item = TypeVar("Item")
+
+
+class RowNumber(int):
+    """The number of a row of several files: as an integer unique in all of them, as a text `2 of b.jsonl`."""
+
+    def __new__(cls, value: int, in_file: int, file: str) -> RowNumber:
+        """Make the number.
+
+        Args:
+            value: unique in all files.
+            in_file: the row's number in its file, from 1.
+            file: the path of the file.
+        """
+        number = super().__new__(cls, value)
+        number.in_file, number.file = in_file, file
+        return number
+
+    in_file: int
+    file: str
+
+    def __str__(self) -> str:
+        return f"{self.in_file} of {self.file}"
+
+    def __getnewargs__(self) -> tuple[int, int, str]:  # type: ignore[override]
+        return int(self), self.in_file, self.file
+
+
+def place_of_row(number: int) -> dict[str, Any]:
+    """A row's number under the name `row` for a line of JSON, with its `file` where there are several."""
+    if isinstance(number, RowNumber):
+        return {"file": number.file, "row": number.in_file}
+    return {"row": number}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a data file: its number there, from 1, and its columns.
+
+    Values are JSON's. Those of tables may be others, such as a date, or bytes that are no UTF-8: no column
+    that is read may hold one.
+    """
+
+    number: int
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rows of a file to use."""
+
+    start: int = 0
+    """Rows to leave out at the beginning."""
+    limit: int | None = None
+    """Most rows to use; all where absent."""
+    shuffle_seed: int | None = None
+    """Shuffle the whole file first, the same way on every machine; file order where absent."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.start < 0:
+            problems.append(f"start is {self.start}, must be at least 0")
+        if self.limit is not None and self.limit < 1:
+            problems.append(f"limit is {self.limit}, must be at least 1")
+        if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < 2**64:
+            problems.append(f"shuffle_seed is {self.shuffle_seed}, must be from 0 to 2**64 - 1")
+        if problems:
+            raise ConfigError("the selection of rows can't be used", problems)
+
+
+def read_rows(path: Path | str, broken: list[str] | None = None, part: Part = "train") -> list[Row]:
+    """Read every row of a file of one of the `FORMATS`.
+
+    Args:
+        path: of the file.
+        broken: takes what is wrong with broken rows, which are left out then.
+        part: which rows of a JSON object that has rows under `train`, `valid` and `test`.
+
+    Raises:
+        DataError: no such file, another format or encoding, no rows, or broken rows (all are named).
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in FORMATS:
+        raise DataError(
+            f"{path} can't be read as data",
+            [f"its name ends in {suffix!r}, known are {', '.join(FORMATS)}"],
+            remedy="convert or rename the file",
+        )
+    if not path.is_file():
+        raise DataError(f"{path} can't be read as data", ["there is no such file"], remedy="check the path")
+    problems: list[str] = [] if broken is None else broken
+    text = "" if suffix == PARQUET else read_text(path, whole=suffix in LINES)
+    numbered: Iterator[tuple[int, Mapping[str, Any]]]
+    if suffix == PARQUET:
+        numbered = enumerate(map(table_value, parquet_rows(path)), 1)
+    elif suffix in (*LINES, JSON):
+        numbered = numbered_items(text, problems, PART_NAMES[part], ALL_PART_NAMES)
+    elif suffix == ".tsv" and '"' not in text.split("\n", 1)[0]:
+        numbered = _table_rows(_plain_records(text), problems)
+    else:
+        numbered = _table_rows(_quoted_records(text, "\t" if suffix == ".tsv" else ","), problems)
+    size, rows = path.stat().st_size, []
+    for number, fields in numbered:
+        rows.append(Row(number, without_nulls(fields)))
+        check_expansion(path, size, ROW_BYTES * len(rows))
+    if problems and (broken is None or not rows):
+        raise DataError(
+            f"{path} has rows that can't be read", problems, remedy="correct or remove these rows"
+        )
+    if not rows:
+        raise DataError(
+            f"{path} can't be used", ["it has no rows"], remedy="give a file with at least one row"
+        )
+    return rows
+
+
+def select_rows(rows: Sequence[Item], selection: Selection) -> list[Item]:
+    """Shuffle, then leave out `start` rows, then take `limit`.
+
+    Selections of one file with one seed and ranges apart share no row: rows for training and development.
+
+    Raises:
+        DataError: nothing is left.
+    """
+    order: Sequence[int] = range(len(rows))
+    if selection.shuffle_seed is not None:
+        # Raw bits of a counter-based generator are fixed by its definition; numpy's own shuffle is not.
+        bits = np.random.Philox(key=np.array([selection.shuffle_seed, 0], np.uint64)).random_raw(len(rows))
+        order = [int(index) for index in np.argsort(bits, kind="stable")]
+    end = None if selection.limit is None else selection.start + selection.limit
+    chosen = [rows[index] for index in order[selection.start : end]]
+    if not chosen:
+        raise DataError(
+            "the selection leaves no rows",
+            [f"the file has {len(rows)} rows, start is {selection.start}"],
+            remedy="give a smaller start",
+        )
+    return chosen
+
+
+def read_text(path: Path, whole: bool = False) -> str:
+    """The text of a UTF-8 file; raises OSError, or DataError that tells where it isn't UTF-8.
+
+    `whole`: a last line that a killed process left of feedback is left out.
+    """
+    content = path.read_bytes()
+    content = whole_lines(content) if whole else content
+    what, remedy = f"{path} is not UTF-8", "save the file as UTF-8"
+    if content.startswith(UTF16_MARKS):
+        raise DataError(what, ["byte 0: it begins as a UTF-16 file"], remedy=remedy)
+    skipped = len(UTF8_MARK) if content.startswith(UTF8_MARK) else 0
+    try:
+        return content[skipped:].decode("utf-8")
+    except UnicodeDecodeError as error:
+        offset = error.start + skipped
+        line = content.count(b"\n", 0, offset) + 1
+        raise DataError(
+            what, [f"line {line}, byte {offset} of the file: 0x{content[offset]:02x}"], remedy=remedy
+        ) from None
+
+
+def table_value(value: Any) -> Any:
+    """A value of a table: bytes that are UTF-8 become text, and a number that is none becomes null.
+
+    All else that JSON has no type for stays as it is, so that whoever wants a text refuses it.
+    """
+    if isinstance(value, dict):
+        return {str(name): table_value(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [table_value(each) for each in value]
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return value
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's columns without those that are null."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def json_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's columns that JSON can hold."""
+    return {name: value for name, value in fields.items() if _is_json(value)}
+
+
+def _is_json(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_json, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, bool | int | str)
+
+
+def _plain_records(text: str) -> Iterator[tuple[int, list[str] | str]]:
+    """Line number and fields of each line, split at tabs and nothing else."""
+    for line, content in enumerate(text.split("\n"), 1):
+        content = content.removesuffix("\r")
+        if content:
+            yield line, content.split("\t")
+
+
+def _quoted_records(text: str, delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
+    """Line number and fields of each record; a message in place of the fields where reading has to stop."""
+    csv.field_size_limit(LONGEST_FIELD)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    line = 1
+    while True:
+        try:
+            record = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield line, f"not {'tsv' if delimiter != ',' else 'csv'}: {error}; nothing after it was read"
+            return
+        if record:
+            yield line, record
+        line = reader.line_num + 1
+
+
+def _table_rows(
+    records: Iterator[tuple[int, list[str] | str]], problems: list[str]
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    header: list[str] | None = None
+    names, number = "", 0
+    for line, record in records:
+        if isinstance(record, str):
+            problems.append(
+                f"row {number + 1} (line {line}): {record}" if header else f"line {line}: {record}"
+            )
+        elif header is None:
+            header = [name.strip() or f"Unnamed: {place}" for place, name in enumerate(record)]
+            names = shortened(", ".join(header), LONGEST_VALUE)  # there may be a problem for every two bytes
+            twice = sorted(name for name, count in Counter(header).items() if count > 1)
+            if twice:
+                problems.append(f"line {line}: the header repeats columns: {', '.join(map(repr, twice))}")
+        else:
+            number += 1
+            if len(record) != len(header):
+                problems.append(
+                    f"row {number} (line {line}): has {len(record)} fields, the header names {len(header)}: "
+                    + names
+                )
+            else:
+                yield number, dict(zip(header, record, strict=True))

@@ -1,0 +1,148 @@
+"""What the rows of a file are as a whole: of a task or of a form, and what is learnt of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from prge.data.columns import column_names, present_columns
+from prge.data.forms.form import TEXT, Form, find_form
+from prge.data.forms.preferences import rated_rows
+from prge.data.forms.task import OBJECTIVES, Task
+from prge.data.forms.task_rows import task_candidates, task_class
+from prge.data.options import BuildOptions, Overflow
+from prge.data.readers.files import Row
+from prge.data.segments import Candidates, Segmenter, Texts
+from prge.data.tokenization.tokenizer import Tokenizer, compile_chat_template
+from prge.errors import DataError
+from prge.model_spec import ModelSpec
+from prge.objectives.preferences import PREFERENCES, ObjectiveName, settled_objective
+
+if TYPE_CHECKING:
+    from prge.data.tokenization.chat import ChatTemplate
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How the rows of a file become segments.
+
+    `name` names what they are, `columns` are those that are read, `objective` is what is learnt of them.
+    `segments` makes segments of one of the `rows`; `usual_overflow` is what becomes of those that are too
+    long where the user leaves it open.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    objective: ObjectiveName
+    usual_overflow: Overflow
+    rows: Sequence[Row]
+    segments: Callable[[Segmenter, Row], Texts | Candidates]
+    chat: ChatTemplate | None = None
+
+
+def task_format(
+    rows: Sequence[Row], task: Task, model: ModelSpec, options: BuildOptions, training: bool, source: str
+) -> RowFormat:
+    """How a task's rows become segments; in `training` of completions, the right candidate alone.
+
+    Raises:
+        DataError: the rows lack columns, or the task doesn't fit the objective or the bundle.
+    """
+    objective = options.objective
+    if objective in (None, "auto"):
+        objective = cast(ObjectiveName, task.objective)
+    is_known = objective in OBJECTIVES and not model.is_encoder and not task.is_completion
+    if objective != task.objective and not is_known:
+        raise DataError(
+            f"{source} can't be used",
+            [f"--objective is {objective}, which the task {task.name} can't be learnt by"],
+            remedy="leave --objective out, or give rows of pairs or ratings without a task",
+        )
+    columns, present = task.needed_columns(model.is_encoder), present_columns(rows)
+    if lacking := [column for column in columns if column not in present]:
+        names = column_names(present)
+        raise DataError(
+            f"{source} can't be used",
+            [f"no row has the column {column!r}; its columns are {names}" for column in lacking],
+            remedy=f"give the data set of the task {task.name}, a task file, or --columns "
+            f"{lacking[0]}=NAME with the name that the column has",
+        )
+    problems = []
+    if model.is_encoder and not task.classes:
+        problems.append(f"an encoder knows classes only; the task {task.name} has no label_words")
+    if options.overflow == "split" and not task.is_completion:
+        problems.append(
+            "overflow split is for texts, completions and messages: a prompt with candidates is one"
+        )
+    if problems:
+        raise DataError(f"the task {task.name} doesn't fit the bundle", problems)
+    is_alone = training and objective == "completion"
+    segments = partial(task_class, task) if model.is_encoder else partial(task_candidates, task, is_alone)
+    return RowFormat(f"task {task.name}", columns, objective, "truncate", rows, segments)
+
+
+def form_format(
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    model: ModelSpec,
+    options: BuildOptions,
+    source: str,
+    renamed: Mapping[str, str],
+    chat: ChatTemplate | None,
+) -> RowFormat:
+    """How rows become segments whose columns say what they are.
+
+    `chat` is the model's compiled chat template; None: it is compiled if it is needed.
+
+    Raises:
+        DataError: the columns are of no form, or of one that doesn't fit the objective or the model.
+        BundleError: the chat template is damaged.
+    """
+    if model.readout != "logprobs":
+        raise DataError(
+            f"{source} can't be used",
+            [f"the bundle's readout is {model.readout}: it compares classes, learns no texts"],
+            remedy="give a task (a name or a task file)",
+        )
+    form = find_form(rows, source, renamed, objective=options.objective or "completion")
+    chat = (chat or compile_chat_template(tokenizer, options.date)) if form.chat else None
+    if chat is None and form.chat == "needs":
+        raise DataError(
+            f"{source} can't be used",
+            ["its rows are messages and the model has no chat template"],
+            remedy="export with --chat-template plain, take a chat model, or prompts and completions",
+        )
+    if chat is not None:
+        form = form.rendered_by(chat.variables, present_columns(rows))
+    objective = _objective_of(form, options, source)
+    is_split = form is TEXT or (chat is not None and objective == "completion")
+    return RowFormat(
+        form.name + (", as messages" if form.chat == "takes" and chat is not None else ""),
+        (*form.columns, *form.optional),
+        objective,
+        "split" if is_split else "truncate",
+        rated_rows(rows, form.prefers == "pairs") if objective == "kto" else rows,
+        partial(form.segments, objective),
+        chat,
+    )
+
+
+def _objective_of(form: Form, options: BuildOptions, source: str) -> ObjectiveName:
+    """What is learnt of rows of a form; raises DataError where they don't fit the options."""
+    what = f"{source} can't be used"
+    if form.prefers and options.objective is None:
+        raise DataError(
+            what,
+            [f"its rows are {form.name}, which `prge tune`, `prge run` and `prge eval` take alone"],
+            remedy="give rows of prompts and completions",
+        )
+    try:
+        objective = settled_objective(options.objective or "auto", form.prefers)
+    except ValueError as error:
+        remedy = "leave --objective out: the columns choose it"
+        raise DataError(what, [f"{error}; its rows are {form.name}"], remedy=remedy) from None
+    if objective in PREFERENCES and options.overflow == "split":
+        raise DataError(what, [f"--overflow is split; a row of {form.name} is one"], remedy="truncate them")
+    return objective

@@ -1,0 +1,110 @@
+"""Control tokens that are written in rows, such as `<|im_end|>`: where they are control tokens, where text.
+
+A chat template writes control tokens around messages, and messages may have the same characters in them.
+There they are replaced by placeholders before the template renders the messages: the control tokens that its
+text then has are the template's own.
+
+    messages      {"role": "user", "content": "What is <|im_end|>?"}
+    rendered      <|im_start|>user\nWhat is 48...000001?<|im_end|>
+    text          <|im_start|>user\nWhat is <|im_end|>?<|im_end|>
+    control       ^                                    ^
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Literal
+
+from prge.data.tokenization.tokenizer import Control, Tokenizer
+
+ControlTokens = Literal["special", "prompt", "all", "text"]
+_DIGITS = 6
+
+
+def in_prompts(control_tokens: ControlTokens) -> bool:
+    """Whether control tokens that are written in a prompt are control tokens."""
+    return control_tokens != "text"
+
+
+def in_texts(control_tokens: ControlTokens) -> bool:
+    """Whether control tokens that are written in a text or a completion are control tokens."""
+    return control_tokens in ("special", "all")
+
+
+def in_messages(control_tokens: ControlTokens) -> bool:
+    """Whether control tokens that are written in messages are control tokens."""
+    return control_tokens == "all"
+
+
+class MessageTexts:
+    """Renders messages so that control tokens in them stay text, and those of the chat template don't.
+
+    Whatever a template is given goes through `protect`, and what it renders through `restore`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, control_tokens: ControlTokens, messages: Sequence[Any]) -> None:
+        self.written: Counter[str] = tokenizer.count_control(messages)
+        """Control tokens that are written in the messages, by their names."""
+        self._tokenizer = tokenizer
+        self._names = sorted(self.written)
+        self._mark = ""
+        if self.written and not in_messages(control_tokens):
+            # Digits pass through a template's filters, and no message has those of its own hash in it.
+            content = json.dumps(messages, sort_keys=True, default=str).encode(errors="backslashreplace")
+            self._mark = f"{int.from_bytes(hashlib.sha256(content).digest()[:8], 'big'):020}"
+
+    def protect(self, value: Any) -> Any:
+        """A JSON value whose texts have placeholders instead of control tokens."""
+        if not self._mark:
+            return value
+        if isinstance(value, str):
+            return self._tokenizer.replace_control(value, self._placeholder)
+        if isinstance(value, Mapping):
+            return {self.protect(name): self.protect(each) for name, each in value.items()}
+        return [self.protect(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def _placeholder(self, name: str) -> str:
+        return f"{self._mark}{self._names.index(name):0{_DIGITS}}"
+
+    def restore(self, rendered: str) -> RenderedText:
+        """The text of protected messages."""
+        if not self._mark:
+            return RenderedText(rendered, True)
+        pattern = re.compile(rf"{self._mark}(\d{{{_DIGITS}}})")
+        placeholders = list(pattern.finditer(rendered))
+        names = [self._names[int(each[1])] for each in placeholders]
+        longer = (len(each[0]) - len(name) for each, name in zip(placeholders, names, strict=True))
+        found = RenderedText(
+            pattern.sub(lambda match: self._names[int(match[1])], rendered),
+            (),
+            [each.start() for each in placeholders],
+            [*accumulate(longer, initial=0)],
+        )
+        found.control = [found.position(at) for at in self._tokenizer.control_at(rendered)]
+        return found
+
+
+class RenderedText:
+    """The text of messages by a chat template, and which control tokens in it are such, for `Tokenizer.ids`.
+
+    `placeholders` are where placeholders began in what the template rendered; the first n of them were
+    `longer[n]` characters longer than the control tokens that they stood for.
+    """
+
+    def __init__(
+        self, text: str, control: Control, placeholders: Sequence[int] = (), longer: Sequence[int] = (0,)
+    ) -> None:
+        self.text = text
+        self.control = control
+        self._placeholders = placeholders
+        self._longer = longer
+
+    def position(self, rendered: int) -> int:
+        """Where in `text` a character of what the template rendered is."""
+        return rendered - self._longer[bisect_left(self._placeholders, rendered)]

@@ -1,0 +1,262 @@
+"""JSON and YAML from elsewhere, read within bounds, so that what is read can be shown, hashed and walked.
+
+A document is a regular file of bounded size. Its values are texts, finite numbers, true, false, null, lists
+and mappings, at most `DEEPEST` levels of them; no mapping has a key twice. YAML aliases are refused; its
+dates, and its numbers to the base of 60 or 8, are texts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from prge.errors import shown
+from prge.system.regular_files import open_regular
+
+MOST_JSON_BYTES = 2 << 20
+MOST_YAML_BYTES = 64 << 10
+DEEPEST = 32
+_TOO_DEEP = f"it has more than {DEEPEST} levels of lists and mappings"
+LONGEST_NUMBER = 100
+_UTF8_MARK = "\ufeff"
+_SPACE = re.compile(r"[ \t\r\n]*")
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class DocumentError(ValueError):
+    """What is wrong with a document, in words that follow its name."""
+
+
+def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES, infinite: bool = False) -> Any:
+    """The value of a JSON file; raises OSError or DocumentError. `infinite`: numbers may be so."""
+    return parse_json(read_document(path, most_bytes), infinite)
+
+
+def read_yaml(path: Path) -> Any:
+    """The value of a YAML file; raises OSError or DocumentError."""
+    return parse_yaml(read_document(path, MOST_YAML_BYTES))
+
+
+def read_document(path: Path, most_bytes: int) -> bytes:
+    """The bytes of a regular file; raises OSError, or DocumentError where it is larger."""
+    with open_regular(path, "rb", follow=True) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        content = stream.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise DocumentError(f"it has {max(size, len(content))} bytes, at most {most_bytes} are read")
+    return content
+
+
+def parse_json(content: bytes | str, infinite: bool = False) -> Any:
+    """The value of a JSON text, UTF-8; raises DocumentError. The caller bounds its size."""
+    return _parsed(_decoded(content), (_WITH_INFINITY if infinite else _DECODER).decode)
+
+
+def parse_json_values(text: str) -> list[Any]:
+    """All values of a text in which JSON values follow one another, as `jq` prints them; see `parse_json`."""
+    values: list[Any] = _parsed(text, _consecutive)
+    return values
+
+
+def _consecutive(text: str) -> list[Any]:
+    values, end = [], _SPACE.match(text).end()  # type: ignore[union-attr]
+    while end < len(text):
+        value, end = _DECODER.raw_decode(text, end)
+        values.append(value)
+        end = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+    return values
+
+
+def _parsed(text: str, decode: Callable[[str], Any]) -> Any:
+    try:
+        value = decode(text)
+        # Half of an escaped pair, legal in JSON, is no text that a tokenizer or a file could take.
+        if _HALF_PAIR.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+        deep = _is_deep(value)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if "\n" in text else ""
+        raise DocumentError(f"not JSON: {error.msg} at {line}character {error.colno}") from None
+    except UnicodeEncodeError:
+        raise DocumentError("it has half of a \\u escape pair") from None
+    except RecursionError:
+        deep = True
+    if deep:
+        raise DocumentError(_TOO_DEEP)
+    return value
+
+
+def parse_yaml(content: bytes | str) -> Any:
+    """The value of a YAML text, UTF-8; raises DocumentError. The caller bounds its size."""
+    # Imported here: only verbs that read YAML pay for it.
+    import yaml
+
+    text = _decoded(content)
+    try:
+        loader = _yaml_loader()
+        _check_events(text, loader)
+        value = yaml.load(text, Loader=loader)
+    except yaml.MarkedYAMLError as error:
+        # PyYAML 6.0.4 bounds depth itself, before it tells of a first level.
+        if "nesting depth" in str(error.problem):
+            raise DocumentError(_TOO_DEEP) from None
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise DocumentError(f"not YAML: {place}{error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise DocumentError(f"not YAML: {' '.join(str(error).split())}") from None
+    except DocumentError:
+        raise
+    except ValueError:  # from Python's int and float
+        raise DocumentError("it has a number that is none, or one of thousands of digits") from None
+    _check_scalars(value)
+    return value
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """A value of a document that should be a mapping; empty if it is none."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _decoded(content: bytes | str) -> str:
+    try:
+        text = content.decode() if isinstance(content, bytes) else content
+    except UnicodeDecodeError as error:
+        raise DocumentError(
+            f"it is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
+        ) from None
+    return text.removeprefix(_UTF8_MARK)
+
+
+def _with_keys_once(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A mapping of pairs; a key that comes twice is refused, of which Python would take the last value."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise DocumentError(f"it has the key {shown(twice)} twice")
+    return value
+
+
+def _mapping_of_yaml(loader: Any, node: Any) -> dict[Any, Any]:
+    pairs = loader.construct_pairs(node, deep=True)
+    if any(isinstance(key, (list, dict)) for key, _ in pairs):
+        raise DocumentError("it has a list or a mapping as a key")
+    return _with_keys_once(pairs)
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > LONGEST_NUMBER:
+        raise DocumentError(f"it has a number of {len(text)} digits")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    return _finite(float(text), text)
+
+
+def _finite(value: float, text: object) -> float:
+    if not math.isfinite(value):
+        raise DocumentError(f"it has {shown(text)}, which is no finite number")
+    return value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise DocumentError(f"it has {text}, which is no number of JSON")
+
+
+def _infinity(name: str) -> float:
+    return float(name) if "Infinity" in name else _refuse_constant(name)
+
+
+_decoder = partial(
+    json.JSONDecoder, parse_float=_number, parse_int=_whole_number, object_pairs_hook=_with_keys_once
+)
+_WITH_INFINITY = _decoder(parse_constant=_infinity)
+_DECODER = _decoder(parse_constant=_refuse_constant)
+
+
+def _is_deep(value: object) -> bool:
+    """Whether a value has more than `DEEPEST` levels of lists and mappings."""
+    level: list[object] = [value]
+    for _ in range(DEEPEST):
+        level = [
+            *(inner for each in level if isinstance(each, list) for inner in each),
+            *(inner for each in level if isinstance(each, dict) for inner in each.values()),
+        ]
+    return any(isinstance(each, (list, dict)) for each in level)
+
+
+def _yaml_loader() -> type[Any]:
+    """A loader of JSON's types alone, in C where PyYAML has it."""
+    import yaml
+
+    global _loader
+    if _loader is None:
+        base: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        kinds = ("null", "bool", "int", "float", "str", "seq", "map")
+        tags = [f"tag:yaml.org,2002:{kind}" for kind in kinds]
+        constructors = {tag: base.yaml_constructors[tag] for tag in tags} | {
+            None: base.yaml_constructors[None]
+        }
+        constructors["tag:yaml.org,2002:map"] = _mapping_of_yaml
+        resolvers = {
+            first: [(tag, _decimal(tag, pattern)) for tag, pattern in patterns if tag in tags]
+            for first, patterns in base.yaml_implicit_resolvers.items()
+        }
+        _loader = type(
+            "PlainLoader", (base,), {"yaml_constructors": constructors, "yaml_implicit_resolvers": resolvers}
+        )
+    return _loader
+
+
+def _decimal(tag: str, pattern: re.Pattern[str]) -> re.Pattern[str]:
+    """What YAML 1.1 takes for a number, without 1:30, which it reads as 90, and 010, which it reads as 8."""
+    if not tag.endswith((":int", ":float")):
+        return pattern
+    return re.compile(rf"(?!.*:|[-+]?0[0-9_]+$){pattern.pattern}", pattern.flags)
+
+
+_loader: type[Any] | None = None
+
+
+def _check_events(text: str, loader: type[Any]) -> None:
+    """Refuse depth and aliases before anything is built: building descends, and an alias may be a bomb."""
+    import yaml
+
+    depth = 0
+    for event in yaml.parse(text, Loader=loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise DocumentError(f"it has an alias, *{event.anchor}: write out what it stands for")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > DEEPEST:
+                raise DocumentError(_TOO_DEEP)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+
+
+def _check_scalars(value: object) -> None:
+    """Refuse numbers that are infinite or too long, and texts that can't be written."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _check_scalars(key)
+            _check_scalars(each)
+    elif isinstance(value, list):
+        for each in value:
+            _check_scalars(each)
+    elif isinstance(value, float):
+        _finite(value, value)
+    elif isinstance(value, int) and value.bit_length() > 4 * LONGEST_NUMBER:
+        raise DocumentError("it has a number of more than a hundred digits")
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise DocumentError("it has half of a \\u escape pair") from None

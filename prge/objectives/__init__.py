@@ -1,0 +1,1 @@
+"""Losses as functions of scores: examples, their scores by an engine, and the objectives of preferences."""

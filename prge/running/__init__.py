@@ -1,1 +1,0 @@
-"""What every run has whoever trains: its common settings, and who watches its loop."""

@@ -1,0 +1,175 @@
+"""How far something is: a bar on a terminal, lines elsewhere; and seconds in words."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from prge.system.terminal import best_effort
+
+
+class Progress:
+    """How far a run is: a bar on a terminal, otherwise a line every few seconds, nothing if quiet.
+
+    Whether anybody reads it is no matter: a terminal that is gone, closed or full ends no run.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        quiet: bool = False,
+        unit: str = "step",
+        only_if_long: bool = False,
+        every_seconds: float = 10.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._steps = steps
+        self._unit = unit
+        self._ends_with_a_line = not only_if_long
+        self._quiet = quiet
+        self._every = every_seconds
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._values: dict[str, float | str] = {}
+        self._first = self._done = self._tokens = 0
+        self._aside = 0.0
+        self._started = self._printed = clock()
+        self._bar: Any = None
+        with best_effort(self._stream):
+            if not quiet and self._stream.isatty():
+                from tqdm import tqdm
+
+                self._bar = tqdm(
+                    total=steps,
+                    file=self._stream,
+                    dynamic_ncols=True,
+                    leave=True,
+                    bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}",
+                )
+
+    @property
+    def steps(self) -> int:
+        """How many there are in all."""
+        return self._steps
+
+    def skip(self, done: int) -> None:
+        """Count `done` steps as taken earlier: they tell nothing of how long the rest takes."""
+        self._first = self._done = done
+        self._tokens = 0
+        self._aside = 0.0
+        self._started = self._clock()
+        if self._bar is not None:
+            self._bar.n = done
+            with best_effort(self._stream):
+                self._bar.refresh()
+
+    def set_aside(self, seconds: float, recurring: bool = True) -> None:
+        """Leave out seconds that went into something else than steps, such as an evaluation.
+
+        They don't count for tokens a second. What is `recurring` counts for the time that is left, once there
+        are steps to go by.
+        """
+        if recurring and self._done > self._first:
+            self._aside += seconds
+        else:
+            self._started += seconds
+
+    def update(self, done: int, tokens: int = 0, **values: float | str | None) -> None:
+        """Show that `done` steps are taken.
+
+        Args:
+            done: steps taken in all.
+            tokens: tokens of the training rows that were learnt from since the last call.
+            values: what to show, such as `loss` and `memory`; None leaves one as it was.
+        """
+        self._done = done
+        self._tokens += tokens
+        self._values.update({name: value for name, value in values.items() if value is not None})
+        if self._quiet:
+            return
+        facts = self._facts()
+        if self._bar is not None:
+            self._bar.n = done
+            with best_effort(self._stream):
+                self._bar.set_postfix_str(", ".join(facts))
+        elif (done >= self._steps and self._ends_with_a_line) or self._clock() - self._printed >= self._every:
+            self._printed = self._clock()
+            self._ends_with_a_line = True
+            self._print("  ".join([f"{self._unit} {done}/{self._steps}", *facts]))
+
+    def note(self, text: str) -> None:
+        """Print a line without breaking the bar; nothing if quiet."""
+        if self._quiet:
+            return
+        if self._bar is not None:
+            with best_effort(self._stream):
+                self._bar.write(text, file=self._stream)
+        else:
+            self._print(text)
+
+    def close(self) -> None:
+        """Leave the bar as it is and go to a new line."""
+        if self._bar is not None:
+            with best_effort(self._stream):
+                self._bar.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _facts(self) -> list[str]:
+        """What matters most comes first: a narrow terminal cuts the end off."""
+        facts = []
+        elapsed, steps = self._clock() - self._started, self._done - self._first
+        if steps > 0:
+            facts.append(f"{duration(elapsed / steps * (self._steps - self._done))} left")
+        for name, value in self._values.items():
+            facts.append(f"{name} {value if isinstance(value, str) else f'{value:.4g}'}")
+        if elapsed > self._aside and self._tokens:
+            rate = self._tokens / (elapsed - self._aside)
+            facts.append(f"{rate:,.0f} tokens/s" if rate >= 100 else f"{rate:.3g} tokens/s")
+        return facts
+
+    def _print(self, text: str) -> None:
+        with best_effort(self._stream):
+            print(text, file=self._stream, flush=True)
+
+
+class TimeLeft:
+    """How long the rest of some work takes, by what was done of it."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+        self._measured = 0
+        self._seconds = 0.0
+
+    def count(self, steps: int, seconds: float | None = None) -> str:
+        """Count steps as done, and say how long the others take at most; empty where that isn't known.
+
+        Args:
+            steps: how many.
+            seconds: that they took; None: they were done earlier.
+        """
+        self._left = max(0, self._left - steps)
+        if seconds is not None:
+            self._measured += steps
+            self._seconds += seconds
+        if not self._measured or not self._left:
+            return ""
+        return f"at most {duration(self._seconds / self._measured * self._left)} left"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words of at most two units, such as `3 min 20 s`."""
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60} s"
+    return f"{total // 3600} h {total % 3600 // 60} min"

@@ -1,0 +1,1 @@
+"""From examples to a trained adapter: recipe, session, loop, estimators, optimizers, checkpoints. numpy alone."""

@@ -1,0 +1,321 @@
+"""Who watches the loop of a run: progress on the terminal, metrics and summary in the run folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from prge.errors import DivergenceError, PrgeError, shown, visible
+from prge.formats.curves import merit_of, score_of
+from prge.formats.journal import Journal, Record, decode_array
+from prge.formats.run_folder import RunLog, write_summary
+from prge.system.interrupts import ending_signals, handled_by, ignore_interrupts
+from prge.system.memory import proportional_memory
+from prge.system.progress import Progress
+from prge.training.estimators.protocol import Measurement
+from prge.training.evaluation import METRIC_NAMES
+from prge.training.settings import TrainingFlags
+
+
+class Watcher:
+    """Implements prge.training.loop.Observer; `stopped` is set when the user asks for an end.
+
+    `newest` is the last evaluation, empty before the first one.
+
+    Args:
+        settings: of the run.
+        taken: steps that it has taken before.
+        rows: how many rows the first so many steps computed.
+        describe: the blocks `run` and `train` of run.json, as far as whoever trains knows them.
+    """
+
+    def __init__(
+        self,
+        settings: TrainingFlags,
+        taken: int,
+        rows: Callable[[int], int],
+        describe: Callable[[], tuple[Record, Record]],
+    ) -> None:
+        self.settings = settings
+        self.steps = taken
+        self.rows = rows
+        self.describe = describe
+        self.stopped = False
+        # Further facts of the block `train`, as they come.
+        self.told: Record = {}
+        self.log = RunLog(settings.out, keep_through=taken)
+        self.progress = Progress(settings.steps, quiet=settings.quiet)
+        self.progress.skip(taken)
+        self._written = {(record["event"], record["step"]) for record in self.log.records}
+        last = self.log.records[-1] if self.log.records else {}
+        self._earlier = float(last.get("seconds") or 0.0)
+        self._evaluating = float(last.get("evaluation_seconds") or 0.0)
+        tangents = [record.get("largest_tangent") for record in self.log.records]
+        self._largest_tangent = max(filter(None, tangents), default=None)
+        self._before: Record | None = None
+        self._best: Record | None = None
+        self._final: int | None = None
+        for record in self.log.records:
+            if record["event"] == "evaluation":
+                self._judge(record)
+        self.newest: Record = self.log.last("evaluation") or {}
+        self._paused, self._waits_for = 0.0, ""
+        self._memory: Record | None = None
+        self._examples = int(describe()[1].get("training_rows") or 0)
+        self.start_clock()
+
+    def __enter__(self) -> Watcher:
+        self._summarize("running")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.close()
+        if error is None:
+            self._summarize("completed" if self.steps == self.settings.steps else "stopped early")
+        else:
+            status = "diverged" if isinstance(error, DivergenceError) else "failed"
+            self._summarize("interrupted" if isinstance(error, KeyboardInterrupt) else status)
+            if isinstance(error, PrgeError):
+                self.log.text(f"error: {error}")
+        self.log.close()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the run, without pauses."""
+        return self._earlier + time.perf_counter() - self._begin
+
+    def start_clock(self) -> None:
+        """Count the seconds of this part of the run from now on, and its memory beyond what is loaded."""
+        self.log.memory.start()
+        self._begin = self._last = time.perf_counter()
+
+    def stop_clock(self) -> None:
+        """Training is over: what comes now counts neither as seconds nor as memory of the run."""
+        self._earlier, self._memory = self.seconds, self.log.memory.report()
+        self.start_clock()
+
+    def say(self, text: str) -> None:
+        """Tell the user, and the log."""
+        text = visible(text)  # it may show a row
+        self.progress.note(text)
+        for line in text.split("\n"):
+            self.log.text(line)
+
+    def on_wait(self, why: str) -> None:
+        """Tell in the summary what a pause waits for."""
+        self._waits_for = why
+        self._summarize("running")
+
+    def on_pause(self, seconds: float) -> None:
+        """Leave a pause out of the seconds of the run."""
+        self.progress.set_aside(seconds, recurring=False)
+        self._paused += seconds
+        self._begin += seconds
+        self.on_wait("")
+        self._last = time.perf_counter()
+
+    def catch_up(self, journal: Journal) -> None:
+        """Write the metrics of what the journal holds and the process before had no time to tell."""
+        for record in journal.records:
+            with journal.reading(record):
+                if record["kind"] == "step" and ("step", record["step"] + 1) not in self._written:
+                    self._write_step(record, None)
+                elif record["kind"] == "evaluation":
+                    self._write_evaluation(record)
+
+    def on_step(self, record: Record, measurement: Measurement | None) -> None:
+        """See prge.training.loop.Observer."""
+        self.steps = max(self.steps, record["step"] + 1)
+        if measurement is not None:
+            self._write_step(record, measurement)
+            self.progress.update(self.steps, record["tokens"], **self._shown(record))
+        self._last = time.perf_counter()
+
+    def on_evaluation(self, record: Record, fresh: bool) -> None:
+        """See prge.training.loop.Observer."""
+        self.on_samples()
+        self.newest = record
+        if fresh:
+            self._write_evaluation(record)
+            self.say(f"step {record['step']}: development rows: {_figures_text(record)}")
+        self._last = time.perf_counter()
+
+    def on_samples(self) -> None:
+        """Prompts were answered, which counts as an evaluation."""
+        now = time.perf_counter()
+        self._evaluating += now - self._last
+        self.progress.set_aside(now - self._last)
+        self._last = now
+
+    def say_final(self, step: int, evaluation: Record) -> None:
+        """Say which step the result is of, and how development rows were scored before, at best and last."""
+        self._final = step
+        figures = f": {_figures_text(evaluation)}" if evaluation else ""
+        self.say(f"final: step {step} of {self.steps}{figures}")
+        found: dict[str, Record] = {}
+        for name, record in (("before", self._before), ("best", self._best), ("last", self.newest)):
+            if record and record["step"] not in {each["step"] for each in found.values()}:
+                found[name] = record
+        if len(found) > 1:
+            self.say(evaluation_table(found, step))
+
+    def _judge(self, record: Record) -> None:
+        """Take note of an evaluation: whether it is of the start, or the best so far."""
+        if record.get("value") is None:  # not finite, or of a run that was begun without it
+            return
+        if record["step"] == 0:
+            self._before = record
+        if self._best is None or merit_of(record) > merit_of(self._best):
+            self._best = record
+
+    def _shown(self, record: Record) -> dict[str, float | str | None]:
+        """What the bar tells of a step."""
+        figures: dict[str, float | str | None] = {"loss": record["loss"]}
+        if self._best is not None:
+            # What steps are judged by, which may be another than the metric.
+            by_loss = self.settings.select == "loss"
+            name, best = ("loss", self._best["loss"]) if by_loss else score_of(self._best)
+            figures[f"best dev {name.replace('_', ' ')}"] = best
+        if self._examples and "rows" in record:
+            figures["epoch"] = f"{self.steps * len(record['rows']) / self._examples:.2f}"
+        peak = self.log.memory.peak
+        figures["memory"] = None if peak is None else f"{peak / 1e6:,.0f} MB"
+        return figures
+
+    def _write_step(self, record: Record, measurement: Measurement | None) -> None:
+        figures = {**_figures(record, measurement), **self._of_engine(measurement)}
+        self._write("step", record["step"] + 1, figures)
+
+    def _write_evaluation(self, record: Record) -> None:
+        self._judge(record)
+        last = self.log.last("evaluation")
+        if last is not None and last["step"] >= record["step"]:  # a loss of power took it from the journal
+            return
+        figures = {"split": "dev", **_evaluation(record), "value": record["value"]}
+        self._write("evaluation", record["step"], figures)
+
+    def _write(self, event: str, step: int, figures: Record) -> None:
+        if (event, step) not in self._written:
+            counts = {
+                "rows": self.rows(step),
+                "seconds": self.seconds,
+                "evaluation_seconds": self._evaluating,
+            }
+            self.log.metric({"event": event, "step": step, **figures, **counts})
+
+    def _of_engine(self, measurement: Measurement | None) -> Record:
+        """A step's seconds in the engine and around it, and its largest derivative where there is one."""
+        if measurement is None:
+            return {"engine_seconds": None, "host_seconds": None}
+        tangent, inside = measurement.largest_tangent, measurement.engine_seconds
+        times = {"engine_seconds": inside, "host_seconds": time.perf_counter() - self._last - inside}
+        if tangent is None:
+            return times
+        self._largest_tangent = max(tangent, self._largest_tangent or 0.0)
+        return {**times, "largest_tangent": tangent}
+
+    def _summarize(self, status: str) -> None:
+        run, train = self.describe()
+        settings = {name: None if v is None else str(v) for name, v in asdict(self.settings).items()}
+        memory = self._memory or self.log.memory.report()
+        waits_for = (status == "running" and self._waits_for) or None
+        write_summary(
+            self.settings.out,
+            run={"status": status, "waits_for": waits_for, "settings": settings, **run},
+            train={
+                "steps": self.steps,
+                "seconds": self._earlier if self._memory else self.seconds,
+                "evaluation_seconds": self._evaluating,
+                "paused_seconds": self._paused,
+                "rows": self.rows(self.steps),
+                "largest_tangent": self._largest_tangent,
+                "last_evaluation": _evaluation(self.newest) or None,
+                "last_value": self.newest.get("value"),
+                "before": _evaluation(self._before or {}) or None,
+                "best": _evaluation(self._best or {}) or None,
+                "best_value": (self._best or {}).get("value"),
+                "final_step": self._final,
+                **train,
+                **self.told,
+                "memory": {**memory, "proportional": proportional_memory(), **train.get("memory", {})},
+            },
+        )
+
+
+@contextmanager
+def graceful_stop(watcher: Watcher) -> Iterator[None]:
+    """The first Ctrl-C, SIGTERM or SIGHUP ends the run after its step, a second one at once."""
+
+    def stop(number: int, frame: object) -> None:
+        if watcher.stopped:
+            ignore_interrupts()
+            raise KeyboardInterrupt
+        watcher.stopped = True
+        watcher.say("stopping after this step; once more to stop at once")
+
+    with handled_by(stop, ending_signals()):
+        yield
+
+
+def describe_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """The prompt of a sampled answer in one line: a text, or the last of its messages."""
+    return shown(prompt if isinstance(prompt, str) else prompt[-1]["content"])
+
+
+def describe_changes(before: Sequence[str], after: Sequence[str]) -> str:
+    """How many sampled answers training changed, in a sentence; empty without answers to compare."""
+    pairs = list(zip(before, after, strict=False))
+    changed = sum(first != second for first, second in pairs)
+    if not pairs:
+        return ""
+    if not changed:
+        return f"note: training changed none of the {len(pairs)} sampled answers"
+    return f"{changed} of {len(pairs)} sampled answers changed"
+
+
+def evaluation_table(records: Mapping[str, Record], final: int | None) -> str:
+    """Evaluations by what they are called, a line each; the step `final` is marked."""
+    name = score_of(next(iter(records.values())))[0]
+    columns = ("loss",) if name == "loss" else ("loss", name)
+    lines = ["".join([f"{'development rows':<18}{'step':>8}", *(f"{column:>12}" for column in columns)])]
+    for called, record in records.items():
+        cells = (f"{'-' if record.get(each) is None else f'{record[each]:.4g}':>12}" for each in columns)
+        mark = "  in final/" if record["step"] == final else ""
+        lines.append("".join([f"{called:<18}{record['step']:>8}", *cells, mark]))
+    return "\n".join(lines)
+
+
+def _figures_text(record: Record) -> str:
+    """Loss and metric of a record, for a person."""
+    figures = {name: value for name, value in _evaluation(record).items() if name != "step"}
+    return "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
+
+
+def _evaluation(record: Record) -> Record:
+    """Step, loss and metric of a record."""
+    return {name: record[name] for name in ("step", "loss", *METRIC_NAMES) if name in record}
+
+
+def _figures(record: Record, measurement: Measurement | None) -> Record:
+    """Loss, learning rate and tokens of a step, and the size of its derivatives."""
+    kept = {name: record.get(name) for name in ("loss", "learning_rate", "tokens")}
+    return {**kept, **_size(record, measurement)}
+
+
+def _size(record: Record, measurement: Measurement | None) -> Record:
+    """How large the derivatives of a step are, where the record has them."""
+    if "gradient" in record:
+        # The record has it as text: of a large adapter some megabytes, which take time to read.
+        gradient = None if measurement is None else measurement.gradient
+        if gradient is None:
+            gradient = decode_array(record["gradient"])
+        return {"gradient_norm": float(np.linalg.norm(gradient))}
+    return {"scalar_deviation": float(np.std(record["scalars"]))} if "scalars" in record else {}

@@ -1,0 +1,190 @@
+"""Decisions of a tuning, taken where the record lacks them, from what is measured for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from prge.data.readers.files import Row
+from prge.data.sources import Part
+from prge.data.tokenization.tokenizer import Tokenizer, bundle_tokenizer
+from prge.errors import PrgeError
+from prge.formats.adapter import adapter_size
+from prge.formats.bundle import Bundle
+from prge.objectives.examples import Example
+from prge.system.memory import available_memory
+from prge.training.costs import BYTES_OF_A_TOKEN, StepShape, budget_within, costs_of, run_memory
+from prge.training.estimators.table import ESTIMATORS, fitting
+from server_export.check.estimation import Estimate, check_room, estimate
+from server_export.settings import EstimateConfig
+from server_export.tune import decisions
+from server_export.tune.decisions import Decision, RowFacts
+from server_export.tune.named_rows import NamedRows
+from server_export.tune.record import Record
+from server_export.tune.row_files import RowFiles
+from server_export.tune.settings import TuneSettings
+from server_export.tune.tokenizing import ROWS, Tokenizing
+
+_LESS = "give more, take --quantize 8da4w, a smaller --sequence-length or --rank, or --adapt-layers top:k"
+
+
+class Choosing:
+    """What a tuning decides before its export, and before the runs of its bundle."""
+
+    def __init__(self, settings: TuneSettings, record: Record) -> None:
+        self._settings = settings
+        self._record = record
+
+    def decide(self, name: str, given: Any, make: Callable[[], Decision | None]) -> None:
+        """Note what the user gave, or what is decided if anything is, unless the record has it."""
+        if self._record.value(name) is None:
+            decision = make() if given is None else Decision(name, given, "given")
+            self._record.decide(*([decision] if decision else []))
+
+    def for_export(self, rows: NamedRows) -> dict[Part, list[Row]]:
+        """Scheme, start, template, first token and length of a bundle.
+
+        Returns:
+            The rows of all parts, which such a bundle takes.
+
+        Raises:
+            PrgeError: the model or rows can't be used.
+        """
+        settings, model = self._settings, str(self._settings.model)
+        estimated = self._decide_adapter(model, rows)
+        check_room(estimated, settings.out)
+        spec = estimated.model
+        tokenizing = Tokenizing(model, estimated)
+
+        def template() -> Decision | None:
+            needed = rows.chat == "needs"
+            return decisions.chat_template(tokenizing.has_template()) if needed else None
+
+        self.decide("chat_template", settings.chat_template, template)
+        chat_template = self._record.value("chat_template")
+        tokenizer = tokenizing.on_device(chat_template, None)
+        longest = rows.check(tokenizer, spec)
+
+        def some(tokenizer: Tokenizer) -> Sequence[Example]:
+            return rows.some(ROWS, tokenizer, spec)
+
+        self.decide("prepend_bos", settings.prepend_bos, lambda: tokenizing.decide_bos(chat_template, some))
+        if begins := self._record.value("prepend_bos"):
+            why = next(each.why for each in self._record.decisions if each.name == "prepend_bos")
+            rows.notes.append(f"prepend_bos is {begins}: {why}")
+            tokenizer = tokenizing.on_device(chat_template, begins)
+            longest = rows.check(tokenizer, spec)
+        self.decide(
+            "sequence_length",
+            settings.sequence_length,
+            lambda: decisions.sequence_length(
+                longest,
+                estimated.positions,
+                lambda length: _on_a_row(estimated, model, length)(estimated.weights.largest),
+                self._free(),
+            ),
+        )
+        length = self._record.value("sequence_length")
+        if limit := self._limit():
+            # In seconds, and not after minutes of an export.
+            needed = _on_a_row(estimated, model, min(length, longest))
+            budget_within(limit, needed, estimated.weights, "a run of this model", _LESS)
+        return rows.split(tokenizer, replace(spec, sequence_length=length))
+
+    def _decide_adapter(self, model: str, rows: NamedRows) -> Estimate:
+        """Scheme, adapted layers and roles; returns what a bundle of them costs, with rows of any length."""
+        settings = self._settings
+        try:
+            whole = estimate(EstimateConfig(model=model, **decisions.ALL_LAYERS))
+            numbers = adapter_size(whole.outline.modules)
+        except PrgeError:  # not all linear layers of this model can have an adapter
+            whole, numbers = estimate(EstimateConfig(model=model)), None
+        self.decide("quantize", settings.quantize, lambda: decisions.scheme(whole.outline.parameters))
+        is_encoder = whole.readout == "pooled"
+        for each in decisions.adapted(settings.estimator, is_encoder, numbers, self._free()):
+            self.decide(each.name, getattr(settings, each.name), partial(Decision, **asdict(each)))
+        writes_texts = rows.are_texts and not is_encoder
+        self.decide("roles", settings.roles, lambda: decisions.roles(settings.estimator, writes_texts))
+        chosen = {name: self._record.value(name) for name in decisions.ALL_LAYERS}
+        chosen["adapt_layers"] = settings.adapt_layers
+        if numbers is None or chosen != {**decisions.ALL_LAYERS, "adapt_layers": None}:
+            given = {name: value for name, value in chosen.items() if value is not None}
+            whole = estimate(EstimateConfig(model=model, **given))
+        return whole.exported_as(self._record.value("quantize"), self._record.value("roles"))
+
+    def _limit(self) -> int | None:
+        """Bytes that a run's process may take: by the user, or of what a phone has free."""
+        limit: int | None = self._settings.memory or self._record.value("memory")
+        return limit
+
+    def _free(self) -> int:
+        """Bytes that a run's process may take: as `_limit`, or half of what this machine has."""
+        return self._limit() or available_memory() // 2
+
+    def for_runs(self, bundle: Bundle, rows: RowFiles) -> RowFacts:
+        """Estimator, batch, memory, head and steps of runs; what rows are like on the bundle."""
+        settings, record = self._settings, self._record
+
+        def measure() -> dict[str, Any]:
+            return asdict(rows.facts(bundle_tokenizer(bundle), bundle.chain.model, settings.overflow))
+
+        facts = RowFacts(**record.found("facts", measure))
+        self.decide("estimator", settings.estimator, lambda: _best_estimator(bundle))
+        self.decide("batch_size", settings.batch_size, lambda: self._batch_size(bundle, facts))
+        batch = record.value("batch_size")
+        self.decide("head_folds", settings.head_folds, lambda: decisions.head_folds(facts))
+        self.decide("beta", settings.beta, lambda: decisions.beta(facts))
+        self.decide("steps", settings.steps, lambda: decisions.steps(facts, batch, settings.epochs))
+        return facts
+
+    def _batch_size(self, bundle: Bundle, facts: RowFacts) -> Decision:
+        """Examples of a step that keep the bound of a run's process, by the bundle's own outline."""
+        wanted, limit = decisions.batch_size(facts), self._limit()
+        if limit is None:
+            return wanted
+        chain, entry = bundle.chain, ESTIMATORS[self._record.value("estimator")]
+        outline, weights = costs_of(bundle)
+        length = min(facts.longest, chain.bounds.tokens)
+
+        def needed(examples: int) -> int:
+            sequences = examples * facts.widest
+            shape = StepShape(
+                entry.role,
+                sequences,
+                length,
+                length - 1,
+                chain.vocabulary_size,
+                copies=entry.copies(),
+                queries=entry.directions(),
+            )
+            taken = run_memory(outline, shape, weights, chain.roles, "native", weights.largest).total
+            return taken + BYTES_OF_A_TOKEN * facts.tokens
+
+        return decisions.within_memory(wanted, limit, needed)
+
+
+def _on_a_row(estimated: Estimate, model: str, length: int) -> Callable[[int], int]:
+    """Bytes that the process of steps on one row of so many tokens takes, by those of the weights that stay
+    loaded."""
+    estimated = replace(estimated, outline=replace(estimated.outline, longest=length))
+    config = EstimateConfig(model=model, batch_size=1)
+    shape = estimated.shape(config, estimated.estimators[0], length, length - 1)
+
+    def needed(loaded: int) -> int:
+        return run_memory(
+            estimated.outline, shape, estimated.weights, estimated.roles, "native", loaded
+        ).total
+
+    return needed
+
+
+def _best_estimator(bundle: Bundle) -> Decision:
+    best = fitting(bundle.chain.roles)[0]
+    why = (
+        "of the bundle's, the best"
+        if ESTIMATORS[best].has_directions
+        else "backpropagation needs the fewest rows"
+    )
+    return Decision("estimator", best, why)

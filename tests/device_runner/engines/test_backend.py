@@ -1,0 +1,65 @@
+"""The native engine is the first choice and torch's module the fallback; neither drags a compiler along."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from device_runner.engines import torch_runtime
+from device_runner.engines.backend import Backend, choose
+from device_runner.engines.native import runtime as native_runtime
+from prge.errors import EngineError
+from tests.compilers import needs_compiler
+
+
+@needs_compiler
+def test_the_native_engine_comes_first_and_its_lack_has_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert choose("auto") == choose("native") == Backend("native")
+    assert choose("torch") == Backend("torch")
+    native_runtime.interface.cache_clear()
+    monkeypatch.setenv("PRGE_NATIVE_LIBRARY", str(tmp_path / "nothing.so"))
+    try:
+        fallen = choose("auto")
+        assert fallen.name == "torch" and "nothing.so, which is no file" in fallen.reason
+    finally:
+        native_runtime.interface.cache_clear()
+
+
+@pytest.mark.parametrize("threads", [0, -2])
+@pytest.mark.parametrize("name", ["torch", pytest.param("native", marks=needs_compiler)])
+def test_a_number_of_threads_that_cant_be_is_refused(name: str, threads: int) -> None:
+    with pytest.raises(EngineError, match="at least 1"):
+        Backend(name).runtime.set_threads(threads)
+
+
+def test_an_interrupt_while_the_runtime_is_imported_is_no_missing_runtime(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(name: str) -> None:
+        # As an extension module of pybind11 answers.
+        raise ImportError("initialization failed") from KeyboardInterrupt()
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    torch_runtime.runtime.cache_clear()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            torch_runtime.prepare()
+    finally:
+        torch_runtime.runtime.cache_clear()
+
+
+def test_a_missing_runtime_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    torch_runtime.runtime.cache_clear()
+    try:
+        with pytest.raises(EngineError, match=r"can't be imported.*\n.*pip install executorch"):
+            torch_runtime.prepare()
+    finally:
+        torch_runtime.runtime.cache_clear()

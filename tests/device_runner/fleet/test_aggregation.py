@@ -1,0 +1,113 @@
+"""Means and medians, against numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from device_runner.fleet.aggregation import (
+    combined_scalars,
+    middle,
+    opposed_answers,
+    shortened_answers,
+)
+from device_runner.fleet.agreement import Plan
+from device_runner.fleet.messages import Answer
+from prge.engine import FloatArray
+
+SIZE = 40
+RANDOM = np.random.default_rng(0)
+
+
+def _answer(values: FloatArray) -> Answer:
+    return Answer(bytes(16), 0, 0, 4, 0.0, np.zeros(2, np.float32), values)
+
+
+def _changes(count: int) -> FloatArray:
+    return RANDOM.normal(size=(count, SIZE)).astype(np.float32)
+
+
+def _expected(values: FloatArray, combine: str) -> Any:
+    return {
+        "mean": lambda: values.mean(0),
+        "trimmed": lambda: _trimmed(values),
+        "median": lambda: np.median(values, 0),
+    }[combine]()
+
+
+def _trimmed(values: FloatArray) -> Any:
+    """The oracle: of four numbers the two in the middle, of seven the three."""
+    cut = {4: 1, 7: 2}[len(values)]
+    return np.array([np.mean(sorted(column)[cut:-cut]) for column in values.T])
+
+
+@pytest.mark.parametrize("combine", ["mean", "trimmed", "median"])
+@pytest.mark.parametrize("devices", [4, 7])
+def test_every_device_has_the_same_say(combine: Any, devices: int) -> None:
+    changes = _changes(devices)
+    found = middle(changes, Plan(estimator="exact", combine=combine))
+    np.testing.assert_allclose(found, _expected(changes, combine), rtol=1e-5, atol=1e-7)
+
+
+def test_less_than_a_third_moves_no_number_beyond_what_the_others_say() -> None:
+    honest = _changes(7)
+    for combine in ("trimmed", "median"):
+        for lie in (1e6, -1e6, 0.0):
+            table = np.concatenate([honest, np.full((3, SIZE), lie, np.float32)])
+            found = middle(table, Plan(combine=combine))
+            assert np.all((honest.min(0) <= found) & (found <= honest.max(0)))
+    table = np.concatenate([honest, np.full((3, SIZE), 1e6, np.float32)])
+    assert np.all(middle(table, Plan(combine="mean")) > honest.max(0))
+
+
+def test_a_liars_scalars_weigh_no_more_than_an_honest_devices() -> None:
+    """And its answer costs the mean of the honest ones a share of one device, whatever it holds."""
+    honest = _changes(3)
+    lengths = np.linalg.norm(honest, axis=1)
+    for lie in (_changes(1), 1e6 * _changes(1), np.full((1, SIZE), 0.0), np.full((1, SIZE), -999_999.0)):
+        table = np.concatenate([honest, lie.astype(np.float32)])
+        most = np.median(np.linalg.norm(table, axis=1))
+        expected = (honest * np.minimum(1, most / lengths)[:, None]).sum(0) / 4
+        found = combined_scalars(table, Plan(combine="trimmed"))
+        assert np.linalg.norm(found - expected) <= most / 4 * (1 + 1e-5)
+    assert np.array_equal(combined_scalars(honest, Plan()), middle(honest, Plan()))
+
+
+def test_an_answer_with_the_wrong_sign_is_found_in_the_noise() -> None:
+    """By its whole, where each number is mostly noise; and nobody honest is."""
+    random, plan = np.random.default_rng(7), Plan(combine="trimmed")
+    spoken: dict[int, float] = {}
+    found = []
+    for _ in range(12):
+        signal = random.normal(size=1280)
+        honest = 0.3 * signal + random.normal(size=(4, 1280))
+        honest[3] *= -1
+        answers = {node: _answer(values.astype(np.float32)) for node, values in enumerate(honest)}
+        opposed, now = opposed_answers(answers, plan, spoken)
+        spoken |= now
+        found.append(opposed)
+    assert found.count([3]) >= 8 and found.count([]) == 12 - found.count([3])
+    assert opposed_answers(answers, Plan(combine="mean"), spoken) == ([], {})
+
+
+def test_devices_without_any_signal_are_seldom_against_each_other() -> None:
+    random, plan = np.random.default_rng(7), Plan(combine="trimmed")
+    spoken: dict[int, float] = {}
+    count = 0
+    for _ in range(100):
+        answers = {node: _answer(random.normal(size=320).astype(np.float32)) for node in range(10)}
+        opposed, now = opposed_answers(answers, plan, spoken)
+        spoken |= now
+        count += len(opposed)
+    assert count < 50  # of 1,000
+
+
+def test_two_answers_are_never_shortened() -> None:
+    answers = {1: _answer(np.ones(4, np.float32)), 2: _answer(np.full(4, 1000, np.float32))}
+    assert shortened_answers(answers, Plan())[1] == []
+    answers[3] = _answer(np.ones(4, np.float32))
+    cut, whose = shortened_answers(answers, Plan(outlier=4.0))
+    assert whose == [2]
+    np.testing.assert_allclose(np.linalg.norm(cut[2].values), 4 * 2, rtol=1e-5)

@@ -1,0 +1,129 @@
+"""How much of differences is signal: against derivatives, and what a new run says of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from device_runner import run as run_verb
+from device_runner.run import run
+from device_runner.session.gradient_noise import Agreement, compare, slopes
+from device_runner.session.settings import RunSettings
+from prge.formats.bundle import open_bundle
+from prge.training.estimators.differences import Differences
+from prge.training.estimators.directions import Directions
+from prge.training.estimators.exact import Exact
+from prge.training.estimators.protocol import Step
+from tests.device_runner.numpy_device import QUERIES, Device, write_films
+from tests.rows import random_completions
+from tests.templates import random_adapter
+
+SMALL, LARGE = 1e-3, 1e-1
+
+
+@pytest.fixture
+def agreements(tmp_path: Path) -> Callable[[Device], dict[tuple[str, float], Agreement]]:
+    """How differences on a device agree with derivatives, by estimator and epsilon."""
+
+    def measured(device: Device) -> dict[tuple[str, float], Agreement]:
+        bundle = open_bundle(device.write_bundle(tmp_path / "bundle"))
+        engine = device.open_engine(bundle, "back").engine
+        exact = Device(has_back=True).open_engine(bundle, "back").engine
+        adapter, rows = random_adapter(bundle.chain.modules, size=0.01), random_completions(32)
+        steps = [Step(adapter, rows[4 * number :][:4], 1, number) for number in range(8)]
+        along = []
+        for step in steps:
+            gradient = Exact().measure(exact, step).gradient
+            assert gradient is not None
+            directions = Directions(1, step.number, adapter.size)
+            along.append([float(directions(query) @ gradient) for query in range(QUERIES)])
+        found = {}
+        for epsilon in (SMALL, LARGE):
+            for name, rule in slopes(QUERIES, epsilon).items():
+                scalars = [Differences(rule).measure(engine, step).scalars for step in steps]
+                found[name, epsilon] = compare(np.array(scalars), np.array(along))
+        return found
+
+    return measured
+
+
+def test_small_differences_of_an_exact_model_are_its_derivatives(agreements: Any) -> None:
+    found = agreements(Device(has_back=True))
+    assert found["antithetic", SMALL].r > 0.9999
+    assert found["antithetic", SMALL].slope == pytest.approx(1, abs=0.005)
+    assert found["fzoo", SMALL].r > 0.99
+    assert found["fzoo", LARGE].r < found["fzoo", SMALL].r
+
+
+def test_rounding_is_found_to_drown_small_steps(agreements: Any) -> None:
+    found = agreements(Device(has_back=True, grid=0.1))
+    assert found["antithetic", SMALL].r < 0.5 < 0.8 < found["antithetic", LARGE].r
+
+
+def test_compare() -> None:
+    random = np.random.default_rng(0)
+    reference, noise = random.normal(size=(2, 4, 5000))
+    same = compare(2 * reference, reference)
+    assert (same.r, same.slope) == (pytest.approx(1), pytest.approx(2))
+    noisy = compare(reference + noise / 2, reference)
+    assert noisy.r**2 == pytest.approx(0.8, rel=0.01)
+    assert compare(-reference, reference).r == pytest.approx(-1)
+    # The mean of true scalars is zero: a constant is noise too.
+    assert compare(reference + 2, reference).r == pytest.approx(1 / 5**0.5, abs=0.02)
+    for nothing in (0 * reference, np.full_like(reference, np.nan), np.full_like(reference, np.inf)):
+        assert compare(nothing, reference) == Agreement(0, 0)
+        assert compare(reference, nothing) == Agreement(0, 0)
+
+
+# A new run on quantized activations says how noisy its differences are.
+
+
+@pytest.fixture
+def log_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The log of a run of a device's bundle, which is resumed once it has ended."""
+
+    def begin(device: Device, scheme: str = "8da4w", **changes: Any) -> str:
+        write_films(tmp_path)
+        device.replaces(monkeypatch, run_verb)
+        bundle, out = device.write_bundle(tmp_path / "bundle", scheme), tmp_path / "run"
+        settings = RunSettings(bundle, tmp_path / "train.jsonl", out, steps=2, quiet=True, **changes)
+        run(settings)
+        run(replace(settings, resume=out))
+        return (out / "log.txt").read_text()
+
+    return begin
+
+
+@pytest.mark.parametrize("changes", [{}, {"estimator": "fzoo"}], ids=str)
+def test_noise_is_told_once(log_of: Callable[..., str], changes: dict[str, Any]) -> None:
+    log = log_of(Device(has_tangents=False, grid=0.05), epsilon=SMALL, **changes)
+    (line,) = (line for line in log.splitlines() if "int8 activations" in line)
+    assert "differences at epsilon 0.001 and 0.00141 agree with r = " in line
+    assert line.endswith("exact tangents have no such noise: --estimator tangent")
+
+
+def test_differences_without_noise_need_no_other_program(log_of: Callable[..., str]) -> None:
+    assert "agree with r = 1.00\n" in log_of(Device(has_tangents=False), epsilon=SMALL)
+
+
+@pytest.mark.parametrize(("has_tangents", "scheme"), [(False, "fp32"), (True, "8da4w")])
+def test_nothing_is_told_where_there_is_no_noise(
+    log_of: Callable[..., str], has_tangents: bool, scheme: str
+) -> None:
+    assert "int8" not in log_of(Device(has_tangents=has_tangents), scheme)
+
+
+def test_a_run_goes_on_where_noise_cant_be_measured(
+    log_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> str:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(run_verb, "noise_note", broken)
+    log = log_of(Device(has_tangents=False))
+    assert "the noise of differences was not measured: no memory" in log

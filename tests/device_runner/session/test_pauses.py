@@ -1,0 +1,152 @@
+"""A run pauses while it is too hot or has no charger, says why, and goes on by itself."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_runner.session.pauses import Gates
+from device_runner.session.sensors import Sensors
+from device_runner.session.settings import RunSettings
+from prge.errors import ConfigError
+
+
+class Told:
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self.texts: list[str] = []
+        self.paused = 0.0
+        self.waited: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.texts.append(text)
+
+    def on_wait(self, why: str) -> None:
+        self.waited.append(why)
+
+    def on_pause(self, seconds: float) -> None:
+        self.paused += seconds
+
+
+def write(system: Path, name: str, content: object) -> None:
+    path = system / "class" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{content}\n")
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Path:
+    """What a phone's kernel tells: 40 degrees, 80 percent, no charger, and a mouse that is no battery."""
+    write(tmp_path, "thermal/thermal_zone0/temp", 31000)
+    write(tmp_path, "thermal/thermal_zone1/temp", 40000)
+    write(tmp_path, "thermal/thermal_zone2/temp", -273000)
+    write(tmp_path, "power_supply/battery/type", "Battery")
+    write(tmp_path, "power_supply/battery/capacity", 80)
+    write(tmp_path, "power_supply/battery/status", "Discharging")
+    write(tmp_path, "power_supply/a-mouse/type", "Battery")
+    write(tmp_path, "power_supply/a-mouse/scope", "Device")
+    write(tmp_path, "power_supply/a-mouse/capacity", 5)
+    frequency = tmp_path / "devices/system/cpu/cpu0/cpufreq/scaling_cur_freq"
+    frequency.parent.mkdir(parents=True)
+    frequency.write_text("1800000\n")
+    return tmp_path
+
+
+def gates(system: Path, **changes: Any) -> Gates:
+    settings = RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), **changes)
+    return Gates(settings.conditions(), Sensors(system, system), seconds=0.02)
+
+
+def held(gate: Gates, told: Told, over: Any) -> None:
+    """Hold until `over` is called a moment later."""
+    thread = threading.Timer(0.2, over)
+    thread.start()
+    begin = time.monotonic()
+    gate.hold(told)
+    assert time.monotonic() - begin > 0.15
+    thread.join()
+
+
+def test_readings(system: Path) -> None:
+    record = Sensors(system).record()
+    assert {name: entry["value"] for name, entry in record.items()} == {
+        "temperature_celsius": 40.0, "battery_percent": 80.0, "charging": False, "cpu_hertz": 1.8e9,
+    }  # fmt: skip
+    assert record["temperature_celsius"]["source"].endswith("thermal_zone1/temp")
+
+
+def test_what_can_not_be_read_is_null_with_a_reason(tmp_path: Path) -> None:
+    for entry in Sensors(tmp_path).record().values():
+        assert entry["value"] is None and entry["reason"]
+    json.dumps(Sensors(tmp_path).record())
+
+
+def test_open_gates_do_nothing(system: Path) -> None:
+    told = Told()
+    assert not gates(system, pause_above_celsius=45, pause_below_battery=20).hold(told)
+    assert not gates(system).hold(told)
+    assert not told.texts and told.paused == 0
+
+
+def test_too_hot_until_it_is_clearly_cooler(system: Path) -> None:
+    told = Told()
+    gate = gates(system, pause_above_celsius=39)
+    write(system, "thermal/thermal_zone0/temp", 38000)
+
+    def cool() -> None:
+        write(system, "thermal/thermal_zone1/temp", 38500)
+        time.sleep(0.1)
+        assert len(told.texts) == 1
+        for zone in (0, 1):
+            write(system, f"thermal/thermal_zone{zone}/temp", 35900)
+
+    held(gate, told, cool)
+    assert told.texts[0] == "paused, too hot: 40.0 degrees Celsius, the limit is 39"
+    assert told.waited == ["too hot: 40.0 degrees Celsius, the limit is 39"]
+    assert "going on after a pause" in told.texts[1] and told.paused > 0.15
+
+
+def test_charge(system: Path) -> None:
+    told = Told()
+    write(system, "power_supply/battery/capacity", 19)
+    held(
+        gates(system, pause_below_battery=20),
+        told,
+        lambda: write(system, "power_supply/battery/status", "Charging"),
+    )
+    assert told.texts[0] == "paused, too little charge: 19 %, the limit is 20 %"
+
+
+def test_charger(system: Path) -> None:
+    told = Told()
+    gate = gates(system, only_charging=True)
+    held(gate, told, lambda: write(system, "power_supply/battery/status", "Full"))
+    assert told.texts[0] == "paused, not charging: it waits for a charger"
+
+
+def test_a_pause_ends_with_the_run(system: Path) -> None:
+    told = Told()
+    held(gates(system, only_charging=True), told, lambda: setattr(told, "stopped", True))
+    assert told.texts == ["paused, not charging: it waits for a charger"]
+
+
+def test_a_gate_that_could_never_close_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--only-charging: no battery"):
+        gates(tmp_path, only_charging=True)
+
+
+def test_a_sensor_that_is_lost_is_told_once(system: Path) -> None:
+    told = Told()
+    gate = gates(system, only_charging=True)
+    (system / "class/power_supply/battery/status").unlink()
+    for _ in range(2):
+        time.sleep(0.03)
+        assert not gate.hold(told)
+    assert len(told.texts) == 1 and "the charger can't be read any more" in told.texts[0]

@@ -1,0 +1,103 @@
+"""Every number that a verb takes has bounds, and what is outside of them is told with its flag."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import math
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_runner.session.settings import RunSettings
+from prge.cli.bounds import BOUNDS, Range
+from prge.cli.main import VERBS
+from prge.cli.settings import parse_settings
+from prge.errors import ConfigError
+
+
+def settings_types() -> Iterator[type[Any]]:
+    """The settings that the modules of the verbs read."""
+    for verb in VERBS.values():
+        for _, kind in inspect.getmembers(importlib.import_module(verb.module), inspect.isclass):
+            if dataclasses.is_dataclass(kind) and kind.__name__.endswith(("Settings", "Config")):
+                yield kind
+
+
+def is_number(kind: Any) -> bool:
+    return kind in (int, float) or any(map(is_number, typing.get_args(kind)))
+
+
+def test_every_number_of_every_verb_has_bounds() -> None:
+    numbers = {
+        name
+        for kind in settings_types()
+        for name, hint in typing.get_type_hints(kind).items()
+        if is_number(hint)
+    }
+    assert len(numbers) > 50
+    assert numbers - set(BOUNDS) == set()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "value", "problem"),
+    [
+        (Range(1, 9), 1, ""),
+        (Range(1, 9), 9, ""),
+        (Range(1, 9), 0, "must be at least 1"),
+        (Range(1, 9), 10, "must be at most 9"),
+        (Range(0, 1, open=(0,)), 0.0, "must be more than 0"),
+        (Range(0, 1, open=(1,)), 1.0, "must be less than 1"),
+        (Range(0, 1, open=(1,)), 2.0, "must be less than 1"),
+        (Range(0, 1), math.nan, "must be a finite number"),
+        (Range(0, 1), math.inf, "must be a finite number"),
+    ],
+)
+def test_ranges(bounds: Range, value: float, problem: str) -> None:
+    assert bounds.problem(value) == problem
+
+
+REQUIRED = ("--bundle", "b", "--train", "t", "--out", "o")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--batch-size 1000000000", "--batch-size is 1000000000, must be at most 1048576"),
+        (
+            "--seed 18446744073709551616",
+            "--seed is 18446744073709551616, must be at most 18446744073709551615",
+        ),
+        ("--shuffle-seed -1", "--shuffle-seed is -1, must be at least 0"),
+        ("--momentum 1", "--momentum is 1.0, must be less than 1"),
+        ("--beta2 1", "--beta2 is 1.0, must be less than 1"),
+        ("--learning-rate 1e39", "--learning-rate is 1e+39, must be at most 3.4e+38"),
+        ("--learning-rate nan", "--learning-rate is nan, must be a finite number"),
+        ("--clip inf", "--clip is inf, must be a finite number"),
+        ("--threads 100000", "--threads is 100000, must be at most 10000"),
+        ("--steps " + "9" * 4000, "must be at most 1000000000"),
+        ("--steps " + "9" * 5000, "--steps must be a whole number, not '999"),
+    ],
+)
+def test_numbers_out_of_bounds(words: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(RunSettings, [*REQUIRED, *words.split()], "prge run")
+    (problem,) = caught.value.problems
+    assert told in problem
+    assert len(problem) < 300
+
+
+def test_settings_that_were_made_without_a_command_line() -> None:
+    with pytest.raises(ConfigError, match="--batch-size is 0, must be at least 1"):
+        RunSettings(bundle=Path("b"), train=Path("t"), out=Path("o"), batch_size=0)
+
+
+def test_the_defaults_are_within_their_bounds() -> None:
+    for kind in settings_types():
+        for item in dataclasses.fields(kind):
+            if isinstance(item.default, (int, float)) and not isinstance(item.default, bool):
+                assert not BOUNDS[item.name].problem(item.default), (kind, item.name)

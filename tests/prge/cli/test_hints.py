@@ -1,0 +1,162 @@
+"""What people type who come from other tools: errors name what it is called here, all of it at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from device_runner.serving.settings import ServeSettings
+from device_runner.session.generation import ChatSettings, GenerateSettings
+from device_runner.session.settings import RunSettings
+from prge.cli import hints as habits
+from prge.cli.bounds import flag
+from prge.cli.hints import setting_meant
+from prge.cli.main import VERBS, main
+from prge.cli.settings import Settings, parse_settings
+from prge.errors import ConfigError
+from prge.formats.documents import read_yaml
+from server_export.publishing.settings import PublishConfig
+from server_export.settings import ExportConfig
+from server_export.tune.settings import TuneSettings
+
+SETTINGS = (
+    *(TuneSettings, ExportConfig, PublishConfig),
+    *(RunSettings, GenerateSettings, ChatSettings, ServeSettings),
+)
+
+
+def problems(kind: type[Settings], *words: str, positional: tuple[str, ...] = ()) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(kind, words, "prge", positional)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("--lr", "--learning-rate"),
+        ("--dataset", "--data"),
+        ("--train_file", "--data"),
+        ("--output_dir", "--out"),
+        ("-o", "--out"),
+        ("--model_name_or_path", "--model"),
+        ("--num_train_epochs", "--epochs"),
+        ("--num-train-epochs", "--epochs"),
+        ("--per_device_train_batch_size", "--batch-size"),
+        ("--max_seq_length", "--sequence-length"),
+        ("--lora_r", "--rank"),
+        ("--iters", "--steps"),
+        ("--num-layers", "--adapt-layers"),
+        ("--load_in_4bit", "--quantize 8da4w"),
+        ("--LR", "--learning-rate"),
+    ],
+)
+def test_a_flag_of_another_tool_names_that_of_the_verb(word: str, ours: str) -> None:
+    told = problems(TuneSettings, word, "1", "--data", "d", "--model", "m", "--out", "o")
+    assert told == [f"{word} is no flag of this verb; here it is {ours}"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "told"),
+    [
+        (RunSettings, "--dataset", "; here it is --train"),
+        (RunSettings, "--gradient_accumulation_steps", ": --batch-size counts the examples of an optimizer"),
+        (RunSettings, "--lora_r", "; other verbs call it --rank"),
+        (ExportConfig, "--lora_alpha", "; here it is --alpha"),
+        (PublishConfig, "--push-to-hub", "; here it is --push"),
+        (RunSettings, "--push-to-hub", ": `prge publish RUN --out FOLDER --push OWNER/NAME` does that"),
+        (TuneSettings, "--bf16", ": adapters are float32; --quantize of `prge tune` and"),
+        (TuneSettings, "--max_seq_lenght", "; did you mean --sequence-length?"),
+        (TuneSettings, "--lerning_rate", "; did you mean --learning-rate?"),
+        (ChatSettings, "--max_new_tokens", "; here it is --max-tokens"),
+        (RunSettings, "--model", ": it takes a --bundle, which `prge export` makes of a model"),
+        (TuneSettings, "--zzzzz", ""),
+    ],
+)
+def test_it_depends_on_the_verb(kind: type[RunSettings], word: str, told: str) -> None:
+    (told_first, *_) = problems(kind, word, "3")
+    assert told_first.startswith(f"{word} is no flag of this verb{told}")
+
+
+def test_all_are_told_at_once_with_what_is_missing_and_no_value_is_a_second_problem() -> None:
+    words = "--lr 1e-4 --dataset rows.jsonl --num_train_epochs 3 --modle m --foo --seed many"
+    assert problems(TuneSettings, *words.split(), positional=("data",)) == [
+        "--lr is no flag of this verb; here it is --learning-rate",
+        "--dataset is no flag of this verb; here it is --data",
+        "--num_train_epochs is no flag of this verb; here it is --epochs",
+        "--modle is no flag of this verb; did you mean --model?",
+        "--foo is no flag of this verb",
+        "--seed must be a whole number, not 'many'",
+        "--out is missing: a path",
+    ]
+
+
+def test_one_of_several_that_are_needed_is_told_with_the_required_ones() -> None:
+    assert problems(TuneSettings) == [
+        "--data is missing: a path or a list of paths",
+        "--out is missing: a path",
+        "--model or --bundle is missing",
+    ]
+    both = problems(TuneSettings, "--data", "d", "--out", "o", "--model", "m", "--bundle", "b")
+    assert both == ["--model and --bundle: give one of them"]
+
+
+def test_keys_of_a_file_are_answered_too(tmp_path: Path) -> None:
+    file = tmp_path / "axolotl.yaml"
+    file.write_text("base_model: m\nlora_r: 8\nsequence_len: 512\n", encoding="utf-8")
+    told = problems(TuneSettings, "--config", str(file), "--data", "d", "--out", "o")
+    assert told == [
+        f"{file}: 'base_model' is no setting of this verb; here it is model",
+        f"{file}: 'lora_r' is no setting of this verb; here it is rank",
+        f"{file}: 'sequence_len' is no setting of this verb; here it is sequence_length",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["--data", "https://example.com/a.jsonl"],
+            "--data is a URL, 'https://example.com/a.jsonl': nothing is",
+        ),
+        (["--data", "https://huggingface.co/datasets/a/b-c/tree/main"], "give the hub's name, a/b-c"),
+        (
+            ["--model", "https://huggingface.co/a/b"],
+            "--model is a URL, 'https://huggingface.co/a/b': give the hub",
+        ),
+        (["--data", "file:///x/rows.jsonl"], "give the path, /x/rows.jsonl"),
+        (["--task", "https://huggingface.co/a/b"], "nothing is read from one; download it"),
+        (["--dev", "s3://bucket/a.jsonl"], "--dev is a URL, 's3://bucket/a.jsonl'"),
+    ],
+)
+def test_a_url_is_refused_as_it_was_typed(words: list[str], told: str) -> None:
+    given = {"--data": "d", "--model": "m", "--out": "o", words[0]: words[1]}
+    (problem,) = problems(TuneSettings, *(word for pair in given.items() for word in pair))
+    assert told in problem
+
+
+def test_a_misspelt_help_is_an_error_and_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert problems(TuneSettings, "--halp")[0] == "--halp is no flag of this verb; did you mean --help?"
+    assert capsys.readouterr().out == ""
+
+
+def test_the_tables_know_no_name_that_is_no_setting_and_hide_none() -> None:
+    tables = read_yaml(Path(habits.__file__).with_suffix(".yaml"))
+    assert tables.keys() == {"settings", "told", "verbs"}
+    ours = {word.partition("=")[0] for words in tables["settings"] for word in words.split()}
+    assert not [name for name in ours if not any(name in kind.__dataclass_fields__ for kind in SETTINGS)]
+    assert tables["verbs"].keys() <= VERBS.keys()
+    theirs = {
+        name: [word for words in table.values() for word in words.split()] for name, table in tables.items()
+    }
+    assert all(setting_meant(name, ours, flag)[1] for name in [*theirs["settings"], *theirs["told"]])
+    assert all(len(names) == len(set(names)) for names in theirs.values())
+    assert not set(theirs["verbs"]) & VERBS.keys()
+
+
+def test_a_newcomer_sees_the_hint_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--lr", "1e-4", "--dataset", "rows.jsonl", "--push-to-hub"]) == 2
+    out, told = capsys.readouterr()
+    assert out == "" and "Traceback" not in told
+    assert told.startswith("prge tune: error: 5 settings can't be used:\n  - --lr is no flag")

@@ -1,0 +1,78 @@
+"""Places that a verb writes: declared in its settings, and checked without a change."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from prge.cli.outputs import Output, OutputFile, OutputFolder, check_outputs, outputs_of
+from prge.cli.settings import parse_settings, settings_of
+from prge.errors import ConfigError, RunError
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Write something."""
+
+    out: OutputFolder
+    """A folder."""
+    data: tuple[Path, ...] = ()
+    """Rows."""
+    task: str | None = None
+    """A task."""
+    json: OutputFile | None = None
+    """A file."""
+
+
+def test_a_type_tells_what_is_written() -> None:
+    assert outputs_of(_Settings) == {"out": Output.FOLDER, "json": Output.FILE}
+
+
+def test_settings_name_places_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "there.json").write_text("old")
+    for json in (None, tmp_path / "there.json", tmp_path / "new" / "x.json", Path(os.devnull)):
+        check_outputs(_Settings(tmp_path / "a" / "b", json=json))
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "there.json"]
+    assert (tmp_path / "there.json").read_text() == "old"
+
+
+@pytest.mark.parametrize("json", ["folder", "file/x.json", "/proc/self/x.json"])
+def test_a_file_that_can_not_be_written_is_refused_before_a_verb_begins(tmp_path: Path, json: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    words = ["--out", str(tmp_path / "out"), "--json", str(tmp_path / json)]
+    with pytest.raises(RunError, match="can't be written"):
+        parse_settings(_Settings, words, "prge test")
+    with pytest.raises(RunError, match="can't be written"):
+        settings_of(_Settings, {"out": tmp_path / "out", "json": tmp_path / json}, "test()")
+
+
+def test_a_pipe_is_not_opened_by_a_check(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    check_outputs(_Settings(tmp_path, json=tmp_path / "pipe"))  # opening it would never end
+
+
+def test_settings_are_printed_whatever_their_places_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings(_Settings, ["--out", str(tmp_path), "--json", str(tmp_path), "--print-config"], "prge")
+    assert f"json: {tmp_path}" in capsys.readouterr().out
+
+
+def test_a_file_is_not_written_over_another_of_the_same_settings(tmp_path: Path) -> None:
+    rows, task, link = tmp_path / "rows.csv", tmp_path / "task.yaml", tmp_path / "link"
+    rows.touch()
+    task.touch()
+    link.symlink_to(rows)
+    for settings, other in (
+        (_Settings(tmp_path, data=(task, rows), json=rows), "data"),
+        (_Settings(tmp_path, data=(rows,), json=link), "data"),
+        (_Settings(tmp_path, task=str(task), json=task), "task"),
+        (_Settings(tmp_path / "new", json=tmp_path / "new"), "out"),
+    ):
+        with pytest.raises(ConfigError, match=f"--json and --{other} are the same file"):
+            check_outputs(settings)

@@ -1,0 +1,494 @@
+"""Settings: one dataclass gives flags, YAML keys and help, and every problem is told at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from prge.cli.field_types import Bytes, Paths
+from prge.cli.help import field_help
+from prge.cli.outputs import OutputFile, OutputFolder
+from prge.cli.settings import (
+    parse_settings,
+    read_settings,
+    read_stored,
+    settings_of,
+    settings_to_yaml,
+    with_whole_paths,
+)
+from prge.errors import ConfigError, RunError
+from prge.formats.stored_settings import write_settings
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A field of every kind that verbs use."""
+
+    bundle: Path
+    """Folder of the bundle."""
+    learning_rate: float = 1e-3
+    """Step size, 100% of it."""
+    queries: int | None = None
+    """Directions a step."""
+    estimator: Literal["antithetic", "one-sided"] = "antithetic"
+    """How scalars become a gradient."""
+    label_words: tuple[str, ...] = ()
+    """Words of the classes."""
+    overwrite: bool = False
+    """Replace what is there."""
+    out: Path | None = None
+    """Where to write."""
+    targets: str | list[str] | None = None
+    """Modules, or one expression."""
+    name: str = "x"
+    shift: float = 0.0
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    rows: Paths | None = None
+    """Rows, in one file or several."""
+
+    def __post_init__(self) -> None:
+        if self.queries == 13:
+            raise ConfigError("no luck:", ["--queries is 13"])
+
+
+def parse(*words: str, positional: tuple[str, ...] = ()) -> Sample:
+    return parse_settings(Sample, words, "prge sample", positional)
+
+
+def problems(*words: str, positional: tuple[str, ...] = ()) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(*words, positional=positional)
+    return caught.value.problems
+
+
+def test_flags_of_every_kind() -> None:
+    settings = parse(
+        *("--bundle", "b", "--learning-rate=1e-2", "--queries", "4", "--estimator", "one-sided"),
+        *("--label-words", " terrible", " great", "--overwrite", "--out", "o", "--name", "123"),
+        *("--columns", "{text: sentence}"),
+    )
+    assert settings == Sample(
+        bundle=Path("b"),
+        learning_rate=0.01,
+        queries=4,
+        estimator="one-sided",
+        label_words=(" terrible", " great"),
+        overwrite=True,
+        out=Path("o"),
+        name="123",
+        columns={"text": "sentence"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["--learning_rate", "0.5"], "learning_rate", 0.5),
+        (["--shift", "-0.5"], "shift", -0.5),
+        (["--shift", "-.5"], "shift", -0.5),
+        (["--queries", "null"], "queries", None),
+        (["--overwrite", "false"], "overwrite", False),
+        (["--overwrite=true"], "overwrite", True),
+        (["--name", "--", "b"], "name", None),
+        (["--name=--odd"], "name", "--odd"),
+        (["--name="], "name", ""),
+        (["--label-words", "a,b", "1"], "label_words", ("a,b", "1")),
+        (["--label-words=one"], "label_words", ("one",)),
+        (["--name", "a", "--name", "b"], "name", "b"),
+        (["--overwrite", "--no-overwrite"], "overwrite", False),
+        (["--rows", "a"], "rows", Path("a")),
+        (["--rows", "a", "b"], "rows", (Path("a"), Path("b"))),
+        (["--rows", "a", "--rows=b"], "rows", (Path("a"), Path("b"))),
+        (["--rows", "null"], "rows", None),
+        (["--targets", "a", "b"], "targets", ["a", "b"]),
+        (["--targets", "null"], "targets", ["null"]),
+    ],
+)
+def test_spellings(words: list[str], key: str, value: Any) -> None:
+    if value is None and key == "name":
+        assert problems("--bundle", "b", *words)[0] == "--name needs a value: a text"
+    else:
+        assert getattr(parse("--bundle", "b", *words), key) == value
+
+
+def test_a_list_may_come_after_several_flags() -> None:
+    assert parse("--bundle", "b", "--label-words", "a", "b", "--label-words=c").label_words == ("a", "b", "c")
+
+
+def test_positional_fields() -> None:
+    assert parse("b", "--overwrite", positional=("bundle",)).bundle == Path("b")
+    assert parse("--bundle", "b", positional=("bundle",)).bundle == Path("b")
+    settings = parse("b", "x", "y", positional=("bundle", "label_words"))
+    assert settings.label_words == ("x", "y")
+    assert problems("b", "c", positional=("bundle",)) == [f"'c' {ALONE}"]
+
+
+ALONE = "stands alone: which flag does it belong to?"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        # A word after a flag that takes one value is not the bundle if that is given.
+        (["--bundle", "b", "--out", "o", "c"], [f"'c' {ALONE} Quote a value with spaces: --out 'o c'"]),
+        (["--bundle", "b", "--name", "Once", "upon", "a", "--queries", "3"], [
+            f"'upon' {ALONE} Quote a value with spaces: --name 'Once upon a'", f"'a' {ALONE}",
+        ]),
+        (["b", "--queries", "3", "4"], [f"'4' {ALONE}"]),
+        (["--bundle=b", "--", "c"], [f"'c' {ALONE}"]),
+        (["--bundle=b", "--overwrite", "c"], [f"'c' {ALONE}"]),
+        (["--bundle=b", "--label-words=a", "c"], [f"'c' {ALONE}"]),
+        (["b", "--rows"], ["--rows needs a value: a path or a list of paths or null"]),
+        (["b", "--label-words", "--overwrite"], ["--label-words needs a value: a list of texts"]),
+    ],
+)  # fmt: skip
+def test_no_word_of_a_command_line_is_lost(words: list[str], told: list[str]) -> None:
+    found = problems(*words, positional=("bundle",))
+    assert [problem for problem in found if "must be" not in problem] == told
+
+
+def test_a_flag_that_is_given_again_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        parse("--bundle", "b", "--queries", "3", "--queries", "4", "--overwrite", "--no-overwrite").queries
+        == 4
+    )
+    assert capsys.readouterr().err.splitlines() == [
+        "prge sample: --queries is given 2 times, the last one counts: '3', '4'",
+        "prge sample: --overwrite is given 2 times, the last one counts: True, False",
+    ]
+    parse("--bundle", "b", "--name", "a", "--name", "a", "--label-words", "a", "--label-words", "b")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_list_that_took_what_was_meant_for_another_setting(tmp_path: Path) -> None:
+    words = ["--rows", "a.jsonl", str(tmp_path)]
+    (problem,) = problems(*words, positional=("bundle",))
+    assert problem == f"--bundle is missing: a path; --rows took {str(tmp_path)!r}, too"
+    for word in ("b", "b" * 5000, "b\0"):
+        told = problems("--label-words", "a", word, positional=("bundle",))
+        assert told == ["--bundle is missing: a path"]
+
+
+def test_several_files_in_yaml_and_in_python(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("bundle: b\nrows: [x.jsonl, y.jsonl]\n", encoding="utf-8")
+    expected = Sample(Path("b"), rows=(Path("x.jsonl"), Path("y.jsonl")))
+    assert parse("--config", str(path)) == expected
+    assert settings_of(Sample, {"bundle": "b", "rows": ["x.jsonl", Path("y.jsonl")]}, "run()") == expected
+    assert settings_of(Sample, {"bundle": "b", "rows": ["x.jsonl"]}, "run()").rows == Path("x.jsonl")
+    assert parse("--config", str(path), "--rows", "z").rows == Path("z")
+    whole = with_whole_paths(expected)
+    assert whole.rows == (Path("x.jsonl").resolve(), Path("y.jsonl").resolve())
+    path.write_text(settings_to_yaml(whole), encoding="utf-8")
+    assert read_settings(Sample, path, "prge sample") == whole
+    path.write_text("bundle: b\nrows: []\n", encoding="utf-8")
+    assert "rows must be a path or a list of paths or null, not []" in problems("--config", str(path))[0]
+    path.write_text("bundle: [a, b]\n", encoding="utf-8")
+    assert "bundle must be a path, not ['a', 'b']" in problems("--config", str(path))[0]
+
+
+def test_a_setting_that_is_twice_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("bundle: a\nrows: x.jsonl\nrows: y.jsonl\n", encoding="utf-8")
+    assert problems("--config", str(path))[0] == f"{path} can't be read: it has the key 'rows' twice"
+
+
+def test_flags_win_over_files_and_later_files_over_earlier(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
+    first.write_text("bundle: b\nlearning_rate: 1e-2\nqueries: 2\nlabel_words: [a, b]\n", encoding="utf-8")
+    second.write_text("queries: 3\n", encoding="utf-8")
+    settings = parse("--learning-rate", "0.5", "--config", str(first), f"--config={second}")
+    assert settings == Sample(bundle=Path("b"), learning_rate=0.5, queries=3, label_words=("a", "b"))
+
+
+def test_all_problems_of_file_and_flags_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "learning-rate: 1\nqueries: many\nestimator: both\nlabel_words: good\noverwrite: 3\nlerning_rate: 2",
+        encoding="utf-8",
+    )
+    told = problems("--config", str(path), "--quieries", "3", "--learning-rate", "fast", "--name")
+    assert told == [
+        "--quieries is no flag of this verb; did you mean --queries?",
+        "--name needs a value: a text",
+        f"{path}: 'learning-rate' is no setting of this verb; did you mean learning_rate?",
+        f"{path}: 'lerning_rate' is no setting of this verb; did you mean learning_rate?",
+        f"{path}: queries must be a whole number or null, not 'many'",
+        f"{path}: estimator must be one of antithetic, one-sided, not 'both'",
+        f"{path}: label_words must be a list of texts, not 'good'",
+        f"{path}: overwrite must be true or false, not 3",
+        "--learning-rate must be a number, not 'fast'",
+        "--bundle is missing: a path",
+    ]
+
+
+def test_message_names_the_verb(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="`prge sample --help` lists all settings"):
+        parse("--bundle", "b", "--queries", "1.5")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"- a\n- b\n", "holds a list, not a mapping of settings"),
+        (b"a: [1\n", "can't be read: not YAML: line 2, column 1"),
+        (b"queries: " + b"[" * 50_000, "can't be read: it has more than 32 levels"),
+        (b"queries: 2020-99-99\n", "must be a whole number or null, not '2020-99-99'"),
+        (b"queries: " + b"a" * 5000, "must be a whole number or null, not 'aaaa"),
+        (b"learning_rate: true\n", "learning_rate must be a number, not True"),
+        (b"name: no\n", "name must be a text, not False"),
+        (b"label_words: [a, 1]\n", "label_words must be a list of texts, not ['a', 1]"),
+        (b"queries: 2.5\n", "queries must be a whole number or null, not 2.5"),
+        (b"targets: 3\n", "targets must be a text or a list of texts or null, not 3"),
+        (b"bundle: null\n", "bundle must be a path, not None"),
+        (b"bundle: ''\n", "bundle must be a path, not ''"),
+        (b"3: x\n", "3 is no setting"),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: bytes, told: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    (problem,) = problems("--config", str(path), *([] if b"bundle" in content else ["--bundle", "b"]))
+    assert problem.startswith(str(path))
+    assert told in problem
+
+
+def test_missing_file_and_missing_name_of_it(tmp_path: Path) -> None:
+    assert "can't be read: No such file" in problems("--config", str(tmp_path / "no"), "--bundle", "b")[0]
+    assert problems("--bundle", "b", "--config") == ["--config needs a value: a path"]
+
+
+def test_checks_across_fields_are_the_dataclass_own() -> None:
+    with pytest.raises(ConfigError, match="--queries is 13"):
+        parse("--bundle", "b", "--queries", "13")
+
+
+@dataclass(frozen=True)
+class Everywhere:
+    """Settings of all kinds that name places."""
+
+    STORED: ClassVar = "config.yaml"
+
+    out: OutputFolder
+    rows: Paths | None = None
+    bundle: Path | None = None
+    json: OutputFile | None = None
+    task: str | None = None
+    words: list[str] = field(default_factory=list)
+    resume: Path | None = None
+
+
+def test_places_that_a_strangers_folder_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are told at once, with what to type; those that the user gives, and those inside, are followed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret").write_text("")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = folder / "config.yaml"
+    words = ["--resume", str(folder)]
+    inside = (
+        f"rows: [{folder}/a, run/b]\nbundle: {folder}\njson: {folder}/out.json\ntask: sst2\nwords: [/a]\n"
+    )
+    config.write_text(inside)
+    found = parse_settings(Everywhere, words, "prge")
+    assert found.rows == (folder / "a", Path("run/b")) and found.json == folder / "out.json"
+    outside = (
+        f"rows: [{folder}/a, ../x]\nbundle: ~/b\njson: new.json\ntask: secret\nout: /etc\nresume: /etc\n"
+    )
+    config.write_text(outside)
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(Everywhere, words, "prge")
+    assert caught.value.problems == [
+        f"rows: '{folder}/a', '../x'",
+        "bundle: '~/b'",
+        "json: 'new.json'",
+        "task: 'secret'",
+    ]
+    again = ["--rows", f"{folder}/a", "../x", "--bundle", "~/b", "--json", "new.json", "--task", "secret"]
+    assert caught.value.remedy.endswith(f"give them again: {shlex.join(again)}")
+    given = parse_settings(Everywhere, [*words, *again], "prge")
+    assert given.out == folder and given.resume == folder
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(Everywhere, [*words, *again[:3], *again[5:]], "prge")
+    assert caught.value.problems == ["bundle: '~/b'"]
+    with pytest.raises(ConfigError):
+        settings_of(Everywhere, {"resume": folder}, "tune()")
+    with pytest.raises(ConfigError) as caught:
+        read_stored(Everywhere, config, "prge", {"out", "rows", "bundle", "json", "resume"}, "do so")
+    assert caught.value.problems == ["task: 'secret'"] and caught.value.remedy == "do so"
+    write_settings(config, outside)
+    assert parse_settings(Everywhere, words, "prge") == given
+    config.write_text("rows: &a /etc/passwd\nbundle: *a\n")
+    with pytest.raises(ConfigError, match="it has an alias"):
+        parse_settings(Everywhere, words, "prge")
+    config.write_text("rows: {a: /etc/passwd}\nbundle: 3\njson: [[/etc/passwd]]\n")
+    with pytest.raises(ConfigError, match="must be a path"):
+        parse_settings(Everywhere, words, "prge")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What others have too."""
+
+    threads: int | None = None
+    """How many."""
+
+
+@dataclass(frozen=True)
+class Stored(Shared):
+    """Has presets, and is gone on with."""
+
+    STORED: ClassVar = "config.yaml"
+    PRESETS: ClassVar = Path()
+
+    out: Path
+    resume: Path | None = None
+    preset: str | None = None
+    steps: int = 10
+
+
+def test_resume_brings_the_settings_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("out: elsewhere\nsteps: 3\nthreads: 2\n", encoding="utf-8")
+    expected = Stored(tmp_path, resume=tmp_path, steps=4, threads=2)  # `out` of the file is none that is used
+    assert parse_settings(Stored, ["--resume", str(tmp_path), "--steps", "4"], "prge") == expected
+    assert settings_of(Stored, {"resume": tmp_path, "steps": 4}, "run") == expected
+    with pytest.raises(RunError, match=r"nowhere is no run: it has no config\.yaml"):
+        parse_settings(Stored, ["--resume=nowhere"], "prge")
+
+
+@dataclass(frozen=True)
+class Kept(Shared):
+    """Settings whose folder has some, once it was used."""
+
+    KEPT: ClassVar = "own.yaml"
+
+    folder: Path
+    """Where they are."""
+    rows: Path
+    """What is needed at first."""
+
+
+def test_a_folder_that_was_used_has_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--rows is missing"):
+        parse_settings(Kept, ["--folder", str(tmp_path)], "prge")
+    write_settings(tmp_path / "own.yaml", "rows: there\nthreads: 2\n")
+    found = parse_settings(Kept, ["--folder", str(tmp_path), "--threads", "3"], "prge")
+    assert found == Kept(tmp_path, Path("there"), threads=3)
+
+
+def test_a_preset_comes_before_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stored, "PRESETS", tmp_path)
+    (tmp_path / "large.yaml").write_text("steps: 99\nthreads: 2\n", encoding="utf-8")
+    words = ["--out", "o", "--steps", "4", "--preset", "large"]
+    assert parse_settings(Stored, words, "prge") == Stored(Path("o"), preset="large", steps=4, threads=2)
+    with pytest.raises(ConfigError, match=r"--preset is 'larg'; did you mean large\?"):
+        parse_settings(Stored, ["--preset", "larg"], "prge")
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(Stored, ["--preset", "small", "--steps", "many"], "prge")
+    assert caught.value.problems == [
+        "--preset is 'small', must be one of large",
+        "--steps must be a whole number, not 'many'",
+        "--out is missing: a path",
+    ]
+
+
+def test_shared_settings_are_a_group_of_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings(Stored, ["--help"], "prge stored")
+    told = capsys.readouterr().out
+    assert told.startswith("usage: prge stored [flags]\n\nHas presets, and is gone on with.\n\nsettings:\n")
+    assert "\nWhat others have too:\n  --threads N                 How many.\n" in told
+
+
+def test_empty_file_sets_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("", encoding="utf-8")
+    assert parse("--config", str(path), "--bundle", "b") == Sample(Path("b"))
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("--nonsense", "--help", positional=("bundle",))
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "usage: prge sample BUNDLE [flags]" in text
+    assert "Step size, 100% of it. (default: 0.001)" in text
+    assert "Folder of the bundle. (required)" in text
+    assert "--estimator {antithetic,one-sided}" in text
+
+
+def test_help_of_fields_includes_those_of_a_base() -> None:
+    @dataclass(frozen=True)
+    class Larger(Sample):
+        steps: int = 3
+        """How long."""
+
+    helps = field_help(Larger)
+    assert (helps["steps"], helps["out"]) == ("How long.", "Where to write.")
+
+
+def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--bundle", "b", "--label-words", " a", "b", "--queries", "3"]
+    with pytest.raises(SystemExit) as caught:
+        parse(*words, "--print-config")
+    assert caught.value.code == 0
+    path = tmp_path / "config.yaml"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert "# Where to write." in path.read_text(encoding="utf-8")
+    assert read_settings(Sample, path, "prge sample") == parse(*words)
+
+
+@hypothesis_settings(max_examples=40)
+@given(
+    st.builds(
+        Sample,
+        bundle=st.text("abc/. é", min_size=1).map(Path),
+        learning_rate=st.floats(1e-30, 1e30),
+        shift=st.floats(allow_nan=False, allow_infinity=False),
+        queries=st.none() | st.integers(14, 1 << 20),
+        estimator=st.sampled_from(["antithetic", "one-sided"]),
+        label_words=st.lists(st.text(max_size=5)).map(tuple),
+        overwrite=st.booleans(),
+        targets=st.none() | st.just(".*proj") | st.lists(st.text(max_size=5)),
+        out=st.none() | st.just(Path("o")),
+        rows=st.none() | st.just(Path("r")) | st.just((Path("r"), Path("s"))),
+        name=st.text(),
+        columns=st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2),
+    )
+)
+def test_yaml_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, settings: Sample) -> None:
+    path = tmp_path_factory.getbasetemp() / "settings.yaml"
+    path.write_bytes(settings_to_yaml(settings).encode())
+    assert list(yaml.safe_load(path.read_bytes())) == [item.name for item in dataclasses.fields(Sample)]
+    assert read_settings(Sample, path, "prge sample") == settings
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """Has a number of bytes."""
+
+    memory: Bytes | None = None
+    """What may be held."""
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("512", 512), ("200MB", 200_000_000), ("1.5 GB", 1_500_000_000), ("64KiB", 65536), ("2kb", 2000)],
+)
+def test_bytes_may_have_a_unit(text: str, count: int) -> None:
+    assert parse_settings(Bounded, ["--memory", text], "prge").memory == count
+
+
+@pytest.mark.parametrize("text", ["1.5", "MB", "2 TB", "-1MB", "many", ""])
+def test_what_is_no_number_of_bytes(text: str) -> None:
+    with pytest.raises(ConfigError, match="such as 200MB"):
+        parse_settings(Bounded, [f"--memory={text}"], "prge")

@@ -1,0 +1,39 @@
+"""Verbs as steps of one: what becomes of them when the process ends that started them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from prge.cli import subprocesses as starting
+from prge.cli.subprocesses import configured, run_verb, wait_until_free
+from prge.errors import INTERRUPTED, PrgeError
+
+
+def test_settings_go_into_a_file_that_the_verb_reads(tmp_path: Path) -> None:
+    path = tmp_path / "settings" / "run.yaml"
+    given = {"bundle": Path("b"), "columns": ("a=b", "c=--d"), "quiet": False, "threads": None}
+    assert configured("android run", given, path) == ["android", "run", "--config", str(path)]
+    assert yaml.safe_load(path.read_text()) == {"bundle": "b", "columns": ["a=b", "c=--d"], "quiet": False}
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(INTERRUPTED, KeyboardInterrupt), (2, PrgeError), (-9, PrgeError)]
+)
+def test_a_step_that_was_told_to_stop_stops_all(
+    monkeypatch: pytest.MonkeyPatch, code: int, expected: type[BaseException]
+) -> None:
+    """As a run is by its page."""
+    end = f"import os; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
+    monkeypatch.setattr(starting, "command_of", lambda *words: [sys.executable, "-c", end])
+    with pytest.raises(expected):
+        run_verb("run")
+
+
+def test_a_folder_that_nobody_holds_is_free(tmp_path: Path) -> None:
+    wait_until_free(tmp_path)
+    (tmp_path / "run.lock").touch()
+    wait_until_free(tmp_path)

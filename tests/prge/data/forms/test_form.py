@@ -1,0 +1,151 @@
+"""What a row is by its columns, and what it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from prge.data.columns import RowError, columns_text
+from prge.data.forms.form import find_form
+from prge.data.readers.files import Row
+from prge.errors import DataError
+
+
+def rows(*fields: Mapping[str, Any]) -> list[Row]:
+    return [Row(number, each) for number, each in enumerate(fields, 1)]
+
+
+def plain(fields: Mapping[str, Any], *, chat: bool = True, asked: bool = False) -> Mapping[str, Any]:
+    form = find_form(rows(fields), "the data", asked=asked)
+    return form.row(Row(1, fields), chat=chat, asked=asked).fields
+
+
+def turn(speaker: str, value: str) -> dict[str, str]:
+    return {"from": speaker, "value": value}
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("columns", "form"),
+    [
+        ("text", "text"),
+        ("prompt completion", "prompt and completion"),
+        ("messages", "messages"),
+        ("instruction output", "Alpaca"),
+        ("instruction input output", "Alpaca"),
+        ("conversations", "ShareGPT"),
+        # What has several: the first of the forms.
+        ("text prompt completion", "prompt and completion"),
+        ("text instruction input output", "Alpaca"),
+        ("prompt messages", "messages"),
+        ("prompt chosen rejected messages score_chosen", "pairs"),
+        ("prompt completion label", "ratings"),
+    ],
+)
+def test_the_columns_say_the_form(columns: str, form: str) -> None:
+    assert find_form(rows(dict.fromkeys(columns.split(), "a")), "the data").name == form
+
+
+def test_columns_that_the_user_names_choose_the_form() -> None:
+    both = rows({"text": "a", "prompt": "b", "completion": "c"})
+    assert find_form(both, "the data").name == "prompt and completion"
+    assert find_form(both, "the data", ["text"]).name == "text"
+    with pytest.raises(DataError, match="its columns are text, prompt, completion"):
+        find_form(both, "the data", ["txt"])
+
+
+def test_unknown_columns_are_told_with_the_forms_that_are_known() -> None:
+    with pytest.raises(DataError) as caught:
+        find_form(rows({"question": "a", "answer": "b"}), "a.jsonl")
+    [problem] = caught.value.problems
+    assert problem == (
+        "its columns are question, answer; known are pairs: chosen, rejected; "
+        "messages: messages; ShareGPT: conversations; ratings: prompt, completion, label; "
+        "prompt and completion: prompt, completion; Alpaca: instruction, output; text: text"
+    )
+    assert "--columns prompt=question completion=answer" in caught.value.remedy
+
+
+def test_a_file_has_one_form() -> None:
+    mixed = rows({"text": "a"}, {"instruction": "a", "output": "b"})
+    with pytest.raises(DataError, match="mixes rows of several forms: Alpaca, text"):
+        find_form(mixed, "the data")
+
+
+def test_an_instruction_is_a_message_where_the_model_chats() -> None:
+    fields = {"instruction": "Translate.", "input": "Hund", "output": "dog"}
+    assert plain(fields) == {"messages": [message("user", "Translate.\n\nHund"), message("assistant", "dog")]}
+    assert plain({**fields, "input": ""})["messages"][0] == message("user", "Translate.")
+    assert plain({**fields, "input": None}) == plain({**fields, "input": ""})
+
+
+def test_an_instruction_has_headings_where_the_model_has_no_template() -> None:
+    fields = {"instruction": "Translate.", "input": "Hund", "output": "dog"}
+    assert plain(fields, chat=False) == {
+        "prompt": "### Instruction:\nTranslate.\n\n### Input:\nHund\n\n### Response:\n",
+        "completion": "dog",
+    }
+    assert plain({**fields, "input": ""}, chat=False)["prompt"] == (
+        "### Instruction:\nTranslate.\n\n### Response:\n"
+    )
+
+
+@pytest.mark.parametrize("speakers", [("system", "human", "gpt"), ("SYSTEM", "User", "Assistant")])
+def test_turns_are_messages(speakers: tuple[str, str, str]) -> None:
+    turns = [turn(speaker, text) for speaker, text in zip(speakers, "abc", strict=True)]
+    expected = [message("system", "a"), message("user", "b"), message("assistant", "c")]
+    assert plain({"conversations": turns}) == {"messages": expected}
+    assert plain({"conversations": expected}) == {"messages": expected}
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"conversations": []}, "conversations must be a list of at least one turn"),
+        ({"conversations": "Hi"}, "conversations must be a list"),
+        ({"conversations": [turn("human", "a"), {"from": "gpt"}]}, "turn 2 is .* must have from and value"),
+        (
+            {"conversations": [turn("observation", "a")]},
+            "turn 1 is from 'observation'; known are human, user",
+        ),
+        ({"instruction": " ", "output": "a"}, "its instruction is empty"),
+        ({"instruction": "a", "output": ""}, "its output is empty: there is nothing to learn from"),
+        ({"instruction": 3, "output": "a"}, "column 'instruction' is int, must be a text"),
+        ({"instruction": "a", "input": 3, "output": "a"}, "column 'input' is int, must be a text"),
+    ],
+)
+def test_what_is_no_row_of_its_form_is_told(fields: Mapping[str, Any], told: str) -> None:
+    with pytest.raises(RowError, match=told):
+        plain(fields)
+
+
+def test_a_row_of_another_form_is_told() -> None:
+    form = find_form(rows({"text": "a"}), "the data")
+    with pytest.raises(RowError, match="is no row of text: its columns are txt"):
+        form.row(Row(2, {"txt": "a"}), chat=False)
+
+
+def test_a_row_has_nothing_of_other_forms() -> None:
+    row = Row(1, {"text": "a", "messages": [], "id": 1})
+    form = find_form([row], "the data", ["text"])
+    assert form.row(row, chat=True) == Row(1, {"text": "a"})
+
+
+def test_who_is_asked_needs_no_answer() -> None:
+    assert plain({"prompt": "a"}, asked=True) == {"prompt": "a"}
+    assert plain({"instruction": "a"}, asked=True) == {"messages": [message("user", "a")]}
+    assert plain({"instruction": "a"}, asked=True, chat=False)["prompt"].endswith("### Response:\n")
+
+
+def test_what_was_read_and_what_was_not() -> None:
+    present = ["prompt", "completion", "id"]
+    read = ("prompt", "completion")
+    assert columns_text(read, present, {}) == "prompt, completion; not read: id"
+    assert columns_text(read, present[:2], {"prompt": "question", "completion": "completion"}) == (
+        "prompt from question, completion"
+    )

@@ -1,0 +1,297 @@
+"""Pairs and ratings: what of a row is prompt and answers, what is refused, and their examples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+
+from prge.data.columns import RowError
+from prge.data.example_building import build_examples
+from prge.data.forms.form import find_form
+from prge.data.forms.preferences import pair_fields, rated_rows, rating_fields
+from prge.data.forms.task import parse_task
+from prge.data.options import BuildOptions
+from prge.data.readers.files import Row
+from prge.data.row_report import DataReport
+from prge.data.tokenization.tokenizer import Tokenizer
+from prge.errors import DataError
+from prge.objectives.examples import Example
+from prge.objectives.preferences import ObjectiveName
+from tests.bundles import make_spec
+from tests.prge.data.chat_templates import CHATML
+from tests.prge.data.tiny_tokenizers import byte_level_backend
+
+TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, pad_id=0, prepend_bos=True)
+CHAT = Tokenizer(byte_level_backend(), bos_id=1, eos_id=4, chat_template=CHATML)
+spec = partial(make_spec, sequence_length=96, width=8, vocabulary_size=1000)
+PAIR = {"prompt": "the film was", "chosen": " good", "rejected": " a bad one"}
+
+
+def rows(*fields: Mapping[str, Any]) -> list[Row]:
+    return [Row(number, each) for number, each in enumerate(fields, 1)]
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+ASKED = said("user", "How was it?")
+GOOD, BAD = said("assistant", "good"), said("assistant", "bad")
+
+
+def built(
+    *fields: Mapping[str, Any],
+    objective: ObjectiveName | None = "auto",
+    tokenizer: Tokenizer = TOKENIZER,
+    length: int = 96,
+    **options: Any,
+) -> tuple[list[Example], DataReport]:
+    chosen = BuildOptions(options.pop("overflow", "auto"), objective=objective, **options)
+    return build_examples(rows(*fields), tokenizer, spec(sequence_length=length), options=chosen)
+
+
+def texts(example: Example, tokenizer: Tokenizer = TOKENIZER) -> list[tuple[str, str]]:
+    """What is read and what is learnt of each candidate."""
+    found = []
+    for index, sequence in enumerate(example.sequences):
+        assert {target.candidate for target in sequence.targets} == {index}
+        first = sequence.targets[0].position + 1
+        assert [target.token for target in sequence.targets] == list(sequence.tokens[first:])
+        assert sum(target.weight for target in sequence.targets) == pytest.approx(1)
+        found.append((tokenizer.decode(sequence.tokens[:first]), tokenizer.decode(sequence.tokens[first:])))
+    return found
+
+
+def test_a_pair_is_an_example_of_two_candidates() -> None:
+    [example], report = built(PAIR)
+    assert (example.candidates, example.label, report.objective) == (2, 0, "dpo")
+    assert [[part.replace("<|bos|>", "").replace("<|eos|>", "") for part in each] for each in texts(example)]
+    chosen, rejected = texts(example)
+    assert chosen[0] == rejected[0]
+    assert chosen[0].endswith("the film was")
+    assert " good" in chosen[1]
+    assert " a bad one" in rejected[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt", "chosen", "rejected"),
+    [
+        ({"chosen": "It was good.", "rejected": "It was great."}, "It was", " good.", " great."),
+        ({"chosen": "A: yes\nB", "rejected": "A: yes\nC"}, "A: yes\n", "B", "C"),
+        ({"chosen": "goodness", "rejected": "good"}, "good", "ness", None),
+        ({"prompt": "It was", "chosen": "It was good", "rejected": "It was bad"}, "It was", " good", " bad"),
+        ({"prompt": "The", "chosen": "The end", "rejected": "No"}, "The", "The end", "No"),
+        ({"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, [ASKED], [GOOD], [BAD]),
+        ({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]}, [ASKED], [GOOD], [BAD]),
+        ({"prompt": [ASKED], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, [ASKED], [GOOD], [BAD]),
+        (
+            {"prompt": "How was it?", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+            [ASKED],
+            [GOOD],
+            [BAD],
+        ),
+        ({"prompt": "How was it?", "chosen": [GOOD], "rejected": [BAD]}, [ASKED], [GOOD], [BAD]),
+    ],
+)
+def test_what_is_prompt_and_what_is_answer(
+    fields: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any
+) -> None:
+    if rejected is None:
+        with pytest.raises(RowError, match="its rejected is empty after what both begin with"):
+            pair_fields(fields)
+        return
+    assert pair_fields(fields) == {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"rejected": " good"}, "its chosen and rejected are equal: nothing is preferred"),
+        ({"chosen": "  "}, "its chosen is empty"),
+        ({"rejected": ""}, "its rejected is empty"),
+        ({"chosen": []}, "its chosen and rejected must be both texts or both lists of messages"),
+        ({"chosen": None}, "its chosen is None, must be a text or a list of messages"),
+        ({"prompt": 3}, "its prompt is 3, must be a text, as its chosen is"),
+        ({"prompt": None, "chosen": "Yes"}, "have no common beginning, and there is no prompt"),
+        (
+            {"chosen": "the film was good"},
+            "its prompt begins chosen and not rejected: give it before both, or before none",
+        ),
+        (
+            {"chosen": [ASKED, GOOD], "rejected": [said("user", "What?"), BAD], "prompt": "How was it?"},
+            "no common beginning",
+        ),
+        (
+            {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD], "prompt": "When?"},
+            "its prompt is 'When\\?', its chosen and rejected don't both begin with it",
+        ),
+    ],
+)
+def test_pairs_that_cant_be_used(changed: Mapping[str, Any], problem: str) -> None:
+    objective: ObjectiveName
+    for objective in ("dpo", "kto"):
+        with pytest.raises(DataError, match=f"row 2: .*{problem}"):
+            built(PAIR, {**PAIR, **changed}, objective=objective, tokenizer=CHAT)
+
+
+RATED = [
+    {"prompt": "the film was", "completion": " good", "label": True},
+    {"prompt": "the cat was", "completion": " bad", "label": False},
+    {"prompt": "the", "completion": " cat", "label": True},
+]
+
+
+def test_a_rating_has_the_answer_of_the_row_before_beside_its_own() -> None:
+    examples, report = built(*RATED)
+    assert report.objective == "kto"
+    assert [(each.liked, each.label, each.candidates) for each in examples] == [
+        (True, None, 2),
+        (False, None, 2),
+        (True, None, 2),
+    ]
+    answers = [[text for _, text in texts(example)] for example in examples]
+    assert [own.startswith(other) for (own, _), other in zip(answers, (" good", " bad", " cat"), strict=True)]
+    assert [answers[row][1] for row in range(3)] == [answers[row - 1][0] for row in range(3)]
+    assert all(len({prompt for prompt, _ in texts(example)}) == 1 for example in examples)
+
+
+@pytest.mark.parametrize("label", [True, 1, "1", "true", "TRUE"])
+def test_labels_of_tables_are_read(label: object) -> None:
+    assert rating_fields({**RATED[0], "label": label})["label"] is True
+
+
+@pytest.mark.parametrize("label", ["good", 2, None, 0.5, ""])
+def test_a_label_that_is_no_truth_value_is_refused(label: object) -> None:
+    with pytest.raises(
+        DataError, match=r"row 2: its label is .*, must be true or false; --objective completion"
+    ):
+        built(RATED[0], {**RATED[1], "label": label})
+    examples, report = built(RATED[0], {**RATED[1], "label": label}, objective="completion")
+    assert (len(examples), report.objective, examples[0].candidates) == (2, "completion", 1)
+
+
+@pytest.mark.parametrize(
+    ("label", "told"), [(True, "nothing says what isn't wanted"), (False, "write instead")]
+)
+def test_labels_that_are_all_alike_are_told(label: bool, told: str) -> None:
+    _, report = built(*({**each, "label": label} for each in RATED))
+    assert told in report.text()
+    assert told in "".join(report.events())
+    assert told not in built(*RATED)[1].text()
+
+
+def test_pairs_become_a_liked_and_a_disliked_answer() -> None:
+    other = {"prompt": "a cat was", "chosen": " here", "rejected": " there"}
+    examples, _ = built(PAIR, other, objective="kto")
+    assert [(each.row, each.liked) for each in examples] == [(1, True), (2, True), (1, False), (2, False)]
+    # No answer stands beside the other one to the same prompt, but for the two at the ends.
+    assert " here" in texts(examples[2])[1][1]
+
+
+def test_the_row_before_one_without_an_answer_is_taken() -> None:
+    found = rated_rows(rows(RATED[0], {**RATED[1], "completion": ""}, RATED[2]), are_pairs=False)
+    assert [row.fields["other"] for row in found] == [" cat", " good", " good"]
+
+
+def test_chosen_answers_alone_can_be_learnt() -> None:
+    [example], report = built(PAIR, objective="completion")
+    assert (example.candidates, example.label, report.objective) == (1, None, "completion")
+    assert " good" in texts(example)[0][1]
+
+
+def test_of_messages_what_follows_the_prompt_is_learnt() -> None:
+    before = [said("user", "Hi"), said("assistant", "hello"), ASKED]
+    [example], _ = built({"chosen": [*before, GOOD], "rejected": [*before, BAD]}, tokenizer=CHAT, length=192)
+    chosen, rejected = texts(example, CHAT)
+    assert chosen[0] == rejected[0]
+    assert "hello" in chosen[0]
+    assert "good" in chosen[1]
+    assert "bad" in rejected[1]
+    rated = {"prompt": before, "completion": [GOOD], "label": True}
+    [example], _ = built(rated, tokenizer=CHAT, length=192)
+    assert "good" in texts(example, CHAT)[0][1]
+
+
+def test_messages_need_a_chat_template() -> None:
+    fields = {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}
+    assert find_form(rows(fields), "the data").chat == "needs"
+    with pytest.raises(DataError, match="its rows are messages and the model has no chat template"):
+        built(fields)
+
+
+def test_a_prompt_that_is_too_long_is_cut_alike_for_both_answers() -> None:
+    long = {"prompt": "cat " * 60 + "was", "chosen": " good", "rejected": " bad" * 6}
+    [example], report = built(long, length=48)
+    chosen, rejected = texts(example)
+    assert chosen[0] == rejected[0]
+    assert example.cut
+    assert "prompts cut at the beginning" in report.text()
+    assert max(len(sequence.tokens) for sequence in example.sequences) <= 48
+    with pytest.raises(DataError, match=r"row 1: has .* tokens, the bundle takes 48"):
+        built(long, length=48, overflow="error")
+    with pytest.raises(DataError, match="--overflow is split; a row of pairs is one"):
+        built(long, length=48, overflow="split")
+
+
+def test_an_answer_that_is_too_long_loses_its_end() -> None:
+    long = {"prompt": "cat " * 60 + "was", "chosen": " good", "rejected": " bad" * 60}
+    [example], report = built(long, length=48)
+    chosen, rejected = texts(example)
+    assert chosen[0] == rejected[0]
+    assert len(example.sequences[1].tokens) == 48
+    assert report.dropped
+    assert "ends cut off" in report.text()
+
+
+def test_a_weight_counts_and_must_be_a_number() -> None:
+    fields = {"prompt": "the film was", "completion": " good"}
+    examples, _ = built({**fields, "weight": 2}, {**fields, "weight": "0.5"}, fields)
+    assert [each.weight for each in examples] == [2, 0.5, 1]
+    assert built({**PAIR, "weight": 3.0})[0][0].weight == 3
+    for wrong in ("heavy", 0, -1, True and [1], float("inf"), 1e7):
+        with pytest.raises(DataError, match=r"row 1: its weight is .*, must be a number above 0, at most 1e"):
+            built({**fields, "weight": wrong})
+
+
+def test_a_task_takes_the_objectives_of_its_candidates_alone() -> None:
+    words = {"name": "mood", "template": "{text} was", "label_words": {0: " bad", 1: " good"}}
+    task = parse_task(words, "mood")
+    fields = rows({"text": "the film", "label": 1}, {"text": "the cat", "label": 0})
+
+    def built_of(objective: ObjectiveName) -> list[Example]:
+        return build_examples(fields, TOKENIZER, spec(), task, BuildOptions(objective=objective))[0]
+
+    assert [each.candidates for each in built_of("auto")] == [2, 2]
+    assert [each.candidates for each in built_of("completion")] == [1, 1]
+    with pytest.raises(DataError, match="--objective is dpo, which the task mood can't be learnt by"):
+        built_of("dpo")
+
+
+def test_rows_that_lack_a_column_are_told() -> None:
+    objective: ObjectiveName
+    for objective in ("dpo", "kto"):
+        with pytest.raises(DataError, match="row 2: is no row of pairs: its columns are chosen"):
+            built(PAIR, {"chosen": "a"}, objective=objective)
+    with pytest.raises(DataError, match="row 2: is no row of ratings: its columns are completion, label"):
+        built(RATED[0], {"completion": "a", "label": True})
+
+
+def test_ratings_are_completions_for_verbs_that_know_no_preferences() -> None:
+    examples, report = built(*RATED, objective=None)
+    assert (len(examples), report.objective, examples[0].liked) == (3, "completion", None)
+
+
+def test_rows_and_objective_must_fit() -> None:
+    with pytest.raises(DataError, match="--objective is dpo, which learns from pairs; its rows are ratings"):
+        built(*RATED, objective="dpo")
+    with pytest.raises(
+        DataError, match="--objective is kto, which learns from ratings or pairs; its rows are text"
+    ):
+        built({"text": "a cat"}, objective="kto")
+    with pytest.raises(
+        DataError, match="its rows are pairs, which `prge tune`, `prge run` and `prge eval` take"
+    ):
+        built(PAIR, objective=None)

@@ -1,0 +1,334 @@
+"""What a user names as rows: files, folders, data sets of the hub."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pickle
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prge.data.forms.task import load_task
+from prge.data.readers.files import Row, place_of_row
+from prge.data.sources import holding_part, is_hub_name, parse_columns, read_source, rows_file
+from prge.errors import ConfigError, DataError
+from prge.formats.bundle import file_sha256
+
+Write = Callable[[str, "str | bytes"], Path]
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_a_file(write: Write) -> None:
+    path = write("a.jsonl", '{"text": "one"}\n')
+    source = read_source(path)
+    assert source.rows == [Row(1, {"text": "one"})]
+    assert (source.name, source.sha256) == (str(path), file_sha256(path))
+
+
+def test_a_folder_has_a_file_for_each_part(write: Write) -> None:
+    for name in ("train.jsonl", "valid.jsonl"):
+        write(name, f'{{"text": "{name}"}}\n')
+    folder = write("test.csv", "text\ntest.csv\n").parent
+    for part, name in (("train", "train.jsonl"), ("dev", "valid.jsonl"), ("test", "test.csv")):
+        source = read_source(folder, part)  # type: ignore[arg-type]
+        assert source.rows == [Row(1, {"text": name})]
+        assert source.name == str(folder / name)
+
+
+@pytest.mark.parametrize("name", ["valid.json", "validation.tsv", "dev.csv", "val.parquet"])
+def test_names_of_development_rows(write: Write, name: str) -> None:
+    path = write(name, "")
+    assert rows_file(path.parent, "dev") == path
+
+
+def test_a_folder_with_none_or_several_is_told(write: Write, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"(?s)one file of test rows, test with one of .jsonl.*it has none"):
+        read_source(tmp_path, "test")
+    write("dev.jsonl", "")
+    write("valid.jsonl", "")
+    with pytest.raises(DataError, match=r"it has valid.jsonl, dev.jsonl"):
+        read_source(tmp_path, "dev")
+
+
+def test_columns_are_renamed(write: Write) -> None:
+    path = write("a.jsonl", '{"question": "q", "answer": "a", "prompt": "p"}\n')
+    source = read_source(path, columns=["prompt=question", "completion=answer"])
+    assert source.rows == [Row(1, {"prompt": "q", "completion": "a"})]
+    assert source.renamed == {"prompt": "question", "completion": "answer"}
+
+
+def test_several_files_are_one_source_whose_rows_name_their_file(write: Write) -> None:
+    first = write("a.jsonl", '{"text": "one"}\n\n{"text": "two"}\n')
+    second = write("b.csv", "text\nthree\nfour\n")
+    source = read_source((first, second))
+    assert [row.fields["text"] for row in source.rows] == ["one", "two", "three", "four"]
+    assert len({row.number for row in source.rows}) == 4
+    assert [f"row {row.number}" for row in source.rows] == [
+        f"row 1 of {first}", f"row 3 of {first}", f"row 1 of {second}", f"row 2 of {second}",
+    ]  # fmt: skip
+    assert source.name == f"{first} and {second}"
+    assert place_of_row(source.rows[2].number) == {"file": str(second), "row": 1}
+    assert place_of_row(3) == {"row": 3}
+    number = source.rows[1].number
+    assert json.loads(json.dumps(number)) == number
+    assert str(pickle.loads(pickle.dumps(number))) == str(number)
+    # What identifies them is all of them, in their order.
+    digests = {read_source(paths).sha256 for paths in ((first, second), (second, first), (first,), (second,))}
+    assert len(digests) == 4 and file_sha256(first) in digests
+    second.write_text("text\nthree\nFour\n")
+    assert read_source((first, second)).sha256 not in digests
+
+
+def test_several_files_that_can_not_be_read(write: Write, tmp_path: Path) -> None:
+    good, bad = write("good.jsonl", '{"text": "one"}\n'), write("bad.jsonl", '{"text": "two"}\n{"text": }\n')
+    with pytest.raises(DataError) as caught:
+        read_source((good, bad))
+    assert caught.value.problems == [f"{bad}: row 2: not JSON: Expecting value at character 10"]
+    broken: list[str] = []
+    assert len(read_source((bad, good), broken=broken).rows) == 2 and len(broken) == 1
+    with pytest.raises(DataError, match=f"{good} is given twice"):
+        read_source((good, bad, good))
+    for word in ("imdb", "a" * 5000, "a\0"):
+        with pytest.raises(DataError, match=f"there is no {word[:1]}"):
+            read_source((good, Path(word)))
+    write("my rows.jsonl", '{"text": "one"}\n')
+    with pytest.raises(DataError, match=r"(?s)there is no .*my\n.*quote a path that has spaces"):
+        read_source((tmp_path / "my", Path("rows.jsonl")))
+
+
+def test_the_parts_of_several_folders_and_of_json_files(write: Write, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for part in ("train", "valid"):
+            write(f"{name}/{part}.jsonl", f'{{"text": "{part} of {name}"}}\n')
+    folders = (tmp_path / "a", tmp_path / "b")
+    rows = read_source(folders, "dev").rows
+    assert [row.fields["text"] for row in rows] == ["valid of a", "valid of b"]
+    parts = write("parts.json", '{"train": [{"text": "one"}], "test": [{"text": "two"}]}')
+    only = write("only.json", '{"data": [{"text": "one"}]}')
+    assert holding_part(folders, "dev") == folders
+    assert holding_part((*folders, parts), "test") == parts == holding_part(parts, "test")
+    assert holding_part(parts, "dev") is None is holding_part(only, "test")
+    assert read_source(parts, "test").rows == [Row(1, {"text": "two"})]
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+AS_JSON = json.dumps(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "read"),
+    [
+        ({"messages": AS_JSON}, {"messages": MESSAGES}),
+        ({"conversations": '[{"from": "gpt"}]'}, {"conversations": [{"from": "gpt"}]}),
+        ({"prompt": AS_JSON, "completion": AS_JSON}, {"prompt": MESSAGES, "completion": MESSAGES}),
+        (
+            {"prompt": AS_JSON, "chosen": AS_JSON, "rejected": AS_JSON},
+            {"prompt": MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES},
+        ),
+        # A completion that is JSON after a prompt that is none is a text.
+        ({"prompt": "A chat:", "completion": AS_JSON}, {"prompt": "A chat:", "completion": AS_JSON}),
+        ({"prompt": "[1]", "completion": "[2]"}, {"prompt": "[1]", "completion": "[2]"}),
+        ({"text": AS_JSON}, {"text": AS_JSON}),
+    ],
+)  # fmt: skip
+def test_messages_as_json_texts(tmp_path: Path, fields: dict[str, str], read: dict[str, object]) -> None:
+    path = tmp_path / "a.csv"
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, fields)
+        writer.writeheader()
+        writer.writerow(fields)
+    assert read_source(path).rows == [Row(1, read)]
+    assert read_source(path, task=load_task("sst2")).rows == [Row(1, fields)]
+
+
+def test_messages_that_are_no_json_are_told(write: Write) -> None:
+    path = write(
+        "a.csv", 'messages\n"[{\'role\': \'user\', \'content\': \'Hi\'}]"\n"[{""role"": ""user""}]"\n'
+    )
+    with pytest.raises(DataError, match=r"row 1: its messages is .* not the JSON of one: write it with json"):
+        read_source(path)
+    broken: list[str] = []
+    assert read_source(path, broken=broken).rows == [Row(2, {"messages": [{"role": "user"}]})]
+    assert len(broken) == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "task", "told"),
+    [
+        (["promt=prompt"], None, "'promt' is no column that prge reads; did you mean prompt=prompt?"),
+        (["promt=question"], None, "'promt' is no column that prge reads; did you mean prompt=question?"),
+        (["question=prompt"], None, "'question' is no column that prge reads; did you mean prompt=question?"),
+        (["input_text=question"], None, "'input_text' is no column that prge reads"),
+        (
+            ["sentense=question"],
+            "sst2",
+            "'sentense' is no column that the task sst2 reads; did you mean sent",
+        ),
+        (["prompt=question"], "sst2", "'prompt' is no column that the task sst2 reads"),
+    ],
+)
+def test_a_name_that_nothing_reads_is_no_column(
+    write: Write, columns: list[str], task: str | None, told: str
+) -> None:
+    path = write("a.jsonl", '{"question": "q", "prompt": "p", "completion": "c"}\n')
+    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+        read_source(path, columns=columns, task=load_task(task) if task else None)
+    assert "before the = stands one of" in caught.value.remedy
+
+
+def test_a_column_that_is_not_there_is_told(write: Write) -> None:
+    path = write("a.jsonl", '{"question": "q"}\n')
+    with pytest.raises(DataError, match=r"(?s)no row has the column 'query'.*its columns are question"):
+        read_source(path, columns=["prompt=query"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["prompt"], "'prompt' is no pair of columns"),
+        (["=a"], "'=a' is no pair"),
+        (["a=b", "a=c"], "'a' is a name twice"),
+        (["a=c", "b=c"], "'c' is a column twice"),
+    ],
+)
+def test_words_that_name_no_columns(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse_columns(words)
+    assert parse_columns(["a=b=c"]) == {"a": "b=c"}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("imdb", True),
+        ("nyu-mll/glue:sst2", True),
+        ("rows.jsonl", False),
+        ("data/rows.parquet", False),
+        ("../glue", False),
+        ("/data/glue", False),
+        ("a/b/c", False),
+    ],
+)
+def test_names_of_data_sets(name: str, is_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_name(Path(name)) is is_one
+    if is_one and ":" not in name:
+        Path(name).mkdir(parents=True)
+        assert not is_hub_name(Path(name))
+
+
+def test_a_data_set_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        DataError, match=r"(?s)no such file or folder.*package datasets.*pip install 'datasets"
+    ):
+        read_source("nobody/nothing")
+
+
+# What the hub's library is asked, where it isn't installed; huggingface_hub is.
+STAND_IN = """
+class DownloadConfig:
+    def __init__(self, max_retries):
+        assert max_retries == 0
+
+def get_dataset_split_names(name, configuration, download_config):
+    return ["train", "validation"]
+
+def load_dataset(name, configuration, split, download_config):
+    return [{"sentence": f"{name} {configuration} {split}", "label": 1}]
+"""
+
+
+def ask(tmp_path: Path, code: str, **environment: str) -> tuple[str, float]:
+    """What a process with the stand-in for `datasets` prints, and its seconds."""
+    (tmp_path / "datasets.py").write_text(STAND_IN)
+    code = f"from prge.errors import DataError\nfrom prge.data.sources import read_source\n{code}"
+    paths = f"{tmp_path}:{ROOT}"
+    begin = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": paths, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **environment},
+        check=True,
+    )
+    return done.stdout, time.perf_counter() - begin
+
+
+TELL = """
+try:
+    read_source("nyu-mll/glue:sst2", "{part}")
+except DataError as error:
+    print(error)
+"""
+
+
+def test_a_hub_that_does_not_answer_is_told_at_once(tmp_path: Path) -> None:
+    told, seconds = ask(tmp_path, TELL.format(part="train"), HF_ENDPOINT="http://127.0.0.1:9")
+    assert "no such data set could be had" in told and "HF_HUB_OFFLINE=1" in told
+    assert seconds < 15
+
+
+def test_offline_nothing_but_the_cache_is_asked(tmp_path: Path) -> None:
+    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
+    code = "source = read_source('nyu-mll/glue:sst2', 'dev')\nprint(source.name, source.rows)"
+    told, _ = ask(tmp_path, code, **offline)
+    assert told.startswith("nyu-mll/glue:sst2 (validation) [Row(number=1")
+    assert "nyu-mll/glue sst2 validation" in told
+    told, _ = ask(tmp_path, TELL.format(part="test"), **offline)
+    assert "it has no test rows: its splits are train, validation" in told
+
+
+# A data set of the library's own, as its cache holds one of the hub that was loaded before.
+CACHED = """
+import json, pathlib, shutil
+import datasets
+
+files = {}
+for split, words in (("train", ["one", "two"]), ("validation", ["three"])):
+    files[split] = f"{split}.jsonl"
+    lines = [json.dumps({"sentence": word, "label": 1}) + "\\n" for word in words]
+    pathlib.Path(files[split]).write_text("".join(lines))
+datasets.load_dataset("json", data_files=files)
+cache = pathlib.Path(datasets.config.HF_DATASETS_CACHE)
+(made,) = cache.glob("json/*/*/*/")
+place = cache / "someone___words" / "default" / "0.0.0" / made.name
+shutil.copytree(made, place)
+for path in place.glob("json-*"):
+    path.rename(path.with_name(path.name.replace("json-", "words-")))
+facts = place / "dataset_info.json"
+facts.write_text(facts.read_text().replace('"dataset_name": "json"', '"dataset_name": "words"'))
+"""
+
+
+def test_the_librarys_own_cache_is_read_offline(tmp_path: Path) -> None:
+    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+
+    def told(code: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **offline},
+            check=True,
+        )
+        return done.stdout
+
+    told(CACHED)
+    ask = "from prge.data.sources import read_source\nsource = read_source({!r}, {!r})\n"
+    tell = "print(source.name, [row.fields for row in source.rows])"
+    assert told(ask.format("someone/words", "train") + tell) == (
+        "someone/words (train) [{'sentence': 'one', 'label': 1}, {'sentence': 'two', 'label': 1}]\n"
+    )
+    assert told(ask.format("someone/words:default", "dev") + tell) == (
+        "someone/words:default (validation) [{'sentence': 'three', 'label': 1}]\n"
+    )

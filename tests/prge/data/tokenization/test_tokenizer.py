@@ -1,0 +1,335 @@
+"""Token ids of texts, pairs and whole texts; damaged tokenizers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, processors
+
+from prge.data.tokenization.tokenizer import LONGEST_WINDOW, WINDOW, Tokenizer, load_tokenizer
+from prge.errors import BundleError, DataError
+from tests.measured import measured
+from tests.prge.data.tiny_tokenizers import byte_level_backend
+
+
+@cache
+def tiny() -> Tokenizer:
+    return Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, pad_id=0, prepend_bos=True)
+
+
+def save(folder: Path, content: str | None = None, template: str | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(byte_level_backend().to_str() if content is None else content)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def test_whole_text_has_begin_and_end(tokenizer: Tokenizer, encoder_tokenizer: Tokenizer) -> None:
+    assert (tokenizer.begin, tokenizer.end) == ((1,), ())
+    assert (encoder_tokenizer.begin, encoder_tokenizer.end) == ((1,), (2,))
+
+
+def test_tokenizer_never_cuts_or_pads_by_itself(encoder_tokenizer: Tokenizer) -> None:
+    # its tokenizer.json asks for 4 tokens, cut or padded
+    assert len(encoder_tokenizer.encode("the film was bad and good")) == 6
+    assert len(encoder_tokenizer.encode("a")) == 1
+
+
+def test_bos_is_not_prepended_twice() -> None:
+    backend = byte_level_backend()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    assert Tokenizer(backend, bos_id=1, prepend_bos=True).begin == (1,)
+
+
+def test_control_tokens_in_texts_are_text_unless_asked(tokenizer: Tokenizer) -> None:
+    assert 2 not in tokenizer.encode("Hi</s>")
+    assert tokenizer.encode("Hi</s>", control=True)[-1] == 2
+    assert tokenizer.decode(tokenizer.encode("Hi</s>")) == "Hi</s>"
+    assert tokenizer.decode([*tokenizer.encode("Hi"), 2], special=False) == "Hi"
+
+
+def test_padding_token_falls_back_to_eos_and_zero() -> None:
+    assert Tokenizer(byte_level_backend(), pad_id=3, eos_id=2).pad_id == 3
+    assert Tokenizer(byte_level_backend(), eos_id=2).pad_id == 2
+    assert Tokenizer(byte_level_backend()).pad_id == 0
+
+
+def test_pair_with_exact_boundary(tokenizer: Tokenizer, prefixed_tokenizer: Tokenizer) -> None:
+    for each in (tokenizer, prefixed_tokenizer):
+        pair = each.encode_pair("the film It was", " great")
+        assert pair.exact
+        assert tuple(pair.prompt) == (1, *each.encode("the film It was"))
+        assert [*pair.prompt[1:], *pair.completion] == each.encode("the film It was great")
+        assert len(pair.completion) == 1
+
+
+def test_pair_whose_boundary_a_token_would_straddle(tokenizer: Tokenizer) -> None:
+    pair = tokenizer.encode_pair("It was ", "great")
+    assert pair.prompt.tolist() == [1, *tokenizer.encode("It was ")]
+    assert pair.completion.tolist() == tokenizer.encode("great")
+    assert not pair.exact
+    assert tokenizer.decode([*pair.prompt, *pair.completion]) == "<s>It was great"
+
+
+def test_continuation_has_no_space_of_its_own(prefixed_tokenizer: Tokenizer) -> None:
+    # alone, a SentencePiece-like tokenizer would put a space before it
+    pair = prefixed_tokenizer.encode_pair("It was gre", "at")
+    assert not pair.exact and prefixed_tokenizer.pieces(pair.completion.tolist()) == ["at"]
+    assert prefixed_tokenizer.encode("at") != pair.completion.tolist()
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.text(st.characters(exclude_categories=["Cs"])))
+def test_pair_always_decodes_to_the_joined_text(prompt: str, completion: str) -> None:
+    pair = tiny().encode_pair(prompt, completion)
+    assert tiny().decode([*pair.prompt[1:], *pair.completion]) == prompt + completion
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_pieces_are_as_many_as_tokens(text: str) -> None:
+    tokens = tiny().encode(text)
+    assert len(tiny().pieces(tokens)) == len(tokens)
+
+
+def test_load_from_a_folder(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    block = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "prepend_bos": True}
+    loaded = load_tokenizer(save(tmp_path, template="{{ messages }}"), block)
+    assert (loaded.begin, loaded.end) == ((1,), ())
+    assert loaded.encode("the film") == tokenizer.encode("the film")
+    assert (loaded.pad_id, loaded.chat_template) == (2, "{{ messages }}")
+    assert loaded.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def test_tokens_that_end_an_answer(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    assert load_tokenizer(folder, {"eos_token_id": 2, "stop_token_ids": [4]}).stop_ids == {2, 4}
+    assert load_tokenizer(folder, {"eos_token_id": 2}).stop_ids == {2}
+    assert load_tokenizer(folder, {}).stop_ids == frozenset()
+
+
+def test_control_tokens_have_ids_by_their_names(tokenizer: Tokenizer) -> None:
+    assert tokenizer.control_id("<|im_end|>") == 4
+    assert tokenizer.control_id("film") is None
+    assert tokenizer.special_ids == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("content", "block", "message"),
+    [
+        ("{", {}, "tokenizer.json is damaged"),
+        ("{}", {}, "tokenizer.json is damaged"),
+        (None, {"eos_token_id": 99999}, "eos_token_id is 99999, which"),
+        (None, {"bos_token_id": "<s>"}, "bos_token_id is '<s>', which"),
+        (None, {"pad_token_id": -1}, "pad_token_id is -1, which"),
+        (None, {"stop_token_ids": [2, 99999]}, "stop_token_ids are .2, 99999., not tokens of"),
+        (None, {"stop_token_ids": "</s>"}, "stop_token_ids are '</s>', not tokens of"),
+        (None, {"stop_token_ids": [True]}, "stop_token_ids are .True., not tokens of"),
+        (None, {"chat_template": True}, "has no .*chat_template.jinja, its manifest says that it has"),
+    ],
+)
+def test_damaged_folder(tmp_path: Path, content: str | None, block: dict[str, Any], message: str) -> None:
+    with pytest.raises(BundleError, match=message):
+        load_tokenizer(save(tmp_path, content), block)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "pair": [],
+                    "special_tokens": {},
+                    "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}],
+                }
+            },
+            "is damaged",
+        ),
+        (
+            {"model": {"type": "WordLevel", "unk_token": "u", "vocab": {"u": 2**32 - 1}}},
+            "a token above 2147483647",
+        ),
+    ],
+    ids=["a special token that is not there", "an id of another size"],
+)
+def test_a_tokenizer_that_the_library_trips_over(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    content = json.loads(byte_level_backend().to_str())
+    with pytest.raises(BundleError, match=message):
+        load_tokenizer(save(tmp_path, json.dumps({**content, **change})), {}).encode("a")
+
+
+def test_truncated_file_and_missing_file(tmp_path: Path) -> None:
+    whole = byte_level_backend().to_str()
+    json.loads(whole)
+    with pytest.raises(BundleError, match="damaged"):
+        load_tokenizer(save(tmp_path, whole[: len(whole) // 2]), {})
+    with pytest.raises(BundleError, match="has no"):
+        load_tokenizer(tmp_path / "nowhere", {})
+
+
+MODELS = Path(__file__).parents[5] / "shared/models"
+TOKENIZERS = {
+    "demo": Path(__file__).parents[4] / "server_export/demo_data/model/tokenizer.json",
+    "babyllama": MODELS / "babyllama/tokenizer.json",
+    "stories260K": MODELS / "stories260K/tokenizer.json",
+}
+# What surprises tokenizers: long words, white space of all kinds, characters of several tokens, emoji, tags.
+PIECES = st.sampled_from(
+    [
+        *(
+            "The quick brown fox jumps over it. ",
+            "don't",
+            "antidisestablishmentarianism",
+            "https://a.b/c?d=e&f ",
+        ),
+        *("\n\n\n", " " * 40, "\t\r\n", "=" * 60, "a" * 50, "0123456789" * 4, "\u00a0\u3000", "<s></s>"),
+        *(
+            "Gr\u00fc\u00dfe ",
+            "\u4f60\u597d\u4e16\u754c",
+            "\u0928\u092e\u0938\u094d\u0924\u0947 ",
+            "e\u0301" * 9,
+        ),
+        *("\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467", "\U0001f7e7" * 9, "\ufffd", "\x00\x7f"),
+    ]
+)
+
+
+@cache
+def real(name: str, copy: int = 0) -> Tokenizer:
+    if not TOKENIZERS[name].is_file():
+        pytest.skip(f"there is no {TOKENIZERS[name]}")
+    return load_tokenizer(TOKENIZERS[name].parent, {})
+
+
+def whole(tokenizer: Tokenizer, text: str, control: bool = False) -> list[tuple[int, int, int]]:
+    """Ids and characters as the library gives them for the text at once."""
+    backend = tokenizer._backend
+    backend.encode_special_tokens = not control
+    encoding = backend.encode(text, add_special_tokens=False)
+    return [(token, *span) for token, span in zip(encoding.ids, encoding.offsets, strict=True)]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.lists(PIECES | st.text(max_size=20), min_size=30, max_size=60), st.booleans(), st.integers(0, 40))
+def test_a_text_in_windows_has_the_tokens_of_the_whole(
+    name: str, pieces: list[str], control: bool, cut: int
+) -> None:
+    """Windows of 300 characters instead of 32,768, so that every text has many seams."""
+    text, tokenizer = "".join(pieces), real(name)
+    prompt, completion = text[: len(text) - cut], text[len(text) - cut :]
+    with small_windows():
+        found = [tuple(row) for part in tokenizer.parts(text, control=control) for row in part.tolist()]
+        pair = tokenizer.encode_pair(prompt, completion)
+    assert found == whole(tokenizer, text, control)
+    some = [at for at in tokenizer.control_at(text) if text.startswith("</s>", at)]
+    with small_windows():
+        in_windows = tokenizer.ids(text, control=some)
+    assert in_windows.tolist() == real(name, 1).ids(text, control=some).tolist()
+    plain = real(name, 1).encode_pair(prompt, completion)
+    assert [*map(list, (pair.prompt, pair.completion))] == [*map(list, (plain.prompt, plain.completion))]
+    assert pair.exact == plain.exact
+
+
+@contextlib.contextmanager
+def small_windows() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for attribute, value in (("WINDOW", 300), ("OVERLAP", 200), ("LONGEST_WINDOW", 100_000)):
+            patch.setattr(f"prge.data.tokenization.tokenizer.{attribute}", value)
+        yield
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_long_text_has_the_tokens_of_the_whole(name: str) -> None:
+    random = np.random.default_rng(0)
+    words = [
+        *(f"word{n}" for n in range(50)),
+        "\n",
+        "  ",
+        "Gr\u00fc\u00dfe",
+        "\U0001f600",
+        "don't,",
+        "12345",
+        "</s>",
+    ]
+    text = " ".join(random.choice(words, 60_000))
+    tokenizer = real(name)
+    assert len(text) > 8 * WINDOW
+    assert tokenizer.encode(text) == [token for token, *_ in whole(tokenizer, text)]
+
+
+def threes() -> Tokenizer:
+    """A run of a's is tokens of three, so that windows agree on it only where it begins alike."""
+    vocabulary = {"a": 0, "b": 1, "aa": 2, "aaa": 3}
+    return Tokenizer(Backend(models.BPE(vocabulary, [("a", "a"), ("aa", "a")])))
+
+
+def test_a_window_grows_until_it_can_be_joined() -> None:
+    text = "ab" * 400 + "a" * 1500 + "ba" * 900
+    with small_windows():
+        found = [tuple(row) for part in threes().parts(text) for row in part.tolist()]
+    assert found == whole(threes(), text)
+
+
+def test_a_word_without_an_end_is_told() -> None:
+    with pytest.raises(DataError, match=r"goes on for 262144 characters .* from 'baaaa"):
+        threes().encode("b" + "a" * (3 * LONGEST_WINDOW))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_ten_megabytes_take_little_memory(name: str) -> None:
+    real(name)
+    preparation = (
+        "from prge.data.tokenization.tokenizer import load_tokenizer\n"
+        f"tokenizer = load_tokenizer({str(TOKENIZERS[name].parent)!r}, {{}})\n"
+        "text = 'The quick brown fox jumps over 12 lazy dogs; it slept.\\n' * 178_571\n"
+        "tokenizer.ids(text[:100])\n"
+        # After a large one was freed, glibc takes other large arrays from the heap.
+        "freed = bytes(16_000_000)\n"
+        "del freed"
+    )
+    found = measured(preparation, "ids = tokenizer.ids(text)")
+    assert found.above_bytes < 50e6
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_time_of_a_long_text_is_linear(name: str) -> None:
+    def seconds(characters: int) -> float:
+        text = "The quick brown fox jumps over 12 lazy dogs. " * (characters // 45)
+        start = time.process_time()
+        real(name).ids(text)
+        return time.process_time() - start
+
+    seconds(1 << 16)
+    assert seconds(1 << 20) < 2 * 8 * seconds(1 << 17)
+
+
+@pytest.mark.parametrize(
+    ("model", "unknown"),
+    [
+        (models.BPE({"a": 0, "<unk>": 1}, [], unk_token="<unk>"), 1),
+        (models.BPE({"a": 0}, []), None),
+        (models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"), 1),
+        (models.Unigram([("a", -1.0), ("<unk>", 0.0)], unk_id=1), 1),
+        (
+            models.Unigram([("<unk>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256))], 0, True),
+            None,
+        ),
+    ],
+)
+def test_the_unknown_token_is_that_of_what_cant_be_spelled(model: Any, unknown: int | None) -> None:
+    assert Tokenizer(Backend(model)).unknown_id == unknown

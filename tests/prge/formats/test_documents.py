@@ -1,0 +1,180 @@
+"""Documents from elsewhere: plain values within bounds, and an error in words for everything else."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prge.formats.documents import (
+    DEEPEST,
+    MOST_JSON_BYTES,
+    MOST_YAML_BYTES,
+    DocumentError,
+    parse_json,
+    parse_json_values,
+    parse_yaml,
+    read_json,
+    read_yaml,
+)
+from tests.measured import measured
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**50), 10**50)
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
+VALUES = st.recursive(
+    SCALARS | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text("abc", max_size=3), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@given(VALUES)
+def test_json_reads_back_equal(value: object) -> None:
+    assert parse_json(json.dumps(value)) == value
+    assert parse_json(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+@given(VALUES)
+def test_yaml_reads_back_equal(value: object) -> None:
+    assert parse_yaml(yaml.safe_dump(value).encode()) == value
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "not JSON: Expecting value at character 1"),
+        (b'{"a": 1', "not JSON: "),
+        (b"\xff{}", "it is not UTF-8: byte 0 is 0xff"),
+        (b"NaN", "it has NaN"),
+        (b"[-Infinity]", "it has -Infinity"),
+        (b"[1e999]", "it has '1e999', which is no finite number"),
+        (b"9" * 5000, "it has a number of 5000 digits"),
+        (b'"\\ud800"', "half of a \\\\u escape pair"),
+        (b"[" * 40 + b"]" * 40, f"more than {DEEPEST} levels"),
+        (b"[" * 100_000, f"more than {DEEPEST} levels"),
+        (b'{"a":' * 100_000, f"more than {DEEPEST} levels"),
+    ],
+)
+def test_json_that_is_refused(content: bytes, told: str) -> None:
+    with pytest.raises(DocumentError, match=told):
+        parse_json(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"a: [1\n", "not YAML: line 2, column 1: "),
+        (b"\xff\xff", "it is not UTF-8"),
+        (b"a: .inf\n", "it has inf, which is no finite number"),
+        (b"a: .nan\n", "it has nan, which is no finite number"),
+        (b"a: " + b"9" * 5000, "a number that is none, or one of thousands of digits"),
+        (b"a: !!int x\n", "a number that is none"),
+        (b"a: 0x" + b"f" * 5000, "a number of more than a hundred digits"),
+        (b'a: "\\ud800"\n', "not YAML|half of"),
+        (b"a: &x [*x]\n", r"it has an alias, \*x: write out"),
+        (BOMB.encode(), r"it has an alias, \*a"),
+        (b"[" * 60_000, f"more than {DEEPEST} levels"),
+        (b"- " * 30_000, f"more than {DEEPEST} levels"),
+        (b"a: !!python/object/apply:os.getcwd []\n", "not YAML: "),
+        (b"a: !!timestamp 2020-99-99\n", "not YAML: "),
+        (b"? [a]\n: b\n", "it has a list or a mapping as a key"),
+        (b"a: 1\na: 2\n", "it has the key 'a' twice"),
+        (b'a: 1\n"a": 2\n', "it has the key 'a' twice"),
+        (b"a: [{b: {1: 2, 0x1: 3}}]\n", "it has the key 1 twice"),
+        (b"a: 1\n---\nb: 2\n", "not YAML: "),
+    ],
+)
+def test_yaml_that_is_refused(content: bytes, told: str) -> None:
+    with pytest.raises(DocumentError, match=told):
+        parse_yaml(content)
+
+
+def test_dates_of_yaml_are_texts() -> None:
+    assert parse_yaml("2020-01-01: 2020-99-99\n") == {"2020-01-01": "2020-99-99"}
+
+
+def test_the_deepest_document_that_is_read() -> None:
+    nested: object = []
+    for _ in range(DEEPEST - 1):
+        nested = [nested]
+    assert parse_json(json.dumps(nested)) == parse_yaml(json.dumps(nested)) == nested
+    with pytest.raises(DocumentError):
+        parse_json(json.dumps([nested]))
+    with pytest.raises(DocumentError):
+        parse_yaml(json.dumps([nested]))
+
+
+def test_a_file_that_is_too_large(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(b" " * MOST_JSON_BYTES + b"1")
+    with pytest.raises(DocumentError, match=f"it has {MOST_JSON_BYTES + 1} bytes, at most {MOST_JSON_BYTES}"):
+        read_json(path)
+    with pytest.raises(DocumentError, match=f"at most {MOST_YAML_BYTES} are read"):
+        read_yaml(path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    path = {"pipe": tmp_path / "pipe", "device": Path("/dev/zero"), "folder": tmp_path}[kind]
+    if kind == "pipe":
+        os.mkfifo(path)
+    with pytest.raises(OSError, match=r"it is a (pipe|device|folder), not a file"):
+        read_json(path)
+
+
+WORST = {
+    "json lists": "[" + "[]," * ((MOST_JSON_BYTES - 8) // 3) + "[]]",
+    "json mappings": "[" + "{}," * ((MOST_JSON_BYTES - 8) // 3) + "{}]",
+    "json numbers": "[" + "1e9," * ((MOST_JSON_BYTES - 8) // 4) + "1]",
+    "json keys": "{" + ",".join(f'"{n:x}":0' for n in range(180_000)) + "}",
+    "yaml lists": "[" + "[]," * ((MOST_YAML_BYTES - 8) // 3) + "[]]",
+    "yaml keys": "".join(f"{n:x}: 1\n" for n in range(7_000)),
+    "yaml bomb": BOMB,
+}
+
+
+@pytest.mark.parametrize("name", WORST)
+def test_no_document_takes_long_or_much(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "document"
+    path.write_text(WORST[name])
+    reader = "read_yaml" if name.startswith("yaml") else "read_json"
+    found = measured(
+        f"import contextlib, pathlib\nfrom prge.formats.documents import DocumentError, {reader}",
+        f"with contextlib.suppress(DocumentError):\n    {reader}(pathlib.Path({str(path)!r}))",
+    )
+    assert found.seconds < 1
+    assert found.peak_bytes < 200e6
+
+
+@pytest.mark.parametrize("content", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "c": 2, "a": 1}}]'])
+def test_a_key_that_json_has_twice_is_refused(content: str) -> None:
+    with pytest.raises(DocumentError, match="it has the key 'a' twice"):
+        parse_json(content)
+    with pytest.raises(DocumentError, match="it has the key 'a' twice"):
+        parse_json_values('{"a": 1} ' + content)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("1:30", "1:30"), ("1:30.5", "1:30.5"), ("010", "010"), ("-07", "-07"), ("0", 0), ("-0", 0)),
+        *(("10", 10), ("1_000", 1000), ("0x10", 16), ("0.5", 0.5), (".5", 0.5), ("1.0e-3", 0.001)),
+    ],
+)
+def test_numbers_of_yaml_are_what_they_look_like(text: str, value: object) -> None:
+    assert parse_yaml(f"a: {text}") == {"a": value}

@@ -1,0 +1,235 @@
+"""A journal survives a kill at any byte and never hides damage."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prge.errors import RunError
+from prge.formats.journal import Journal, decode_array, encode_array
+
+RECORDS = [
+    {"kind": "start", "seed": 1},
+    {"kind": "evaluation", "step": 0, "value": 0.1 + 0.2},
+    {"kind": "step", "step": 0, "scalars": [1 / 3, -1e-30], "loss": 0.7},
+    {"kind": "step", "step": 1, "scalars": [5e300, 2.5], "loss": 0.6},
+]
+
+
+def _write(path: Path) -> bytes:
+    journal = Journal(path)
+    for record in RECORDS:
+        journal.append(record)
+    journal.close()
+    return path.read_bytes()
+
+
+def test_reads_back_exactly(tmp_path: Path) -> None:
+    _write(tmp_path / "journal.jsonl")
+    journal = Journal(tmp_path / "journal.jsonl")
+    assert journal.records == RECORDS
+    assert journal.step(1) == RECORDS[3]
+    assert journal.evaluation(0) == RECORDS[1]
+    assert journal.step(2) is None
+    assert journal.first("start") == RECORDS[0]
+
+
+def test_torn_at_any_byte_it_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    whole = _write(path)
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        journal = Journal(path)
+        kept = len(journal.records)
+        assert journal.records == RECORDS[:kept]
+        assert kept >= whole[:length].count(b"\n")
+        for record in RECORDS[kept:]:
+            journal.append(record)
+        journal.close()
+        assert path.read_bytes() == whole
+
+
+def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    whole = _write(path)
+    end_of_third = [i for i, byte in enumerate(whole) if byte == ord("\n")][2]
+    for position in range(0, end_of_third, 7):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(RunError, match=r"line . of . is damaged"):
+            Journal(path)
+
+
+def _signed(content: str) -> bytes:
+    """A line whose checksum is right, whatever it says."""
+    return f'{{"crc32":"{zlib.crc32(content.encode()):08x}","record":{content}}}\n'.encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 100_000 + "]" * 100_000,
+        '{"kind":"step","step":' + "9" * 5000 + "}",
+        '{"kind":"step","step":"0"}',
+        '{"kind":"step","step":true}',
+        '{"kind":["step"],"step":0}',
+        '{"step":0}',
+        '{"kind":"step","step":0,"loss":NaN}',
+        "3",
+    ],
+)
+@pytest.mark.timeout(5)
+def test_a_line_with_a_right_checksum_that_is_no_record_is_damage(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(_signed(content) + _write(tmp_path / "other.jsonl"))
+    with pytest.raises(RunError, match="line 1 of 5 is damaged"):
+        Journal(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: Path(path).symlink_to(path.with_name("target"))])
+def test_neither_a_pipe_nor_a_link_is_a_journal(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"kept")
+    make(tmp_path / "journal.jsonl")
+    for writable in (False, True):
+        with pytest.raises(RunError, match=r"journal.jsonl .* not a file"):
+            Journal(tmp_path / "journal.jsonl", writable)
+    assert target.read_bytes() == b"kept"
+
+
+def test_after_a_full_disk_it_ends_with_its_last_whole_line(tmp_path: Path) -> None:
+    """A limit on file size takes a part of a line and refuses the rest; a torn line before it is gone."""
+    path = tmp_path / "journal.jsonl"
+    whole = _write(path)
+    path.write_bytes(whole[:-5])
+    kept = whole[: whole[:-1].rindex(b"\n") + 1]
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from prge.formats.journal import Journal\n"
+        "from prge.errors import RunError\n"
+        "journal = Journal(Path(sys.argv[1]))\n"
+        "limit = int(sys.argv[2])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))\n"
+        "try: journal.append({'kind': 'step', 'step': 1, 'text': 'x' * 100})\n"
+        "except RunError as error: print(error)\n"
+        "journal.close()"
+    )
+    command = [sys.executable, "-c", code, str(path), str(len(kept) + 20)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "can't be written" in done.stdout
+    assert path.read_bytes() == kept
+
+
+def test_a_torn_line_that_cannot_be_taken_back_goes_before_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    _write(path)
+
+    class Full:
+        """A file that takes some bytes, and gives none of them back at first."""
+
+        def __init__(self, stream: Any) -> None:
+            self._stream, self.is_full, self.refuses = stream, True, True
+
+        def write(self, content: memoryview) -> int:
+            if self.is_full and len(content) <= 50:
+                raise OSError(28, "No space left on device")
+            return int(self._stream.write(content[:-50] if self.is_full else content))
+
+        def truncate(self, length: int) -> None:
+            if self.refuses:
+                self.refuses = False
+                raise OSError(5, "Input/output error")
+            self._stream.truncate(length)
+
+        def close(self) -> None:
+            self._stream.close()
+
+    with Journal(path) as journal:
+        stream: Any = Full(journal._stream)
+        journal._stream = stream
+        before = journal.records[:]
+        with pytest.raises(RunError, match="No space left"):
+            journal.append({"kind": "step", "step": 7, "text": "x" * 100})
+        stream.is_full = False
+        journal.append({"kind": "step", "step": 8})
+    with Journal(path, writable=False) as journal:
+        assert journal.records == [*before, {"kind": "step", "step": 8}]
+
+
+def test_reading_leaves_a_line_that_is_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    whole = _write(path)
+    path.write_bytes(whole[:-5])
+    journal = Journal(path, writable=False)
+    assert journal.records == RECORDS[:3]
+    with pytest.raises(ValueError, match="open for reading"):
+        journal.append(RECORDS[3])
+    assert path.read_bytes() == whole[:-5]
+
+
+def test_numbers_that_json_lacks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError):
+        Journal(tmp_path / "journal.jsonl").append({"kind": "step", "step": 0, "loss": float("nan")})
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False)))
+def test_arrays_survive_exactly(values: list[float]) -> None:
+    array = np.array(values, np.float32)
+    assert decode_array(encode_array(array)).tobytes() == array.tobytes()
+
+
+def test_it_forgets_gradients_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    gradient = encode_array(np.linspace(-1, 1, 1000, dtype=np.float32))
+    journal = Journal(path)
+    for step in range(3):
+        journal.append({"kind": "step", "step": step, "loss": 0.5, "gradient": gradient})
+    length = path.stat().st_size
+    journal.forget_gradients(2)
+    assert path.stat().st_size < length / 2
+    journal.forget_gradients(3)
+    assert path.stat().st_size < length / 20
+    journal.append({"kind": "step", "step": 3, "loss": 0.5, "gradient": gradient})
+    journal.close()
+    records = Journal(path).records
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    assert ["gradient" in record for record in records] == [False, False, False, True]
+
+
+def test_where_it_cant_forget_it_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.append({"kind": "step", "step": 0, "gradient": "AAAA"})
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="No space left"):
+        patch.setattr(os, "replace", full)
+        journal.forget_gradients(1)
+    assert path.read_bytes() == before
+
+
+def test_a_journal_that_got_no_record_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path):
+        assert path.exists()
+    assert not path.exists()
+    path.write_bytes(b"")
+    with Journal(path):
+        pass
+    assert path.read_bytes() == b""  # somebody else's
+    with Journal(tmp_path / "other.jsonl") as journal:
+        journal.append({"kind": "start"})
+    assert (tmp_path / "other.jsonl").stat().st_size > 0

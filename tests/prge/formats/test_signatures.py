@@ -1,0 +1,173 @@
+"""Signatures follow from what a block has and from a role: names, shapes, and what has derivatives."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prge.formats.signatures import (
+    ALL_ROLES,
+    BACK,
+    BACK_SAVED,
+    DECODE,
+    IN_PIECES,
+    OF_BACK,
+    PREFILL,
+    PREFILL_BACK,
+    PREFILL_TANGENT,
+    ROLE_OF,
+    SAVE,
+    STACK,
+    STEP_ROLES,
+    TANGENT,
+    BlockPorts,
+    Derivative,
+    Part,
+    Port,
+    View,
+    signature,
+)
+
+SIZES = {"copies": 3, "batch": 2, "queries": 5, "tokens": 7, "entering": 11, "leaving": 13}
+SIZES |= {"rank": 4, "in": 11, "out": 6, "sequences": 2, "states": 9, "words": 30}
+SIZES |= {"heads": 2, "key": 8, "value": 9, "members": 3, "past": 17, "high": 5, "wide": 4}
+SIZES |= {"saved": 20, "taken": 21, "given": 22}
+
+# Values that a block takes from another, with those that are keys and values of its attention.
+SHARED = [((), ()), ((True,), ()), ((False, False), (0, 1)), ((True, False, True), (0, 2))]
+BLOCKS = st.builds(
+    lambda shared, **ports: BlockPorts(takes=shared[0], past=shared[1], **ports),
+    st.sampled_from(SHARED),
+    modules=st.integers(0, 2),
+    trains_a=st.booleans(),
+    is_first=st.booleans(),
+    attends=st.booleans(),
+    gives=st.integers(0, 2),
+    carried=st.integers(0, 2),
+    saved=st.integers(0, 2),
+)
+
+
+@given(BLOCKS, st.sampled_from(ALL_ROLES))
+def test_every_port_has_a_name_of_its_own_and_a_shape(block: BlockPorts, role: str) -> None:
+    found = signature(block, ROLE_OF[role])
+    for ports in (found.inputs, found.outputs):
+        assert len({port.name for port in ports}) == len(ports)
+        assert all(number > 0 for port in ports for number in port.shape(SIZES))
+        assert {port.name for port in ports if port.dtype == "int64"} <= {"tokens", "targets"}
+
+
+@given(BLOCKS, st.sampled_from([View.BATCH, View.CHUNK]))
+def test_what_changes_has_a_tangent_in_forward_mode_and_a_gradient_in_reverse_mode(
+    block: BlockPorts, view: View
+) -> None:
+    """So a block's derivatives fit each other, whatever it has."""
+    by_derivative = {
+        role.derivative: signature(block, role) for role in ROLE_OF.values() if role.view is view
+    }
+    forward, reverse = by_derivative[Derivative.JVP], by_derivative[Derivative.BACKWARD]
+    values = {port for port in forward.inputs if port.part is Part.VALUE and port.changes}
+    tangents = {Port(port.kind, port.index) for port in forward.inputs if port.part in (Part.TANGENT, Part.U)}
+    gradients = {Port(port.kind, port.index) for port in reverse.outputs}
+    assert tangents == gradients == values
+    answers = [Port(port.kind, port.index) for port in by_derivative[Derivative.VALUE].outputs]
+    assert [Port(p.kind, p.index) for p in forward.outputs if p.part is Part.TANGENT] == answers
+    assert [Port(p.kind, p.index) for p in reverse.inputs if p.part is Part.GRADIENT] == answers
+
+
+@pytest.mark.parametrize(
+    ("role", "inputs", "outputs"),
+    [
+        (STACK, {"state": (3, 2, 7, 11), "lora_b.0": (3, 4, 6)}, {"state": (6, 7, 13)}),
+        (
+            TANGENT,
+            {"d_state": (5, 2, 7, 11), "lora_b.0": (4, 6), "u.0": (5, 2, 4), "v.0": (5, 2, 6)},
+            {"state": (2, 7, 13), "d_state": (5, 2, 7, 13)},
+        ),
+        (BACK, {"slope": (2, 7, 13), "lora_b.0": (2, 4, 6)}, {"slope": (2, 7, 11), "gradient.0": (2, 4, 6)}),
+        (SAVE, {"state": (2, 7, 11)}, {"state": (2, 7, 13), "saved.0": (2, 7, 20)}),
+        (BACK_SAVED, {"saved.0": (2, 7, 20)}, {"slope": (2, 7, 11), "gradient.0": (2, 4, 6)}),
+        (
+            PREFILL,
+            {"past_keys": (2, 17, 8), "seen": (21, 17), "causal": (21, 7), "lora_a.0": (1, 4, 11)},
+            {"state": (1, 7, 13), "keys": (2, 7, 8), "values": (2, 7, 9)},
+        ),
+        (
+            DECODE,
+            {"past_values": (4, 17, 9), "seen": (4, 1, 17), "own": (1, 1, 17), "lora_a.0": (2, 4, 11)},
+            {"state": (2, 1, 13), "keys": (4, 1, 8), "values": (4, 1, 9)},
+        ),
+        (
+            PREFILL_TANGENT,
+            {"d_past_keys": (5, 2, 17, 8), "lora_b.0": (4, 6), "u.0": (5, 1, 4), "past_ones": (1, 17, 1)},
+            {"state": (1, 7, 13), "d_state": (5, 1, 7, 13), "d_keys": (5, 2, 7, 8), "values": (2, 7, 9)},
+        ),
+        (
+            PREFILL_BACK,
+            {"slope_keys": (2, 7, 8), "slope_values": (2, 7, 9)},
+            {"slope": (1, 7, 11), "slope_past_keys": (2, 17, 8), "gradient.0": (1, 4, 6)},
+        ),
+    ],
+)
+def test_the_roles_of_a_block_with_attention_and_one_adapted_layer(
+    role: str, inputs: dict[str, tuple[int, ...]], outputs: dict[str, tuple[int, ...]]
+) -> None:
+    found = signature(BlockPorts(modules=1, attends=True, saved=1), ROLE_OF[role])
+    for name, shape in inputs.items():
+        assert found.port(name).shape(SIZES) == shape
+    for name, shape in outputs.items():
+        assert found.port(name, is_output=True).shape(SIZES) == shape
+
+
+@pytest.mark.parametrize("role", ALL_ROLES)
+def test_of_what_a_block_takes_only_values_that_change_have_derivatives(role: str) -> None:
+    is_back, is_tangent = ROLE_OF[role].derivative.is_backward, role in (TANGENT, PREFILL_TANGENT)
+    found = signature(
+        BlockPorts(attends=True, takes=(False, True, True), gives=1, past=(1, 2)), ROLE_OF[role]
+    )
+    assert {"taken.0", "taken.1", "taken.2"} < found.needed
+    assert ("given.0" in found.answers) == (not is_back)
+    assert ("d_taken.1" in found.needed, "d_given.0" in found.answers) == (is_tangent, is_tangent)
+    assert ("slope_given.0" in found.needed, "slope_taken.2" in found.answers) == (is_back, is_back)
+    assert not {"d_taken.0", "slope_taken.0", "slope_keys", "keys"} & {*found.needed, *found.answers}
+
+
+def test_a_past_that_doesnt_change_has_no_derivative() -> None:
+    block = BlockPorts(attends=True, takes=(False, False), past=(0, 1))
+    tangent, back = (signature(block, ROLE_OF[role]) for role in (PREFILL_TANGENT, PREFILL_BACK))
+    assert "past_keys" in tangent.needed & back.needed
+    assert not {"d_past_keys", "slope_past_keys"} & {*tangent.needed, *back.answers}
+
+
+def test_an_adapter_may_be_read_by_none_of_a_methods_operators() -> None:
+    back = signature(BlockPorts(modules=2), ROLE_OF[BACK])
+    assert back.needed == {"state", "slope"} and back.allowed >= {"lora_b.0", "lora_b.1", "padding"}
+    assert back.answers == ["slope", "gradient.0", "gradient.1"]
+
+
+def test_the_first_matrix_of_an_adapter_is_an_input_where_it_is_trained_or_texts_are_written() -> None:
+    for role in ALL_ROLES:
+        has_a = "lora_a.0" in signature(BlockPorts(modules=1), ROLE_OF[role]).allowed
+        assert has_a == (role in (PREFILL, DECODE))
+    found = signature(BlockPorts(modules=1, trains_a=True), ROLE_OF[BACK_SAVED])
+    assert found.answers == ["slope", "gradient_a.0", "gradient.0"]
+
+
+def test_the_backward_pass_takes_the_residuals_of_a_forward_pass() -> None:
+    save, back = (signature(BlockPorts(saved=2), ROLE_OF[role]) for role in OF_BACK)
+    assert save.answers == ["state", "saved.0", "saved.1"] and back.needed >= {"saved.0", "saved.1"}
+    assert save.port("saved.1", is_output=True).sizes == back.port("saved.1").sizes
+
+
+def test_only_a_block_with_attention_has_a_past() -> None:
+    assert "past_keys" not in signature(BlockPorts(), ROLE_OF[DECODE]).allowed
+    assert signature(BlockPorts(attends=True), ROLE_OF[STACK]) == signature(BlockPorts(), ROLE_OF[STACK])
+
+
+def test_a_head_answers_parts_or_logits_and_goes_on_with_no_row() -> None:
+    head = BlockPorts(is_head=True, saved=1)
+    answers = [signature(head, ROLE_OF[role]).answers for role in (*STEP_ROLES, SAVE, DECODE)]
+    assert answers == [["parts"], ["parts", "d_parts"], ["slope"], ["parts", "saved.0"], ["logits"]]
+    assert not any(signature(head, ROLE_OF[role]).inputs for role in IN_PIECES.values())
+    assert signature(head, ROLE_OF[BACK]).port("slope").shape(SIZES) == (1, 9, 2)

@@ -1,0 +1,176 @@
+"""Which paths in a folder's settings are followed, and how prge recognizes settings that it wrote itself."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prge.errors import RunError
+from prge.formats import stored_settings as own_settings
+from prge.formats.documents import parse_yaml
+from prge.formats.stored_settings import (
+    check_links,
+    is_own,
+    key_path,
+    leads_out,
+    new_key,
+    parse_key,
+    sign,
+    write_settings,
+)
+
+TEXT = "bundle: /a/b\ntrain: /home/me/rows.csv\n"
+
+
+@pytest.fixture(autouse=True)
+def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_what_was_written_is_known_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    write_settings(path, TEXT)
+    content = path.read_bytes()
+    assert is_own(content, "config.yaml") and parse_yaml(content) == parse_yaml(TEXT)
+    line = content[len(TEXT) :]
+    forged = [
+        TEXT.encode(),
+        content.replace(b"rows", b"keys"),
+        b"# a\n" + content,
+        content + b"train: /home/me/.ssh/id_rsa\n",
+        content + line,
+        content[:-1],
+        b"",
+        line,
+        TEXT.encode() + b"# signed by prge: " + b"0" * 64 + b"\n",
+    ]
+    assert not any(is_own(each, "config.yaml") for each in forged)
+    assert not is_own(content, "device.yaml")
+
+
+def test_the_key_is_its_owners_alone_and_made_once(own_home: Path) -> None:
+    assert not is_own(TEXT.encode(), "a") and not key_path().exists()
+    first = sign(TEXT, "a")
+    assert stat.S_IMODE(key_path().stat().st_mode) == 0o600
+    assert stat.S_IMODE(key_path().parent.stat().st_mode) == 0o700
+    assert sign(TEXT, "a") == first and [*key_path().parent.iterdir()] == [key_path()]
+    key_path().unlink()
+    assert not is_own(first, "a")
+
+
+def test_another_process_knows_them_and_another_user_does_not(own_home: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(sign(TEXT, "a"))
+    script = (
+        "import pathlib, sys; from prge.formats.stored_settings import is_own;"
+        "sys.exit(not is_own(pathlib.Path(sys.argv[1]).read_bytes(), 'a'))"
+    )
+    words = [sys.executable, "-c", script, str(tmp_path / "a")]
+    assert subprocess.run(words, check=False).returncode == 0
+    elsewhere = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "other")}
+    assert subprocess.run(words, env=elsewhere, check=False).returncode == 1
+
+
+@pytest.mark.parametrize("damage", ["no home", "no folder", "no key", "link"])
+def test_without_a_key_a_process_knows_its_own(
+    damage: str, monkeypatch: pytest.MonkeyPatch, own_home: Path
+) -> None:
+    key_path().parent.mkdir(parents=True)
+    if damage == "no home":
+        monkeypatch.delenv("XDG_CONFIG_HOME")
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    elif damage == "no folder":
+        key_path().parent.rmdir()
+        key_path().parent.write_text("a file")
+    elif damage == "no key":
+        key_path().write_bytes(b"")
+    else:
+        key_path().symlink_to("/dev/zero")
+    content = sign(TEXT, "a")
+    assert is_own(content, "a")
+    monkeypatch.setattr(own_settings, "_process_key", new_key())
+    assert not is_own(content, "a")
+
+
+def test_without_hard_links_a_key_is_made_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    content = sign(TEXT, "a")
+    assert parse_key(key_path().read_bytes()) and is_own(content, "a")
+
+
+def test_a_key_of_elsewhere_signs_for_there() -> None:
+    key = new_key()
+    content = sign(TEXT, "a", key)
+    assert not is_own(content, "a")
+    sign(TEXT, "a")
+    key_path().write_bytes(key + b"\n")
+    assert is_own(content, "a")
+
+
+def test_which_values_lead_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    (folder / "rows").mkdir(parents=True)
+    (folder / "rows/train.jsonl").write_text("{}")
+    (tmp_path / "private.csv").write_text("a")
+    (tmp_path / "run-2").mkdir()
+    (folder / "link").symlink_to(tmp_path / "private.csv")
+    (folder / "up").symlink_to("..")
+    (folder / "loop").symlink_to("loop")
+    (folder / "inner").symlink_to("rows")
+    (tmp_path / "also").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    descriptor = os.open(tmp_path / "private.csv", os.O_RDONLY)
+    out = [
+        *(str(tmp_path / "private.csv"), "private.csv", "./private.csv", "run/../private.csv"),
+        *(f"{folder}/../private.csv", f"{folder}/link", f"{folder}/up/private.csv", f"{folder}-2"),
+        *("~/private.csv", "/etc/passwd", "/proc/self/environ", f"/proc/self/fd/{descriptor}"),
+        *("/proc/self/cwd/private.csv", f"/proc/self/root{tmp_path}/private.csv", "/dev/stdin"),
+        *("nowhere/at/all", "me/private-rows", "/", ".", "..", "a\0b/c", str(folder / "rows\0")),
+    ]
+    inside = [
+        *(str(folder), "run", "run/rows/train.jsonl", f"{folder}/rows/../rows/new.csv", f"{folder}/inner/a"),
+        *("also/rows/train.jsonl", "/proc/self/cwd/run/rows/train.jsonl", f"{folder}/up/run/rows"),
+    ]
+    names = ["sst2", "plain", "gpt2", "private", "lora"]
+    assert [each for each in out if not leads_out(folder, each)] == []
+    assert [each for each in (*inside, *names) if leads_out(folder, each)] == []
+    # What is written to is made there, whatever there is now.
+    assert [each for each in (*out, *names) if not leads_out(folder, each, is_written=True)] == []
+    assert [each for each in inside if leads_out(folder, each, is_written=True)] == []
+    os.close(descriptor)
+
+
+def test_a_snapshot_of_the_hub_has_links_to_its_own_files(tmp_path: Path) -> None:
+    repository = tmp_path / "models--me--adapter"
+    snapshot = repository / "snapshots/0123"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "blobs/a").write_text("")
+    (snapshot / "adapter_config.json").symlink_to("../../blobs/a")
+    check_links(snapshot)
+    (repository / "blobs").rename(tmp_path / "private")
+    (repository / "blobs").symlink_to(tmp_path / "private")
+    with pytest.raises(RunError, match=r"adapter_config\.json is a link"):
+        check_links(snapshot)
+
+
+def test_links_out_of_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "a/b").mkdir(parents=True)
+    (folder / "a/file").write_text("")
+    (folder / "inner").symlink_to("a/file")
+    (folder / "a/b/back").symlink_to("../..")
+    check_links(folder)
+    for target in (tmp_path, tmp_path / "gone", "/proc/self/fd/0"):
+        (folder / "a/b/link").symlink_to(target)
+        with pytest.raises(RunError, match=r"a/b/link is a link to .*, outside of"):
+            check_links(folder)
+        (folder / "a/b/link").unlink()

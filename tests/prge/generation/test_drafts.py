@@ -1,0 +1,73 @@
+"""A draft is what stood behind the same tokens before; drafts that are wrong come less and less often."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prge.generation.drafts import Lookup
+
+TOKENS = st.lists(st.integers(0, 3), max_size=40)
+
+
+def test_a_draft_is_what_stood_behind_the_same_tokens() -> None:
+    assert Lookup([5, 6, 7, 8, 9, 1, 5, 6, 7]).draft(8) == [8, 9]
+
+
+def test_the_last_place_counts_and_longer_likeness_before_it() -> None:
+    assert Lookup([9, 1, 2, 3, 9, 1, 2, 4, 9, 1, 2]).draft(1) == [4]
+    trusted = Lookup([9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2])
+    trusted.note(2, 2)
+    assert trusted.draft(1) == [3]
+
+
+def test_two_tokens_are_enough_after_a_draft_that_was_right() -> None:
+    lookup = Lookup([1, 2, 3, 1, 2])
+    assert lookup.draft(1) == []
+    lookup.note(2, 2)
+    assert lookup.draft(1) == [3]
+
+
+def test_a_repetition_goes_on_beyond_what_is_written() -> None:
+    assert Lookup([1, 2, 1, 2, 1]).draft(2) == [2, 1]
+    assert Lookup([7, 7, 7, 7]).draft(2) == [7, 7]
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 2, 3, 4]])
+def test_nothing_is_drafted_of_what_did_not_stand_before(tokens: list[int]) -> None:
+    assert Lookup(tokens).draft(8) == []
+
+
+def test_drafts_that_are_right_grow() -> None:
+    lookup, sizes = Lookup([1, 2] * 20), []
+    for _ in range(5):
+        sizes.append(len(lookup.draft(100)))
+        lookup.note(sizes[-1], sizes[-1])
+    assert sizes == [2, 4, 8, 15, 15]
+    assert len(lookup.draft(3)) == 3
+
+
+def test_drafts_that_are_wrong_pause_longer_each_time() -> None:
+    lookup, pauses = Lookup([1, 2] * 20), []
+    for _ in range(6):
+        pause = 0
+        while not (draft := lookup.draft(8)):
+            pause += 1
+        pauses.append(pause)
+        lookup.note(len(draft), 0)
+    assert pauses == [0, 2, 8, 26, 64, 64]
+    while not lookup.draft(8):
+        pass
+    lookup.note(2, 2)
+    assert lookup.draft(8)
+
+
+@given(TOKENS, TOKENS, st.integers(1, 8))
+def test_it_does_not_matter_when_tokens_come(first: list[int], more: list[int], most: int) -> None:
+    grown = Lookup(first)
+    for token in more:
+        grown.push(token)
+    draft = grown.draft(most)
+    assert draft == Lookup(first + more).draft(most)
+    assert len(draft) <= most

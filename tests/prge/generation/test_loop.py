@@ -1,0 +1,496 @@
+"""Many answers at once: each is what it would be alone, whoever else comes, goes, or was there before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prge.data.tokenization.tokenizer import Tokenizer
+from prge.errors import ConfigError, DataError, EngineError
+from prge.formats.adapter import Adapter
+from prge.generation.loop import (
+    FED_AT_ONCE,
+    Answer,
+    GenerationSettings,
+    Generator,
+    Request,
+    Sharing,
+    _repeats,
+)
+from prge.generation.prompts import Prompt
+from prge.generation.sampling import Choice, ChoiceSettings
+from prge.generation.text_stream import TextStream
+from tests.prge.data.tiny_tokenizers import byte_level_backend
+from tests.speakers import NumpySpeaker, make_adapter
+
+TOKENIZER = Tokenizer(byte_level_backend(), bos_id=1, eos_id=2, prepend_bos=True)
+PLAIN = make_adapter()
+TUNED = make_adapter(1)
+
+
+def make_request(
+    tokens: Sequence[int] = (1, 5, 6), adapter: Adapter = PLAIN, max_tokens: int = 12, **given: Any
+) -> Request:
+    prompt = Prompt(tuple(tokens), **{name: given.pop(name) for name in ("ends",) if name in given})
+    return Request(prompt, adapter, GenerationSettings(max_tokens, **given))
+
+
+def alone(request: Request, **speaker: Any) -> list[int]:
+    """The tokens of an answer by the definition: one token after the other, in a fresh sequence."""
+    model = NumpySpeaker(**{"context": 4096, **speaker})
+    sequence = model.open(request.adapter)
+    choice = Choice(request.settings.choice)
+    history = list(request.prompt.tokens)
+    logits = model.feed(sequence, history)
+    tokens: list[int] = []
+    while len(tokens) < request.settings.max_tokens:
+        token = choice.choose(logits, history)
+        if token == TOKENIZER.eos_id:
+            break
+        tokens.append(token)
+        history.append(token)
+        logits = model.feed(sequence, [token])
+    return tokens
+
+
+def finished(generator: Generator) -> None:
+    while generator.work():
+        pass
+
+
+def test_an_answer_is_the_speakers_tokens_one_after_the_other_and_their_text() -> None:
+    request = make_request()
+    (answer,) = Generator(NumpySpeaker(), TOKENIZER).generate([request])
+    assert list(answer.tokens) == alone(request)
+    stream = TextStream(TOKENIZER, before=request.prompt.tokens)
+    assert answer.text == "".join([*map(stream.push, answer.tokens), stream.finish()])
+    assert (answer.reason, answer.prompt_tokens, answer.fed_tokens, answer.cut_tokens) == ("length", 3, 3, 0)
+    assert answer.steps == 11
+    assert answer.tokens_per_second and answer.prefill_tokens_per_second
+
+
+@given(
+    requests=st.lists(
+        st.builds(
+            make_request,
+            tokens=st.lists(st.integers(1, 12), min_size=1, max_size=12),
+            adapter=st.sampled_from([PLAIN, TUNED]),
+            max_tokens=st.integers(1, 20),
+            choice=st.builds(ChoiceSettings, st.sampled_from([0.0, 1.0]), seed=st.integers(0, 3)),
+        ),
+        min_size=1,
+        max_size=9,
+    ),
+    slots=st.integers(1, 4),
+)
+@settings(max_examples=60)
+def test_answers_in_a_batch_are_those_of_each_request_alone(requests: list[Request], slots: int) -> None:
+    speaker = NumpySpeaker(slots=slots)
+    answers = Generator(speaker, TOKENIZER).generate(requests)
+    assert [list(answer.tokens) for answer in answers] == [alone(request) for request in requests]
+    assert speaker.open_count <= slots
+
+
+def test_the_adapter_changes_the_answer() -> None:
+    answers = Generator(NumpySpeaker(), TOKENIZER).generate([make_request(), make_request(adapter=TUNED)])
+    assert answers[0].tokens != answers[1].tokens
+
+
+def test_every_round_steps_all_answers_together() -> None:
+    speaker = NumpySpeaker(slots=3)
+    Generator(speaker, TOKENIZER).generate([make_request([1, each]) for each in (5, 6, 7)])
+    assert speaker.calls == [[1, 5], [1, 6], [1, 7], *[[1, 2, 3]] * 11]
+
+
+def test_a_request_that_comes_later_joins_the_others() -> None:
+    speaker = NumpySpeaker()
+    generator = Generator(speaker, TOKENIZER)
+    first = generator.submit(make_request())
+    for _ in range(4):
+        assert generator.work()
+    second = generator.submit(make_request([1, 9]))
+    finished(generator)
+    assert list(first.wait(0).tokens) == alone(first.request)
+    assert list(second.wait(0).tokens) == alone(second.request)
+    assert [1, 2] in speaker.calls
+
+
+def test_a_long_prompt_is_fed_in_pieces_while_others_go_on() -> None:
+    speaker = NumpySpeaker(context=4096)
+    generator = Generator(speaker, TOKENIZER)
+    short = generator.submit(make_request(max_tokens=50))
+    generator.work()
+    long = generator.submit(make_request([1, *[7] * (2 * FED_AT_ONCE)]))
+    finished(generator)
+    lengths = [len(call) for call in speaker.calls]
+    assert lengths[:7] == [3, FED_AT_ONCE, 1, FED_AT_ONCE, 1, 1, 1]
+    assert list(long.wait(0).tokens) == alone(long.request)
+    assert list(short.wait(0).tokens) == alone(short.request)
+
+
+def test_text_comes_piece_by_piece_and_the_end_after_it() -> None:
+    told: list[Any] = []
+    generator = Generator(NumpySpeaker(), TOKENIZER)
+    ticket = generator.submit(make_request(max_tokens=30), told.append, told.append)
+    finished(generator)
+    assert told.pop() is ticket
+    assert "".join(told) == ticket.wait(0).text != ""
+    assert len(told) > 5
+
+
+def test_an_end_token_ends_the_answer_and_is_not_part_of_it() -> None:
+    tokens = alone(make_request())
+    for ends, stop in ((frozenset({tokens[3]}), ()), (frozenset(), ())):
+        tokenizer = TOKENIZER if ends else Tokenizer(byte_level_backend(), eos_id=2, stop_ids=[tokens[3]])
+        (answer,) = Generator(NumpySpeaker(), tokenizer).generate([make_request(ends=ends, stop=stop)])
+        assert (list(answer.tokens), answer.reason) == (tokens[: tokens.index(tokens[3])], "stop")
+
+
+def test_a_stop_word_ends_the_answer_before_it() -> None:
+    whole = Generator(NumpySpeaker(), TOKENIZER).generate([make_request()])[0].text
+    word = whole[4:7]
+    (answer,) = Generator(NumpySpeaker(), TOKENIZER).generate([make_request(stop=(word,))])
+    assert (answer.text, answer.reason) == (whole.partition(word)[0], "stop")
+    assert len(answer.tokens) < 12
+    prompt = Prompt((1, 5, 6), stop=(word,))
+    assert Generator(NumpySpeaker(), TOKENIZER).generate([Request(prompt, PLAIN)])[0].tokens == answer.tokens
+
+
+def test_a_control_token_given_as_a_stop_word_ends_the_answer_at_that_token() -> None:
+    speaker = NumpySpeaker()
+    speaker._head[:, 4] = 100 * speaker._head[:, 4]
+    generator = Generator(speaker, TOKENIZER)
+    plain, stopped = generator.generate([make_request(), make_request(stop=("<|im_end|>",))])
+    assert 4 in plain.tokens
+    assert stopped.reason == "stop"
+    assert stopped.tokens == plain.tokens[: plain.tokens.index(4)]
+
+
+def test_prompt_and_answer_fill_the_context_and_no_more() -> None:
+    (answer,) = Generator(NumpySpeaker(context=10), TOKENIZER).generate([make_request(max_tokens=99)])
+    assert (len(answer.tokens), answer.reason) == (7, "context")
+
+
+def test_a_prompt_without_room_for_an_answer_names_both_lengths() -> None:
+    generator = Generator(NumpySpeaker(context=10), TOKENIZER)
+    with pytest.raises(DataError, match="it has 10 tokens, the context is 10 for prompt and answer"):
+        generator.submit(make_request([1] * 10))
+    assert not generator.work()
+
+
+def test_truncation_keeps_begin_and_the_end_of_the_prompt_and_leaves_room_for_the_answer() -> None:
+    speaker = NumpySpeaker(context=20)
+    long = make_request([1, *range(5, 35)], max_tokens=6, overflow="truncate")
+    (answer,) = Generator(speaker, TOKENIZER).generate([long])
+    assert speaker.calls[0] == [1, *range(22, 35)]
+    assert (answer.prompt_tokens, answer.cut_tokens, answer.reason) == (14, 17, "length")
+    longer = make_request([1, *range(5, 35)], max_tokens=60, overflow="truncate")
+    (answer,) = Generator(speaker, TOKENIZER).generate([longer])
+    assert (answer.prompt_tokens, len(answer.tokens), answer.reason) == (10, 10, "context")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "told"),
+    [((), "it is empty"), ((1, 500), "token 2 is 500, must be a whole number from 0 to 419")],
+)
+def test_prompts_that_no_model_takes_are_refused(tokens: tuple[int, ...], told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        Generator(NumpySpeaker(), TOKENIZER).submit(make_request(tokens))
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--max-tokens is 0, must be at least 1"):
+        GenerationSettings(0)
+    with pytest.raises(ConfigError, match=r"--stop is .'',., must be words in UTF-8 that aren't empty"):
+        GenerationSettings(stop=("",))
+
+
+def test_the_next_turn_feeds_only_what_is_new() -> None:
+    speaker = NumpySpeaker()
+    generator = Generator(speaker, TOKENIZER)
+    (first,) = generator.generate([make_request([1, 5, 6], max_tokens=4)])
+    speaker.calls.clear()
+    turn = [1, 5, 6, *first.tokens, 9, 10]
+    request = make_request(turn, max_tokens=4)
+    (second,) = generator.generate([request])
+    assert speaker.calls[0] == [first.tokens[-1], 9, 10]
+    assert (second.prompt_tokens, second.fed_tokens) == (9, 3)
+    assert list(second.tokens) == alone(request)
+
+
+def test_a_turn_that_was_edited_is_rewound_to_where_it_parts() -> None:
+    speaker = NumpySpeaker()
+    generator = Generator(speaker, TOKENIZER)
+    generator.generate([make_request([1, *range(5, 25)], max_tokens=4)])
+    speaker.calls.clear()
+    request = make_request([1, *range(5, 20), 40, 41], max_tokens=4)
+    (answer,) = generator.generate([request])
+    assert speaker.calls[0] == [40, 41]
+    assert list(answer.tokens) == alone(request)
+
+
+def test_the_same_prompt_again_feeds_its_last_token_alone() -> None:
+    speaker = NumpySpeaker()
+    generator = Generator(speaker, TOKENIZER)
+    first = generator.generate([make_request()])[0]
+    speaker.calls.clear()
+    again = generator.generate([make_request()])[0]
+    assert speaker.calls[0] == [6]
+    assert again.tokens == first.tokens
+
+
+def test_nothing_is_shared_between_groups() -> None:
+    generator = Generator(NumpySpeaker(slots=2), TOKENIZER)
+    for group, fed in (("a", 3), ("b", 3), ("a", 1), ("b", 1), ("c", 3), ("", 3)):
+        request = replace(make_request(), sharing=Sharing(group))
+        (answer,) = generator.generate([request])
+        assert (answer.fed_tokens, [*answer.tokens]) == (fed, alone(request))
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 8, 9, 20])
+def test_where_the_answer_is_needed_only_who_repeats_it_goes_on(most: int) -> None:
+    prompt = [1, *range(5, 25)]
+    sharing = Sharing(needs_answer=True)
+
+    def fed(tokens: Sequence[int], generator: Generator) -> int:
+        request = replace(make_request(tokens, max_tokens=most), sharing=sharing)
+        (answer,) = generator.generate([request])
+        assert [*answer.tokens] == alone(request)
+        return answer.fed_tokens
+
+    first = Generator(NumpySpeaker(slots=1), TOKENIZER)
+    (answer,) = first.generate([replace(make_request(prompt, max_tokens=most), sharing=sharing)])
+    # The last token that was chosen isn't held.
+    held = len(answer.tokens) - 1
+    needed = max(held // 2, min(held, 8))
+    for repeated in range(len(answer.tokens)):
+        generator = Generator(NumpySpeaker(slots=1), TOKENIZER)
+        fed(prompt, generator)
+        asked = [*prompt, *answer.tokens[:repeated], 400, 401]
+        is_known = repeated >= needed > 0
+        assert fed(asked, generator) == (2 if is_known else len(asked)), (repeated, needed)
+    assert fed(prompt, first) == len(prompt) and fed(prompt[:-1], first) == len(prompt) - 1
+
+
+@pytest.mark.parametrize(
+    ("said", "is_known"),
+    [
+        ("{}", True),
+        (" {}\n", True),
+        ("", False),
+        ("{}.", False),
+        ("guess", False),
+        ("end:{:.3}", False),
+    ],
+)
+def test_an_answer_that_is_repeated_as_text_is_known_by_it(said: str, is_known: bool) -> None:
+    """What a client sends back need not become the same tokens."""
+    prompt = [1, *range(5, 25)]
+    generator = Generator(NumpySpeaker(slots=1), TOKENIZER)
+    sharing = Sharing(needs_answer=True)
+    (answer,) = generator.generate([replace(make_request(prompt, max_tokens=20), sharing=sharing)])
+    assert len(answer.text.strip()) > 4
+    sharing = replace(sharing, answers=("no", said.format(answer.text)))
+    request = replace(make_request([*prompt, 400, 401]), sharing=sharing)
+    assert generator.generate([request])[0].fed_tokens == (2 if is_known else len(prompt) + 2)
+
+
+def test_an_answer_is_known_by_its_end() -> None:
+    thoughts = "<think> what may they want </think> It is a house at the sea."
+    assert _repeats("It is a house at the sea.", thoughts) and _repeats(thoughts, thoughts)
+    for said in ("the sea.", "It is a house", "", " ", thoughts[1:-1]):
+        assert not _repeats(said, thoughts)
+
+
+def test_nothing_is_shared_between_adapters() -> None:
+    speaker = NumpySpeaker()
+    generator = Generator(speaker, TOKENIZER)
+    generator.generate([make_request()])
+    (answer,) = generator.generate([make_request(adapter=TUNED)])
+    assert answer.fed_tokens == 3
+    assert list(answer.tokens) == alone(make_request(adapter=TUNED))
+
+
+def test_conversations_that_take_turns_keep_their_sequences() -> None:
+    generator = Generator(NumpySpeaker(slots=2), TOKENIZER)
+    ours, theirs = [1, *range(5, 15)], [1, *range(40, 50)]
+    for _ in range(3):
+        for turn in (ours, theirs):
+            (answer,) = generator.generate([make_request(turn, max_tokens=3)])
+            turn += [*answer.tokens, 9]
+    assert answer.fed_tokens == 2
+
+
+def test_cancelling_ends_an_answer_with_what_there_is_of_it_and_not_the_others() -> None:
+    generator = Generator(NumpySpeaker(slots=1), TOKENIZER)
+    running, waiting, last = (generator.submit(make_request([1, each])) for each in (5, 6, 7))
+    for _ in range(4):
+        generator.work()
+    generator.cancel(running)
+    generator.cancel(waiting)
+    finished(generator)
+    assert running.wait(0).reason == waiting.wait(0).reason == "cancelled"
+    assert list(running.wait(0).tokens) == alone(running.request)[:4]
+    assert waiting.wait(0).tokens == ()
+    assert list(last.wait(0).tokens) == alone(last.request)
+    generator.cancel(last)
+    assert not generator.work()
+    assert last.wait(0).reason == "length"
+
+
+def test_a_failing_engine_ends_its_answer_and_not_the_others() -> None:
+    speaker = NumpySpeaker()
+    speaker.failing = {77}
+    generator = Generator(speaker, TOKENIZER)
+    bad, good = generator.submit(make_request([1, 77])), generator.submit(make_request())
+    finished(generator)
+    assert list(good.wait(0).tokens) == alone(good.request)
+    assert isinstance(bad.error, EngineError)
+    with pytest.raises(EngineError, match="refuses token 77"):
+        bad.wait(0)
+    assert speaker.open_count == 1
+    with pytest.raises(EngineError, match="refuses token 77"):
+        generator.generate([make_request([1, 77])])
+
+
+def test_logits_that_are_no_numbers_end_the_answer() -> None:
+    speaker = NumpySpeaker()
+    speaker._embedding[5] = float("nan")
+    with pytest.raises(EngineError, match="largest logit is nan"):
+        Generator(speaker, TOKENIZER).generate([make_request()])
+
+
+def test_a_callback_that_raises_loses_nothing() -> None:
+    def broken(text: str) -> None:
+        raise BrokenPipeError
+
+    generator = Generator(NumpySpeaker(), TOKENIZER)
+    ended: list[Any] = []
+    one = generator.submit(make_request(max_tokens=2), broken, ended.append)
+    other = generator.submit(make_request([1, 9]), None, ended.append)
+    while True:
+        try:
+            if not generator.work():
+                break
+        except BrokenPipeError:
+            continue
+    assert ended == [one, other]
+    assert list(other.wait(0).tokens) == alone(other.request)
+
+
+def test_closing_forgets_what_was_kept() -> None:
+    speaker = NumpySpeaker()
+    generator = Generator(speaker, TOKENIZER)
+    generator.generate([make_request()])
+    assert speaker.open_count == 1
+    generator.close()
+    assert speaker.open_count == 0
+
+
+def test_threads_submit_and_cancel_while_one_works() -> None:
+    generator = Generator(NumpySpeaker(slots=4), TOKENIZER)
+    answers: dict[int, Answer] = {}
+    done = threading.Event()
+
+    def ask(number: int) -> None:
+        ticket = generator.submit(make_request([1, 5 + number], max_tokens=20))
+        if number % 3 == 0:
+            generator.cancel(ticket)
+        answers[number] = ticket.wait(60)
+
+    def serve() -> None:
+        while not done.is_set():
+            generator.work()
+
+    server = threading.Thread(target=serve)
+    server.start()
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    server.join()
+    for number, answer in answers.items():
+        expected = alone(make_request([1, 5 + number], max_tokens=20))
+        if answer.reason == "cancelled":
+            assert number % 3 == 0
+            assert list(answer.tokens) == expected[: len(answer.tokens)]
+        else:
+            assert list(answer.tokens) == expected
+    assert len(answers) == 30
+
+
+def test_nobody_waits_for_ever() -> None:
+    ticket = Generator(NumpySpeaker(), TOKENIZER).submit(make_request())
+    with pytest.raises(TimeoutError):
+        ticket.wait(0.01)
+
+
+# Drafts
+
+
+@given(
+    st.lists(st.integers(3, 9), min_size=1, max_size=24),
+    st.integers(1, 30),
+    st.sampled_from([0.0, 0.7]),
+    st.integers(30, 60),
+)
+@settings(max_examples=60)
+def test_drafts_change_no_token(prompt: list[int], most: int, temperature: float, context: int) -> None:
+    choice = ChoiceSettings(temperature, seed=3)
+    small: dict[str, Any] = {"vocabulary_size": 10, "context": context}
+    answers = []
+    for draft in ("off", "lookup"):
+        speaker = NumpySpeaker(**small)
+        generator = Generator(speaker, TOKENIZER)
+        request = make_request(prompt, max_tokens=most, choice=choice, draft=draft)
+        answers += generator.generate([request, request][:1])
+        (idle,) = generator._idle
+        assert speaker.length(idle.number) == len(idle.held)
+    plain, drafted = answers
+    assert (plain.tokens, plain.reason, plain.text) == (drafted.tokens, drafted.reason, drafted.text)
+    assert plain.steps == drafted.steps
+    assert plain.drafted == 0
+
+
+def test_a_text_that_repeats_itself_takes_fewer_calls() -> None:
+    speaker = NumpySpeaker(vocabulary_size=10)
+    (answer,) = Generator(speaker, TOKENIZER).generate(
+        [make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")]
+    )
+    assert answer.drafted > 10
+    assert len(speaker.calls) == 1 + answer.steps - answer.drafted
+
+
+def test_a_speaker_that_cannot_go_back_is_given_no_drafts() -> None:
+    speaker = NumpySpeaker(vocabulary_size=10)
+    speaker.most_checked = 0
+    request = make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")
+    (answer,) = Generator(speaker, TOKENIZER).generate([request])
+    assert answer.drafted == 0
+
+
+def test_answers_that_are_made_together_are_given_no_drafts() -> None:
+    speaker = NumpySpeaker(vocabulary_size=10)
+    requests = [make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")] * 2
+    assert [answer.drafted for answer in Generator(speaker, TOKENIZER).generate(requests)] == [0, 0]
+
+
+def test_an_engine_that_fails_at_a_draft_ends_the_answer() -> None:
+    speaker = NumpySpeaker(vocabulary_size=10)
+    generator = Generator(speaker, TOKENIZER)
+    request = make_request([3, 4, 5] * 4, max_tokens=40, draft="lookup")
+    ticket = generator.submit(request)
+    generator.work()
+    speaker.failing = set(range(10))
+    finished(generator)
+    with pytest.raises(EngineError, match="refuses token"):
+        ticket.wait(0)
+    assert speaker.open_count == 0

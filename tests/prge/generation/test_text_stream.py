@@ -1,0 +1,171 @@
+"""Tokens become text piece by piece: the text of the whole, in whole characters, without stop words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from prge.data.tokenization.tokenizer import Tokenizer
+from prge.generation.text_stream import MOST_HELD, REPLACEMENT, TextStream
+from tests.prge.data.tiny_tokenizers import byte_fallback_backend, byte_level_backend, prefixed_backend
+
+TEXTS = st.text(st.sampled_from("ab cé你😀\n the film was"), max_size=30)
+
+
+@cache
+def tokenizers() -> dict[str, Tokenizer]:
+    """Byte-level; SentencePiece-like with the bytes of unknown characters; and without them."""
+    return {
+        "byte-level": Tokenizer(byte_level_backend(), bos_id=1, eos_id=2),
+        "byte fallback": Tokenizer(byte_fallback_backend(), bos_id=1, eos_id=2),
+        "prefixed": Tokenizer(prefixed_backend(), bos_id=1, eos_id=2),
+    }
+
+
+def pieces(stream: TextStream, tokens: Sequence[int]) -> list[str]:
+    return [*(stream.push(token) for token in tokens), stream.finish()]
+
+
+def byte_tokens(content: bytes) -> list[int]:
+    """Tokens of the tokenizer with byte fallback."""
+    return [3 + byte for byte in content]
+
+
+@pytest.mark.parametrize("kind", tokenizers())
+@given(text=TEXTS)
+@settings(max_examples=80)
+def test_joined_pieces_are_the_text_of_all_tokens(kind: str, text: str) -> None:
+    tokenizer = tokenizers()[kind]
+    tokens = tokenizer.encode(text)
+    stream = TextStream(tokenizer)
+    shown = pieces(stream, tokens)
+    assert "".join(shown) == stream.text == tokenizer.decode(tokens, special=False)
+    assert REPLACEMENT not in stream.text or kind == "prefixed"
+
+
+@pytest.mark.parametrize("kind", tokenizers())
+@given(before=TEXTS, text=TEXTS)
+@settings(max_examples=80)
+def test_a_text_goes_on_from_its_prompt_with_the_prompts_spaces(kind: str, before: str, text: str) -> None:
+    tokenizer = tokenizers()[kind]
+    prompt, tokens = tokenizer.encode(before), tokenizer.encode(text)
+    shown = pieces(TextStream(tokenizer, before=[1, *prompt]), tokens)
+    whole = tokenizer.decode([*prompt, *tokens], special=False)
+    assert tokenizer.decode(prompt, special=False) + "".join(shown) == whole
+
+
+def test_a_sentencepiece_answer_keeps_the_space_after_its_prompt_and_loses_it_alone() -> None:
+    tokenizer = tokenizers()["prefixed"]
+    prompt, answer = tokenizer.encode("the film"), tokenizer.encode("was bad")
+    assert pieces(TextStream(tokenizer, before=prompt), answer)[0].startswith(" ")
+    assert "".join(pieces(TextStream(tokenizer), answer)) == "was bad"
+
+
+def test_a_character_is_held_back_until_it_is_whole() -> None:
+    stream = TextStream(tokenizers()["byte fallback"])
+    shown = [stream.push(token) for token in byte_tokens("é你😀".encode())]
+    assert shown == ["", "é", "", "", "你", "", "", "", "😀"]
+    assert stream.finish() == ""
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
+def test_a_character_that_never_becomes_whole_ends_as_the_replacement_character(kind: str) -> None:
+    tokenizer = tokenizers()[kind]
+    tokens = tokenizer.encode("a你😀")[:-1]
+    shown = pieces(TextStream(tokenizer), tokens)
+    assert "".join(shown) == "a你" + REPLACEMENT
+    assert REPLACEMENT not in "".join(shown[:-1])
+
+
+def test_bytes_that_are_no_text_are_shown_after_a_while() -> None:
+    tokenizer = tokenizers()["byte fallback"]
+    stream = TextStream(tokenizer)
+    shown = [stream.push(token) for token in byte_tokens(b"\xff" * MOST_HELD)]
+    assert shown == [*[""] * (MOST_HELD - 1), REPLACEMENT * MOST_HELD]
+    assert "".join(stream.push(token) for token in byte_tokens("你".encode())) == "你"
+
+
+def test_a_real_replacement_character_is_text() -> None:
+    tokenizer = tokenizers()["byte-level"]
+    assert "".join(pieces(TextStream(tokenizer), tokenizer.encode("a\ufffdb"))) == "a\ufffdb"
+
+
+def test_special_tokens_are_not_shown() -> None:
+    tokenizer = tokenizers()["byte-level"]
+    tokens = [1, *tokenizer.encode("the film"), 4, *tokenizer.encode(" was"), 2]
+    assert "".join(pieces(TextStream(tokenizer), tokens)) == "the film was"
+
+
+def test_added_tokens_that_are_not_special_are_shown() -> None:
+    backend = byte_level_backend()
+    backend.add_tokens([AddedToken("<think>", special=False)])
+    tokenizer = Tokenizer(backend)
+    tokens = tokenizer.encode("<think>the")
+    assert len(tokens) == 2
+    assert "".join(pieces(TextStream(tokenizer), tokens)) == "<think>the"
+
+
+def test_a_stop_word_across_tokens_ends_the_text_before_it_and_never_shows() -> None:
+    tokenizer = tokenizers()["byte-level"]
+    stream = TextStream(tokenizer, ["Question:"])
+    tokens = tokenizer.encode("a cat\nQuestion: more")
+    assert len(tokenizer.encode("Question:")) > 1
+    shown = [stream.push(token) for token in tokens]
+    assert "".join(shown) == stream.text == "a cat\n"
+    assert stream.stopped
+    assert stream.finish() == ""
+
+
+@pytest.mark.parametrize("kind", tokenizers())
+def test_a_text_of_its_own_begins_with_no_space(kind: str) -> None:
+    tokenizer = tokenizers()[kind]
+    stream = TextStream(tokenizer, ["\nUser:"], None)
+    assert "".join(pieces(stream, tokenizer.encode("  a cat "))) == "a cat "
+    ended = TextStream(tokenizer, ["\nb:"], None)
+    assert "".join(pieces(ended, tokenizer.encode(" \nb: a"))) == "" and ended.stopped
+
+
+def test_what_could_be_the_beginning_of_a_stop_word_is_held_back_no_longer_than_needed() -> None:
+    tokenizer = tokenizers()["byte fallback"]
+    stream = TextStream(tokenizer, ["abc", "cc"])
+    shown = [stream.push(token) for token in byte_tokens(b"xabxca")]
+    assert shown == ["x", "", "", "abx", "", "c"]
+    assert stream.finish() == "a"
+    assert not stream.stopped
+
+
+@given(
+    text=st.text(st.sampled_from("ab你"), max_size=12),
+    words=st.lists(st.text(st.sampled_from("ab你"), min_size=1, max_size=4), max_size=3),
+)
+@settings(max_examples=100)
+def test_where_a_text_stops_does_not_depend_on_its_tokens(text: str, words: list[str]) -> None:
+    ends = [(end, start) for end in range(len(text) + 1) for start in range(end) if text[start:end] in words]
+    expected = text[: min(ends)[1]] if ends else text
+    fine, coarse = tokenizers()["byte fallback"], tokenizers()["byte-level"]
+    for tokenizer, tokens in ((fine, byte_tokens(text.encode())), (coarse, coarse.encode(text))):
+        stream = TextStream(tokenizer, words)
+        assert "".join(pieces(stream, tokens)) == stream.text == expected
+        assert stream.stopped == bool(ends)
+
+
+def test_a_token_costs_the_same_however_long_the_text_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tokenizers()["byte fallback"]
+    decoded: list[int] = []
+    plain = tokenizer.decode
+
+    def decode(tokens: Sequence[int], *, special: bool = True) -> str:
+        decoded.append(len(tokens))
+        return plain(tokens, special=special)
+
+    monkeypatch.setattr(tokenizer, "decode", decode)
+    stream = TextStream(tokenizer, ["never there"], before=byte_tokens(b"\xff" * 5000))
+    for token in byte_tokens("ab 你 never\n".encode() * 100 + b"\xff" * 100):
+        stream.push(token)
+    assert max(decoded) <= 2 * MOST_HELD
+    assert len(decoded) < 3 * 1600

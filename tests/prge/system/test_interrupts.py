@@ -1,0 +1,80 @@
+"""Ctrl-C ends the work once, and whoever called prge has it back afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from prge.cli.main import main
+from prge.errors import INTERRUPTED
+from prge.system.interrupts import ignore_interrupts, one_interrupt
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Ctrl-C as a terminal's process has it: one that a shell started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_first_one_ends_the_work_and_others_leave_its_end_alone() -> None:
+    ended = []
+    with one_interrupt(restored=True):
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+        interrupt()
+        ended.append("told")
+    assert ended == ["told"]
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+
+
+def test_after_the_work_none_counts() -> None:
+    with one_interrupt(restored=True):
+        ignore_interrupts()
+        interrupt()
+
+
+def test_who_ignores_it_goes_on_ignoring_it() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with one_interrupt(restored=True):
+            interrupt()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_command_line_tells_of_an_interrupt_whatever_follows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def impatient(_: object) -> int:
+        try:
+            interrupt()
+        finally:
+            interrupt()
+        return 0
+
+    monkeypatch.setattr("device_runner.doctor.main", impatient)
+    assert main(["doctor"]) == INTERRUPTED
+    assert capsys.readouterr().err == "prge doctor: interrupted\n"
+
+
+def test_the_command_line_tells_of_one_that_comes_before_a_verb_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def open_slowly() -> None:
+        interrupt()
+
+    monkeypatch.setattr("prge.cli.open_standard_files", open_slowly)
+    monkeypatch.delenv("PRGE_DEBUG", raising=False)
+    assert main(["doctor"]) == INTERRUPTED
+    assert capsys.readouterr().err == "prge: interrupted\n"

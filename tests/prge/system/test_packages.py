@@ -1,0 +1,49 @@
+"""Commands that install packages: they work where no index has prge, in any shell."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+from prge.system.packages import install, install_extra, requirement
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def test_requirements_come_from_the_package_itself() -> None:
+    installed = importlib.metadata.requires("prge")
+    assert installed is not None
+    assert f"{requirement('torch')};" in "".join(installed).replace(" ;", ";")
+    assert "==" in requirement("executorch")
+    assert requirement("pyyaml") == requirement("PyYAML")
+    assert requirement("no-such-package") == "no-such-package"
+
+
+def test_a_command_names_packages_for_a_shell() -> None:
+    assert install(["a==1", "b>=2,<3"]) == "pip install a==1 'b>=2,<3'"
+    words = install_extra("data").split()
+    assert words[:2] == ["pip", "install"]
+    assert sorted(word.partition(">")[0] for word in words[2:]) == ["'datasets", "'pyarrow"]
+    assert "numpy" in install_extra("", "gguf") and "gguf" in install_extra("", "gguf")
+
+
+def test_a_package_that_is_not_installed_points_to_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", absent)
+    assert install_extra("data") == "pip install -e '.[data]'"
+    assert requirement("torch") == "torch"
+
+
+def test_no_text_of_the_repository_asks_pip_for_prge_from_an_index() -> None:
+    texts = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")]
+    texts += [
+        path
+        for name in ("prge", "server_export", "device_runner")
+        for path in REPOSITORY.glob(f"{name}/**/*.py")
+    ]
+    asking = [path for path in texts if "pip install 'prge" in path.read_text(encoding="utf-8")]
+    assert not [path for path in asking if path.name != "CHANGELOG.md"]

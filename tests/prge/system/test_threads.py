@@ -1,0 +1,37 @@
+"""How threads of libraries wait."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.verbs import REPOSITORY
+
+# What a verb has set by the time that it fails for want of a model, before torch was imported.
+SCRIPT = """
+import os, sys
+from prge.cli.main import main
+assert "torch" not in sys.modules
+import builtins
+real = builtins.__import__
+def watched(name, *more):
+    if name == "torch" and "torch" not in sys.modules:
+        print("policy", os.environ.get("OMP_WAIT_POLICY"), flush=True)
+    return real(name, *more)
+builtins.__import__ = watched
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("given", [None, "active"])
+def test_verbs_that_export_have_threads_sleep_before_torch_is_there(given: str | None) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"PYTHONPATH": str(REPOSITORY), **({"OMP_WAIT_POLICY": given} if given else {})}
+    words = ["export", "--model", "/nowhere", "--out", "/tmp/nothing"]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, env=environment, check=False
+    )
+    assert f"policy {given or 'passive'}" in done.stdout, done.stderr

@@ -1,0 +1,127 @@
+"""Scalars and gradients against derivatives known in closed form, sign included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from prge.engine import Call, Float64Array
+from prge.formats.adapter import Adapter
+from prge.objectives.examples import Example
+from prge.training.estimators.differences import Antithetic, Differences, OneSided, Rule
+from prge.training.estimators.directions import Directions
+from prge.training.estimators.exact import Exact
+from prge.training.estimators.protocol import Step
+from prge.training.sampler import Sampler
+from tests.numpy_engine import NumpyEngine, adapter_of, losses_of
+from tests.rows import random_completions
+
+SEED, STEP = 3, 5
+
+
+def _examples(count: int = 4) -> list[Example]:
+    return Sampler(random_completions(12), count, SEED).batch(STEP)
+
+
+def _scalars(engine: NumpyEngine, rule: Rule, adapter: Adapter, count: int = 4) -> np.ndarray:
+    return Differences(rule).measure(engine, Step(adapter, _examples(count), SEED, STEP)).scalars
+
+
+@pytest.mark.parametrize("count", [4, 12])
+@pytest.mark.parametrize(
+    "rule, tolerance",
+    [
+        (Antithetic(4, 1e-3), 1e-4),
+        (OneSided(4, 1e-4, normalize=False), 5e-3),
+    ],
+)
+def test_scalars_are_directional_derivatives(rule: Rule, tolerance: float, count: int) -> None:
+    engine = NumpyEngine()
+    adapter = adapter_of(engine)
+    exact = Exact().measure(engine, Step(adapter, _examples(count), SEED, STEP)).gradient
+    assert exact is not None
+    directions = Directions(SEED, STEP, adapter.size)
+    expected = [directions(query) @ exact for query in range(4)]
+    np.testing.assert_allclose(_scalars(engine, rule, adapter, count), expected, atol=tolerance)
+
+
+@pytest.mark.parametrize("rule", [Antithetic(3, 1e-2), OneSided(3, 1e-2)])
+def test_all_variants_of_a_step_are_copies_of_one_call(rule: Rule) -> None:
+    calls: list[Call] = []
+
+    class Watching(NumpyEngine):
+        def forward(self, call: Call) -> Float64Array:
+            calls.append(call)
+            return super().forward(call)
+
+    engine = Watching()
+    adapter = adapter_of(engine)
+    found = Differences(rule).measure(engine, Step(adapter, _examples(), SEED, STEP))
+    (call,) = calls
+    directions = Directions(SEED, STEP, adapter.size)
+    for copy, variant in zip(call.adapters, rule.variants(), strict=True):
+        moved = adapter.values + np.float32(variant.scale) * directions(variant.query)
+        np.testing.assert_array_equal(copy, moved)
+    losses = [losses_of(engine, copy, _examples()).mean() for copy in call.adapters]
+    np.testing.assert_allclose(found.scalars, rule.scalars(np.array(losses)), rtol=1e-9)
+    assert found.loss == pytest.approx(np.mean(losses), rel=1e-12) and found.engine_seconds == 1
+
+
+def test_normalized_step_divides_by_the_deviation_of_the_losses() -> None:
+    perturbed = np.array([1.0, 2.0, 6.0])
+    found = OneSided(3, 0.5).scalars(np.array([0.5, *perturbed]))
+    np.testing.assert_allclose(found, (perturbed - 0.5) / perturbed.std())
+
+
+def test_normalized_step_stands_still_where_all_losses_agree() -> None:
+    assert OneSided(3, 0.5).scalars(np.ones(4)).tolist() == [0, 0, 0]
+
+
+def test_gradient_is_the_mean_of_scalar_times_direction() -> None:
+    scalars = [0.5, -2.0, 3.0]
+    modules = NumpyEngine().model.modules
+    found = Differences(Antithetic(3, 1e-2)).gradient({"scalars": scalars}, 1, 2, modules)
+    directions = Directions(1, 2, len(found))
+    expected = sum(s * directions(i).astype(np.float64) for i, s in enumerate(scalars)) / 3
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 1.0, 10.0])
+def test_antithetic_differences_are_exact_on_a_quadratic(epsilon: float) -> None:
+    """f(b) = b.H.b / 2 + g.b: the even part cancels, whatever the step; the sign is the slope's."""
+    random = np.random.default_rng(4)
+    root = random.normal(size=(20, 20))
+    hessian, slope, at = root @ root.T, random.normal(size=20), random.normal(size=20)
+
+    def f(b: np.ndarray) -> float:
+        return float(b @ hessian @ b / 2 + slope @ b)
+
+    rule = Antithetic(6, epsilon)
+    directions = Directions(SEED, STEP, 20)
+    values = np.array([f(at + v.scale * directions(v.query)) for v in rule.variants()])
+    exact = [directions(query) @ (hessian @ at + slope) for query in range(6)]
+    np.testing.assert_allclose(rule.scalars(values), exact, rtol=1e-7, atol=1e-7)
+
+
+def test_one_sided_differences_keep_half_of_the_curvature() -> None:
+    """f(b) = b.b / 2 at 0: the slope is 0, the difference eps * dimension / 2."""
+    rule = OneSided(1, 0.1, normalize=False)
+    direction = Directions(SEED, STEP, 20)(0)
+    values = np.array([np.sum((v.scale * direction) ** 2) / 2 for v in rule.variants()])
+    np.testing.assert_allclose(rule.scalars(values), [0.1 * 20 / 2], rtol=1e-5)
+
+
+def test_clipping_bounds_the_scalars_of_a_step() -> None:
+    engine = NumpyEngine()
+    rule = Antithetic(4, 1e-2)
+    step = Step(adapter_of(engine), _examples(), SEED, STEP)
+    whole, shrunk = (Differences(rule, clip=limit).measure(engine, step).scalars for limit in (0.0, 0.1))
+    assert np.sqrt((shrunk**2).mean()) == pytest.approx(0.1)
+    np.testing.assert_allclose(shrunk / shrunk[0], whole / whole[0])
+
+
+def test_root_mean_square_of_the_scalars_is_the_norm_of_the_gradient() -> None:
+    gradient = np.random.default_rng(6).normal(size=200)
+    directions = Directions(SEED, STEP, 200)
+    scalars = np.array([directions(query) @ gradient for query in range(4000)])
+    assert np.sqrt((scalars**2).mean()) == pytest.approx(np.linalg.norm(gradient), rel=0.05)

@@ -1,0 +1,31 @@
+"""What the estimators of the table cost and need."""
+
+from __future__ import annotations
+
+import pytest
+
+from prge.training.estimators.protocol import Step
+from prge.training.estimators.table import ESTIMATORS, EstimatorFlags, EstimatorName, make_estimator
+from tests.numpy_engine import NumpyEngine, adapter_of
+from tests.rows import random_completions
+
+
+@pytest.mark.parametrize(
+    ("name", "copies", "directions", "passes"),
+    [("exact", 1, 0, 3), ("tangent", 1, 5, 6), ("antithetic", 10, 0, 10), ("fzoo", 6, 0, 6)],
+)
+def test_what_a_step_of_five_queries_computes(
+    name: EstimatorName, copies: int, directions: int, passes: int
+) -> None:
+    entry = ESTIMATORS[name]
+    assert (entry.copies(5), entry.directions(5), entry.passes(5)) == (copies, directions, passes)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimator_learns_something_for_each_of_its_queries(name: EstimatorName) -> None:
+    engine = NumpyEngine()
+    step = Step(adapter_of(engine), random_completions(3), 1, 0)
+    queries = 5 if ESTIMATORS[name].has_directions else None
+    found = make_estimator(EstimatorFlags(estimator=name, queries=queries)).measure(engine, step)
+    assert (found.gradient is None) == (queries is not None)
+    assert len(found.scalars) == (queries or 0)

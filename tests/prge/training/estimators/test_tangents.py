@@ -1,0 +1,193 @@
+"""Tangents against gradients in closed form: every scalar, their mean, and what the journal keeps."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from prge.engine import Call, Directions, Float64Array
+from prge.formats.adapter import Adapter
+from prge.objectives.classification_head import CrossFittedHeads
+from prge.objectives.examples import Example
+from prge.training.estimators import directions
+from prge.training.estimators.directions import RankOneDirections, on_grid
+from prge.training.estimators.exact import Exact
+from prge.training.estimators.protocol import Measurement, Step
+from prge.training.estimators.tangents import Tangents
+from prge.training.sampler import Sampler
+from tests.numpy_engine import MODULE, NumpyEngine, adapter_of, head_of, head_with, losses_of, slopes_of
+from tests.rows import KINDS_OF_ROWS as ROWS
+from tests.rows import classified, random_completions
+
+SEED, STEP, QUERIES = 3, 5, 3
+
+CLASSES = [classified(row, [row % 7, row % 5, row % 3], 3, row % 3) for row in range(1, 12)]
+
+
+def _examples(rows: Sequence[Example], count: int = 4) -> list[Example]:
+    return Sampler(rows, count, SEED).batch(STEP)
+
+
+def _rank_one(estimate: Measurement, adapter: Adapter, shared: bool = False) -> np.ndarray:
+    """The step's directions as vectors, [queries, examples, size]."""
+    queries, examples = estimate.scalars.shape
+    step = RankOneDirections(SEED, STEP, queries, examples, adapter.modules, shared)
+    products = [np.einsum("qer,qeo->qero", u, v) for _, u, v in step.factors()]
+    return np.concatenate([p.reshape(*p.shape[:2], -1) for p in products], -1)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("count", [4, 12])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_scalar_is_the_derivative_of_its_example_along_its_direction(
+    rows: str, count: int, shared: bool
+) -> None:
+    engine = NumpyEngine()
+    adapter, examples = adapter_of(engine), _examples(ROWS[rows], count)
+    found = Tangents(QUERIES, shared).measure(engine, Step(adapter, examples, SEED, STEP))
+    exact = slopes_of(lambda values: losses_of(engine, values, examples), adapter.values)
+    expected = np.einsum("qes,es->qe", _rank_one(found, adapter, shared), exact)
+    np.testing.assert_allclose(found.scalars, expected, atol=2e-5)
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(found.loss, losses_of(engine, adapter.values, examples).mean(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("folds", [0, 2])
+@pytest.mark.parametrize("count", [4, 8])
+def test_scalars_of_an_encoder(folds: int, count: int) -> None:
+    engine = NumpyEngine(encoder=True)
+    adapter, examples = adapter_of(engine), _examples(CLASSES, count)
+    head = CrossFittedHeads([head_of(1), head_of(2)]) if folds else head_of()
+    found = Tangents(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP, head))
+    exact = slopes_of(lambda values: losses_of(engine, values, examples, head), adapter.values)
+    expected = np.einsum("qes,es->qe", _rank_one(found, adapter), exact)
+    np.testing.assert_allclose(found.scalars, expected, atol=2e-5)
+    assert found.head_gradient is None
+
+
+def test_a_trained_head_gets_its_exact_gradient() -> None:
+    engine = NumpyEngine(encoder=True)
+    adapter, head, examples = adapter_of(engine), head_of(), _examples(CLASSES, 8)
+    found = Tangents(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP, head, head))
+    expected = slopes_of(
+        lambda values: losses_of(engine, adapter.values, examples, head_with(values)).mean(), head.values
+    )
+    assert found.head_gradient is not None
+    np.testing.assert_allclose(found.head_gradient, expected, atol=1e-5)
+
+
+def test_all_sign_combinations_together_give_the_exact_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of (u.G v) u v^T over all signs is G: nothing is left to chance, so nothing is left out."""
+    combinations = np.array(list(itertools.product([-1, 1], repeat=2 + 3)), np.float32)
+    engine = NumpyEngine(vocabulary=3, rank=2)
+    adapter, examples = adapter_of(engine), _examples(random_completions(8, vocabulary=3), 8)
+    monkeypatch.setattr(
+        directions, "rademacher", lambda seed, step, query, size: np.tile(combinations[query], size // 5)
+    )
+    estimator = Tangents(len(combinations))
+    found = estimator.measure(engine, Step(adapter, examples, SEED, STEP))
+    exact = Exact().measure(engine, Step(adapter, examples, SEED, STEP)).gradient
+    assert exact is not None
+    np.testing.assert_allclose(
+        estimator.gradient(found.learnt, SEED, STEP, adapter.modules), exact, atol=1e-5
+    )
+
+
+def test_one_direction_for_all_examples_is_the_derivative_of_the_mean_loss() -> None:
+    engine = NumpyEngine()
+    adapter, examples = adapter_of(engine), _examples(random_completions(12))
+    estimator = Tangents(QUERIES, shared=True)
+    found = estimator.measure(engine, Step(adapter, examples, SEED, STEP))
+    exact = Exact().measure(engine, Step(adapter, examples, SEED, STEP)).gradient
+    assert exact is not None
+    along = _rank_one(found, adapter, shared=True)[:, 0]
+    np.testing.assert_allclose(found.scalars.mean(1), along @ exact, atol=1e-6)
+    expected = (along * found.scalars.mean(1)[:, None]).mean(0)
+    gradient = estimator.gradient(found.learnt, SEED, STEP, adapter.modules)
+    np.testing.assert_allclose(gradient, expected, atol=1e-6)
+
+
+def test_clipping_shrinks_the_examples_that_are_too_steep() -> None:
+    engine = NumpyEngine()
+    step = Step(adapter_of(engine), _examples(random_completions(12)), SEED, STEP)
+    whole = Tangents(QUERIES).measure(engine, step).scalars
+    size = np.sqrt((whole**2).mean(0))
+    limit = float(np.median(size))
+    found = Tangents(QUERIES, clip=limit).measure(engine, step).scalars
+    np.testing.assert_allclose(np.sqrt((found**2).mean(0)), np.minimum(size, limit), rtol=1e-6)
+    np.testing.assert_allclose(found / found[0], whole / whole[0], rtol=1e-6)
+
+
+class Watching(NumpyEngine):
+    """Keeps what it is given and answers of derivatives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[tuple[Call, Directions]] = []
+        self.largest = 0.0
+
+    def jvp(self, call: Call, directions: Directions) -> tuple[Float64Array, Float64Array]:
+        self.given.append((call, directions))
+        outputs, derivatives = super().jvp(call, directions)
+        self.largest = max(self.largest, float(np.abs(derivatives).max()))
+        return outputs, derivatives
+
+
+def test_sequences_of_an_example_share_its_direction() -> None:
+    """Of examples of one sequence, and of two."""
+    engine = Watching()
+    adapter = adapter_of(engine)
+    examples = [*ROWS["longer candidates"][:2], ROWS["completions"][0], ROWS["longer candidates"][3]]
+    found = Tangents(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP))
+    ((_, u, v),) = RankOneDirections(SEED, STEP, QUERIES, 4, adapter.modules).factors()
+    ((call, given),) = engine.given
+    assert len(call.sequences) == 7
+    for kind, factor in (("u", u), ("v", v)):
+        for sequence, example in enumerate((0, 0, 1, 1, 2, 3, 3)):
+            assert np.array_equal(given[f"{kind}.{MODULE}"][:, sequence], factor[:, example])
+    assert found.scalars.shape == (QUERIES, 4)
+
+
+def test_the_adapter_is_given_without_a_copy() -> None:
+    engine = Watching()
+    adapter = adapter_of(engine)
+    Tangents(QUERIES).measure(engine, Step(adapter, _examples(random_completions(12)), SEED, STEP))
+    ((call, _),) = engine.given
+    assert np.shares_memory(call.adapters, adapter.values)
+
+
+def test_a_step_is_one_call_whatever_its_examples() -> None:
+    engine = NumpyEngine()
+    step = Step(adapter_of(engine), _examples(random_completions(12), 8), SEED, STEP)
+    found = Tangents(QUERIES).measure(engine, step)
+    assert engine.calls == 1
+    assert found.engine_seconds > 0
+
+
+def test_the_largest_tangent_of_a_step_is_told() -> None:
+    engine = Watching()
+    step = Step(adapter_of(engine), _examples(random_completions(12), 12), SEED, STEP)
+    found = Tangents(QUERIES).measure(engine, step)
+    assert found.largest_tangent == engine.largest > 0
+    engine.weight[0, 0] = np.nan
+    with np.errstate(invalid="ignore"):
+        largest = Tangents(QUERIES).measure(engine, step).largest_tangent
+    assert largest is not None and np.isnan(largest)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_gradient_from_a_journal_has_the_same_bits(clip: float) -> None:
+    engine = NumpyEngine()
+    adapter = adapter_of(engine)
+    estimator = Tangents(QUERIES, clip=clip)
+    step = Step(adapter, _examples(random_completions(12), 8), SEED, STEP)
+    found = estimator.measure(engine, step)
+    live = estimator.gradient(found.learnt, SEED, STEP, adapter.modules)
+    stored = json.loads(json.dumps(found.learnt))
+    assert on_grid(np.array(stored["scalars"]), axis=0).tolist() == stored["scalars"]
+    replayed = Tangents(QUERIES).gradient(stored, SEED, STEP, adapter.modules)
+    assert replayed.tobytes() == live.tobytes()

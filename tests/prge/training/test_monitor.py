@@ -1,0 +1,109 @@
+"""The summary of a run as it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prge.formats.documents import read_json
+from prge.formats.run_folder import LOG, SUMMARY
+from prge.training.monitor import Watcher, describe_changes, describe_prompt, graceful_stop
+from prge.training.settings import TrainingFlags
+
+
+def test_it_tells_what_a_pause_waits_for_and_for_how_long(tmp_path: Path) -> None:
+    def told() -> tuple[Any, Any, Any]:
+        summary: Any = read_json(tmp_path / SUMMARY)
+        return summary["run"]["status"], summary["run"]["waits_for"], summary["train"]["paused_seconds"]
+
+    settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
+    with Watcher(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
+        assert told() == ("running", None, 0)
+        watcher.on_wait("too hot: 40.0 degrees Celsius, the limit is 39")
+        assert told() == ("running", "too hot: 40.0 degrees Celsius, the limit is 39", 0)
+        watcher.on_wait("not charging: it waits for a charger")
+        assert told()[1] == "not charging: it waits for a charger"
+        watcher.on_pause(2.5)
+        assert told() == ("running", None, 2.5)
+        watcher.on_wait("not charging: it waits for a charger")
+    assert told() == ("stopped early", None, 2.5)
+
+
+def test_the_best_step_is_named_by_what_it_is_judged_by(tmp_path: Path) -> None:
+    """A perplexity beside a loss is not to be taken for one; of equal values the lower loss is the best."""
+    for select, shown in (("metric", ("best dev perplexity", 4.5)), ("loss", ("best dev loss", 1.25))):
+        out = tmp_path / select
+        settings = TrainingFlags(bundle=out, train=out, out=out, steps=10, quiet=True, select=select)  # type: ignore[arg-type]
+        with Watcher(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
+            for step, loss in ((0, 2.0), (2, 1.5), (4, 1.25), (6, 1.75)):
+                value = -4.5 if select == "metric" else -loss
+                record = {"step": step, "loss": loss, "perplexity": 4.5, "value": value}
+                watcher.on_evaluation(record, True)
+            found = watcher._shown({"loss": 3.0})
+            assert found["loss"] == 3.0 and shown in found.items()
+        assert read_json(out / SUMMARY)["train"]["best"]["step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (["a", "b"], "note: training changed none of the 2 sampled answers"),
+        (["a", "c"], "1 of 2 sampled answers changed"),
+        ([], ""),
+    ],
+)
+def test_it_is_said_how_many_answers_changed(after: list[str], said: str) -> None:
+    assert describe_changes(["a", "b"], after) == said
+
+
+def test_of_a_conversation_the_last_message_is_shown() -> None:
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Who is there?"}]
+    assert describe_prompt(messages) == describe_prompt("Who is there?")
+    assert "Who is there?" in describe_prompt(messages) and "Be short" not in describe_prompt(messages)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_run_after_its_step_and_a_second_one_at_once(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {each: signal.getsignal(each) for each in numbers}
+    with Watcher(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
+        try:
+            with graceful_stop(watcher):
+                os.kill(os.getpid(), number)
+                assert watcher.stopped
+                with pytest.raises(KeyboardInterrupt):
+                    os.kill(os.getpid(), number)
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+    assert "stopping after this step" in (tmp_path / LOG).read_text()
+
+
+def test_what_nohup_started_does_not_heed_its_terminal(tmp_path: Path) -> None:
+    settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10, quiet=True)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Watcher(settings, 0, lambda step: step, lambda: ({}, {})) as watcher, graceful_stop(watcher):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not watcher.stopped
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_what_a_row_holds_reaches_terminal_and_log_written_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = TrainingFlags(bundle=tmp_path, train=tmp_path, out=tmp_path, steps=10)
+    with Watcher(settings, 0, lambda step: step, lambda: ({}, {})) as watcher:
+        watcher.say("row 1\n  a\x1b]0;title\x07 \x9b31m\tb\r\x85c")
+    shown = "row 1\n  a\\x1b]0;title\\x07 \\x9b31m\tb\\r\\x85c\n"
+    assert shown in capsys.readouterr().err
+    log = (tmp_path / LOG).read_text(encoding="utf-8")
+    assert [line.partition(" ")[2] for line in log.split("\n")] == shown.split("\n")

@@ -1,0 +1,122 @@
+"""Which blocks a model has, and which of them `--adapt-layers` means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from prge.errors import ConfigError
+from server_export.adapter.layers import convert_conv1d
+from server_export.adapter.repeated_blocks import block_names, blocks_below, in_top_blocks
+from server_export.bundle import write_adapter
+from server_export.settings import ExportConfig
+from tests.server_export.model.starts import start
+from tests.tiny_models import ARCHITECTURES, make_model
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_blocks_of_every_architecture_are_found(architecture: str) -> None:
+    model = make_model(architecture)
+    convert_conv1d(model)
+    names = block_names(model)
+    # ALBERT's layers are one, which is used again.
+    assert len(names) == {"albert": 1, "modernbert": 4}.get(architecture, 2)
+    blocks = [model.get_submodule(name) for name in names]
+    assert len({type(block) for block in blocks}) == 1
+    inside = sum(isinstance(module, nn.Linear) for block in blocks for module in block.modules())
+    others = sum(isinstance(module, nn.Linear) for module in model.modules()) - inside
+    # The vocabulary head, and what fits OPT's narrow embeddings to its blocks.
+    assert others <= (3 if architecture == "opt" else 1)
+    assert inside >= 4 * len(blocks)
+
+
+def test_a_model_without_blocks_is_told() -> None:
+    with pytest.raises(ConfigError, match="no list of blocks"):
+        block_names(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_the_outer_of_nested_lists_holds_the_blocks() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])])
+    assert block_names(model) == ["layers.0"]
+
+
+NAMES = [f"model.layers.{block}.self_attn.{kind}_proj" for block in (0, 1) for kind in "qv"]
+
+
+def test_top_blocks_are_the_last_ones() -> None:
+    model = make_model("llama")
+    assert in_top_blocks(model, NAMES, "top:1") == NAMES[2:]
+    assert in_top_blocks(model, NAMES, "top:2") == NAMES
+    # A block's number is not a prefix of another's.
+    deep = make_model("llama", num_hidden_layers=11)
+    assert in_top_blocks(deep, [*NAMES, "model.layers.10.self_attn.q_proj"], "top:1") == [
+        "model.layers.10.self_attn.q_proj"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        ("top:0", "k must be 1 to 2"),
+        ("top:-1", "k must be 1 to 2"),
+        ("top:3", "k must be 1 to 2"),
+        ("top", "must be top:k"),
+        ("bottom:1", "must be top:k"),
+        ("top:1.5", "must be top:k"),
+        ("", "must be top:k"),
+    ],
+)
+def test_a_choice_that_means_no_blocks_is_refused(choice: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        in_top_blocks(make_model("llama"), NAMES, choice)
+
+
+def test_targets_outside_the_chosen_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="none of the target modules lies in the top 1 blocks"):
+        in_top_blocks(make_model("llama"), NAMES[:2], "top:1")
+
+
+def test_whole_blocks_below_some_layers_are_counted() -> None:
+    model = make_model("llama")
+    assert blocks_below(model, NAMES) == 0
+    assert blocks_below(model, NAMES[2:]) == 1
+    assert blocks_below(model, ["embed_out", *NAMES[2:]]) == 0
+
+
+def test_an_adapter_that_brings_its_layers_has_no_others() -> None:
+    with pytest.raises(ConfigError, match="adapt_layers is top:1, but start_adapter is given"):
+        ExportConfig(model="llama", out=Path("unused"), start_adapter=Path("adapter"), adapt_layers="top:1")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    [("llama", None), ("llama", "all-linear"), ("gpt2", None), ("bert", [r".*\.(query|dense)"])],
+)
+def test_peft_adapts_the_same_layers(
+    architecture: str, targets: str | list[str] | None, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    begun = start(architecture, adapt_layers="top:1", target_modules=targets)
+    blocks = block_names(begun.loaded.model)
+    assert all(name.startswith(f"{blocks[-1]}.") for name in begun.lora_a)
+    write_adapter(tmp_path / "adapter", begun)
+    loaded = PeftModel.from_pretrained(make_model(architecture), str(tmp_path / "adapter"))
+    adapted = {
+        name.removeprefix("base_model.model."): module
+        for name, module in loaded.named_modules()
+        if hasattr(module, "lora_A")
+    }
+    assert set(adapted) == set(begun.lora_a)
+    for name, module in adapted.items():
+        assert torch.equal(module.lora_A["default"].weight, begun.lora_a[name])
+        assert (
+            module.scaling["default"] == begun.alpha / begun.rank
+            and not module.lora_B["default"].weight.any()
+        )

@@ -1,0 +1,88 @@
+"""Names of stored tensors, by transformers' own conversion; what it loads is the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from server_export.checkpoint.files import find_files
+from server_export.checkpoint.loading import outline_model
+from server_export.checkpoint.weights import Weights
+
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 48,
+}
+
+
+def saved(folder: Path, name: str, **settings: Any) -> Any:
+    """A model of a configuration class, written as transformers does: by the names of checkpoints."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**settings)
+    kind = transformers.AutoModelForMultimodalLM if config.sub_configs else transformers.AutoModelForCausalLM
+    model = kind.from_config(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def weights_of(folder: Path) -> tuple[Weights, torch.nn.Module]:
+    outline = outline_model(str(folder)).model
+    return Weights(find_files(str(folder)), outline), outline
+
+
+def test_a_head_of_another_name_is_found(tmp_path: Path) -> None:
+    settings = {name: size for name, size in _SIZES.items() if "key" not in name and name != "head_dim"}
+    model = saved(tmp_path, "GPTNeoXConfig", **settings)
+    assert "embed_out.weight" in load_file(tmp_path / "model.safetensors")
+    weights, _ = weights_of(tmp_path)
+    assert torch.equal(weights.read("lm_head.weight"), model.lm_head.weight)
+
+
+def test_tensors_that_are_stored_apart_or_together_are_converted(tmp_path: Path) -> None:
+    """Experts are stored one by one, the model has them as one tensor."""
+    import transformers
+
+    from server_export.checkpoint.tensor_names import Outline, sources
+
+    config = {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = saved(tmp_path, "Qwen3MoeConfig", **config)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert name not in stored
+    with torch.device("meta"):
+        outline = transformers.AutoModelForCausalLM.from_config(model.config)
+    found = sources(outline, stored.keys())[name]
+    assert len(found.stored) == 8
+    made = found.made(stored.__getitem__, Outline(outline))
+    assert torch.equal(made[name], model.get_parameter(name))
+
+
+# Configuration classes of images and texts, and of their text parts.
+_EYES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_PARTS = {
+    "Gemma3Config": {"text_config": _SIZES, "vision_config": _EYES},
+    "Mistral3Config": {"text_config": {**_SIZES, "model_type": "mistral"}, "vision_config": _EYES},
+}
+
+
+@pytest.mark.parametrize("name", _PARTS)
+def test_the_text_part_of_a_checkpoint_is_found(name: str, tmp_path: Path) -> None:
+    """It answers texts as the whole model does."""
+    from server_export.checkpoint.loading import load_model
+
+    whole = saved(tmp_path, name, **_PARTS[name])
+    loaded = load_model(str(tmp_path))
+    tokens = torch.randint(3, 60, (2, 7))
+    with torch.no_grad():
+        assert torch.allclose(loaded.model(tokens).logits, whole(input_ids=tokens).logits, atol=1e-5)
