@@ -45,7 +45,7 @@ from prge.formats.run_folder import (
     check_new_run,
     run_lock,
 )
-from prge.formats.signatures import DECODE, PREFILL, STACK
+from prge.formats.signatures import DECODE, PREFILL, FORWARD
 from prge.generation.loop import Generator
 from prge.objectives.examples import token_count
 from prge.objectives.preferences import Preference
@@ -319,7 +319,7 @@ def _closing(settings: RunSettings, inputs: RunInputs, samples: Samples | None) 
 
 def _tell_noise(run: _OpenRun, session: Session, watcher: Watcher) -> None:
     """Say how noisy differences in quantized activations are; a run goes on without the answer too."""
-    if run.plan.role != STACK or run.inputs.bundle.quantization is None:
+    if run.plan.role != FORWARD or run.inputs.bundle.quantization is None:
         return
     try:
         state, sampler = session.state, session.sampler

@@ -75,7 +75,7 @@ class FleetDemo:
     def run(self) -> dict[str, Any]:
         """Everything from the export to the figures."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        prge("export", model=DATA / "model", out=self.bundle, roles="tangent")
+        prge("export", model=DATA / "model", out=self.bundle, roles="jvp")
         prge("fleet", "keys", self.folder / "keys", "--devices", HONEST, KILLED, LIAR)
         lines = (DATA / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         for index, name in enumerate((HONEST, KILLED, LIAR)):
@@ -104,7 +104,7 @@ class FleetDemo:
     def with_liars(self) -> dict[str, Any]:
         """Accuracies with each lie, and by how much the worst one is below the honest devices' alone."""
         bundle = self.folder / "bundle-of-liars"
-        prge("export", "--roles", "tangent", "back", model=DATA / "model", out=bundle)
+        prge("export", "--roles", "jvp", "backward", model=DATA / "model", out=bundle)
         ways = {kind: {**way, "combine": "trimmed"} for kind, way in KINDS.items()}
         found = study(bundle, 4, 1, ways, LIES)
         costs = [

@@ -18,7 +18,7 @@ from prge.formats.bundle import (
     manifest_sha256,
 )
 from prge.formats.chain import Block, Bounds, Chain, Interface, Kind, Table
-from prge.formats.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
+from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD_SAVE, FORWARD, JVP
 from prge.model_spec import AdaptedModule, ModelSpec
 
 PROGRAM = "programs/block.pte"
@@ -48,24 +48,24 @@ def _methods(is_encoder: bool) -> tuple[dict[str, Interface], dict[str, Interfac
     matrices = ("lora_b.0", "lora_b.1")
     factors = ("u.0", "v.0", "u.1", "v.1")
     block = {
-        STACK: Interface(("state", *beside, *matrices), ("state",)),
-        TANGENT: Interface(("state", *beside, *matrices, "d_state", *factors), ("state", "d_state")),
-        BACK: Interface(
+        FORWARD: Interface(("state", *beside, *matrices), ("state",)),
+        JVP: Interface(("state", *beside, *matrices, "d_state", *factors), ("state", "d_state")),
+        BACKWARD: Interface(
             ("state", *beside, *matrices, "slope"),
             ("slope", "gradient.0", "gradient.1"),
         ),
-        SAVE: Interface(("state", *beside, *matrices), ("state", "saved.0", "saved.1")),
-        BACK_SAVED: Interface(
+        FORWARD_SAVE: Interface(("state", *beside, *matrices), ("state", "saved.0", "saved.1")),
+        BACKWARD_SAVED: Interface(
             ("state", *beside, *matrices, "slope", "saved.0", "saved.1"),
             ("slope", "gradient.0", "gradient.1"),
         ),
     }
     head = {
-        STACK: Interface(("state", "targets", "shift"), ("parts",)),
-        TANGENT: Interface(("state", "targets", "shift", "d_state"), ("parts", "d_parts")),
-        BACK: Interface(("state", "targets", "shift", "slope"), ("slope",)),
-        SAVE: Interface(("state", "targets", "shift"), ("parts", "saved.0")),
-        BACK_SAVED: Interface(("state", "targets", "shift", "slope", "saved.0"), ("slope",)),
+        FORWARD: Interface(("state", "targets", "shift"), ("parts",)),
+        JVP: Interface(("state", "targets", "shift", "d_state"), ("parts", "d_parts")),
+        BACKWARD: Interface(("state", "targets", "shift", "slope"), ("slope",)),
+        FORWARD_SAVE: Interface(("state", "targets", "shift"), ("parts", "saved.0")),
+        BACKWARD_SAVED: Interface(("state", "targets", "shift", "slope", "saved.0"), ("slope",)),
     }
     return block, head
 
@@ -76,7 +76,7 @@ def make_small_chain(**changes: Any) -> Chain:
     is_encoder = changes.get("readout") == "pooled"
     block, head = _methods(is_encoder)
     kinds = [
-        Kind("programs/embedding.pte", {STACK: Interface(("tokens",), ("state",))}),
+        Kind("programs/embedding.pte", {FORWARD: Interface(("tokens",), ("state",))}),
         Kind("programs/block.pte", block),
         Kind("programs/head.pte", head),
     ]
@@ -119,8 +119,8 @@ def make_chain(readout: str = "logprobs", lowest: int = 1) -> Chain:
     """A chain of four blocks of three kinds; two modules in each adapted block, from the `lowest` on."""
     is_encoder = readout == "pooled"
     block, head = _methods(is_encoder)
-    plain = {STACK: Interface(("state", "table.0"), ("state",))}
-    kinds = [Kind("programs/embedding.pte", {STACK: Interface(("tokens",), ("state",))})]
+    plain = {FORWARD: Interface(("state", "table.0"), ("state",))}
+    kinds = [Kind("programs/embedding.pte", {FORWARD: Interface(("tokens",), ("state",))})]
     kinds += [Kind("programs/block.pte", block)]
     kinds += [] if is_encoder else [Kind("programs/head.pte", head)]
     kinds += [Kind("programs/plain.pte", plain)] if lowest == 2 else []

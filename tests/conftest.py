@@ -99,7 +99,7 @@ def workshop(made_once: Made) -> Path:
 @pytest.fixture(scope="session")
 def upper_bundle(workshop: Path, made_once: Made) -> Path:
     """The workshop's model with int4 weights and an adapter on its upper block alone, for exact gradients."""
-    upper = ["--adapt-layers", "top:1", "--quantize", "8da4w", "--roles", "back"]
+    upper = ["--adapt-layers", "top:1", "--quantize", "8da4w", "--roles", "backward"]
     return made_once("upper", lambda folder: export(workshop / "model", folder / "upper", *upper)) / "upper"
 
 
@@ -129,7 +129,7 @@ def encoder(made_once: Made) -> Path:
 
     def fill(folder: Path) -> None:
         save_model(folder / "model", "bert", **SHALLOW["bert"])
-        export(folder / "model", folder / "bundle", "--roles", "tangent", "back")
+        export(folder / "model", folder / "bundle", "--roles", "jvp", "backward")
 
     return made_once("encoder", fill) / "bundle"
 

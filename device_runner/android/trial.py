@@ -25,7 +25,7 @@ from prge.errors import DeviceError
 from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.documents import parse_json
 from prge.formats.run_folder import METRICS
-from prge.formats.signatures import BACK
+from prge.formats.signatures import BACKWARD
 from prge.training.costs import bytes_text, least_memory
 from prge.training.trials import Trial
 
@@ -122,7 +122,7 @@ class Taking:
         """The least bound that a run on the phone keeps."""
         held = self.phone.python(_HELD.format(bundle=self.remote)).split()
         known = int(held[-1]) + _GROWTH if held else None
-        return least_memory(self.bundle, BACK, self.trial.batch, self.trial.tokens, held=known)
+        return least_memory(self.bundle, BACKWARD, self.trial.batch, self.trial.tokens, held=known)
 
     def _text(self) -> dict[str, Any]:
         """What `prge generate` is asked."""

@@ -14,7 +14,7 @@ from device_runner.engines.experts import Experts
 from device_runner.engines.forward import Forward
 from prge.engine import FloatArray
 from prge.formats.adapter import adapter_size, views
-from prge.formats.signatures import BACK, BACK_SAVED
+from prge.formats.signatures import BACKWARD, BACKWARD_SAVED
 
 
 class Backward:
@@ -63,7 +63,7 @@ class Backward:
         is_finite = True
         for index, part in enumerate(parts):
             residuals = self._store.residuals(number, index)
-            role = BACK_SAVED if residuals else BACK
+            role = BACKWARD_SAVED if residuals else BACKWARD
             with self._store.restored(index) as kept:
                 part.values |= {**kept, "state": kept["state"][0]}
                 found = self._forward.run(number, role, part, values_of(residuals))
@@ -88,7 +88,7 @@ class Backward:
         with ExitStack() as stack:
             kept = [stack.enter_context(self._store.restored(index)) for index in range(len(parts))]
             states = [arrays["state"][0] for arrays in kept]
-            slopes = self._experts.back(number, states, [part.values["slope"] for part in parts])
+            slopes = self._experts.backward(number, states, [part.values["slope"] for part in parts])
             is_finite = all(bool(np.isfinite(array).all()) for array in (*states, *slopes))
         for part, slope in zip(parts, slopes, strict=True):
             self._forward.release(part.values)

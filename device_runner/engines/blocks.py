@@ -1,6 +1,6 @@
 """The methods of a chain's blocks: loaded when their turn comes, with one arena, kept while memory allows.
 
-    blocks.run(3, "stack", {"state": state, "lora_b.0": matrix, ...}) -> {"state": next_state}
+    blocks.run(3, "forward", {"state": state, "lora_b.0": matrix, ...}) -> {"state": next_state}
 
 A block's weights are mapped from its packed file where the engine can have one, else they are in memory.
 """
@@ -37,7 +37,7 @@ from prge.errors import EngineError
 from prge.formats.bundle import Bundle, check_content
 from prge.formats.chain import TABLE, Interface, Kind, TensorSpec
 from prge.formats.peft import scaled_lora_a
-from prge.formats.signatures import BACK, DECODE, OF_BACK, PREFILL, STACK
+from prge.formats.signatures import BACKWARD, DECODE, RESIDUAL_ROLES, PREFILL, FORWARD
 from prge.numerics.expert_routing import Routing
 from prge.system.memory import available_memory
 
@@ -73,9 +73,9 @@ class Blocks:
         self._programs = [self._opened(kind) for kind in bundle.chain.kinds]
         self.chain = with_specs(bundle.chain, self._programs)
         self.tables = Tables(bundle, self.chain)
-        self._roles = {STACK, *roles}
-        if BACK in self._roles and backend.name == "native":
-            self._roles |= {*OF_BACK}
+        self._roles = {FORWARD, *roles}
+        if BACKWARD in self._roles and backend.name == "native":
+            self._roles |= {*RESIDUAL_ROLES}
         # A layer that is used again is loaded once, as the first block with its weights.
         self._first = self.chain.first_of_weights
         # Methods by block and role, those of the block that was used last at the end.

@@ -20,7 +20,7 @@ from device_runner.engines.planning import slices, turns
 from device_runner.engines.readouts import LogProbabilities, PooledStates, Readout
 from prge.engine import Call, Directions, FloatArray
 from prge.errors import EngineError
-from prge.formats.signatures import BACK, STACK, TANGENT
+from prge.formats.signatures import BACKWARD, FORWARD, JVP
 
 _READOUTS: dict[str, type[Readout]] = {"logprobs": LogProbabilities, "pooled": PooledStates}
 
@@ -46,12 +46,12 @@ class ChainEngine(CheckedEngine):
         outputs = readout.empty(len(call.adapters))
         for numbers in turns(forward.lengths, len(call.adapters)):
             parts = forward.with_copies(numbers, forward.below(numbers))
-            forward.through(parts, STACK, self._above)
+            forward.through(parts, FORWARD, self._above)
             readout.forward(parts, outputs)
         return outputs
 
     def _jvp(self, call: Call, directions: Directions) -> tuple[FloatArray, FloatArray]:
-        self._check_role(TANGENT, call)
+        self._check_role(JVP, call)
         forward, readout = self._passes(call)
         queries = len(next(iter(directions.values())))
         outputs, derivatives = readout.empty(), readout.empty(queries)
@@ -59,17 +59,17 @@ class ChainEngine(CheckedEngine):
             parts = forward.of_one_copy(numbers, forward.below(numbers))
             for mine in slices(queries, self._chain.bounds.queries):
                 moved = forward.with_directions(parts, directions, mine)
-                forward.through(moved, TANGENT, self._above)
+                forward.through(moved, JVP, self._above)
                 readout.jvp(moved, outputs, derivatives[mine])
         return outputs, derivatives
 
     def _vjp(self, call: Call, grad_fn: Callable[[FloatArray], FloatArray]) -> tuple[FloatArray, FloatArray]:
-        self._check_role(BACK, call)
+        self._check_role(BACKWARD, call)
         forward, readout = self._passes(call)
         numbers = np.arange(len(call.sequences))
         parts = forward.of_one_copy(numbers, forward.below(numbers))
         self._begin(forward, parts, call.target_count)
-        forward.through(parts, STACK, self._above, self._store)
+        forward.through(parts, FORWARD, self._above, self._store)
         outputs, slopes = readout.vjp(parts, grad_fn, self._store)
         gradient = Backward(forward, self._store).through(parts, slopes, self._above)
         self._store.end()

@@ -25,8 +25,8 @@ from prge.formats.signatures import (
     PAST_ONES,
     PAST_VALUES,
     PREFILL,
-    PREFILL_BACK,
-    PREFILL_TANGENT,
+    PREFILL_BACKWARD,
+    PREFILL_JVP,
     SEEN,
     VALUES,
     Port,
@@ -50,7 +50,7 @@ class Pieces:
         self._blocks = blocks
         self._chain = blocks.chain
 
-    def stack(self, number: int, inputs: Arrays) -> Arrays:
+    def forward(self, number: int, inputs: Arrays) -> Arrays:
         """A block's answer.
 
         Args:
@@ -88,7 +88,7 @@ class Pieces:
         of_pieces = {each: np.concatenate([to[each] for to in carried_to]) for each in carried}
         return {**found, **own, **of_pieces}
 
-    def tangent(self, number: int, inputs: Arrays) -> Arrays:
+    def jvp(self, number: int, inputs: Arrays) -> Arrays:
         """A block's answer and its tangents.
 
         Args:
@@ -118,19 +118,19 @@ class Pieces:
         for piece in self._pieces(number, length):
             given = {**inputs, **self.beside(number, piece, known), **carried}
             given |= {name: _cut(array, piece) for name, array in of_tokens.items()}
-            answer = self._blocks.run(number, PREFILL_TANGENT, given)
+            answer = self._blocks.run(number, PREFILL_JVP, given)
             carried = {name: answer[name].copy() for name in carried}
             for name, whole in (*found.items(), *own.items()):
                 whole[..., piece, :] = answer[name]
             self._release(answer)
         return found
 
-    def back(self, number: int, inputs: Arrays) -> Arrays:
+    def backward(self, number: int, inputs: Arrays) -> Arrays:
         """A block's way back.
 
         Args:
             number: of the block.
-            inputs: `state` and `slope` [1, tokens, width], what `stack` answered for it, what the block takes
+            inputs: `state` and `slope` [1, tokens, width], what `forward` returned for it, what the block takes
                 and slopes of what it gives as the state, and the adapter's.
 
         Returns:
@@ -154,7 +154,7 @@ class Pieces:
             given = {**inputs, **self.beside(number, piece, known), **by_carried}
             given |= {name: inputs[name][turn : turn + 1] for name in carried}
             given |= {name: _cut(array, piece) for name, array in of_tokens.items()}
-            answer = self._blocks.run(number, PREFILL_BACK, given)
+            answer = self._blocks.run(number, PREFILL_BACKWARD, given)
             by_carried = {name: answer[name].copy() for name in by_carried}
             found["slope"][:, piece] = answer["slope"]
             past = slice(self._first_seen(number, piece.start), piece.start)

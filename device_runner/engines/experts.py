@@ -9,7 +9,7 @@ import numpy as np
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.planning import at_least_two, slices
 from prge.engine import Array, FloatArray
-from prge.formats.signatures import BACK, STACK, TANGENT
+from prge.formats.signatures import BACKWARD, FORWARD, JVP
 
 
 class Experts:
@@ -39,15 +39,15 @@ class Experts:
 
         def run(expert: int, state: FloatArray, *d_state: FloatArray) -> list[FloatArray]:
             if not d_state:
-                return self._run(first + expert, STACK, {"state": state[None, None]}, "state")
+                return self._run(first + expert, FORWARD, {"state": state[None, None]}, "state")
             given = {"state": state[None], "d_state": d_state[0][:, None]}
-            return self._run(first + expert, TANGENT, given, "state", "d_state")
+            return self._run(first + expert, JVP, given, "state", "d_state")
 
         flat = [_joined(states), *([_joined(tangents, 1)] if tangents else [])]
         found = self._blocks.routing(first).forward(flat[0], run, *flat[1:])
         return _parted(found[0], states) + (_parted(found[1], tangents, 1) if tangents else [])
 
-    def back(
+    def backward(
         self, first: int, states: Sequence[FloatArray], slopes: Sequence[FloatArray]
     ) -> list[FloatArray]:
         """Slopes of the states before the experts of a layer, from those behind.
@@ -62,9 +62,9 @@ class Experts:
         """
 
         def run(expert: int, state: FloatArray, slope: FloatArray) -> list[FloatArray]:
-            return self._run(first + expert, BACK, {"state": state[None], "slope": slope[None]}, "slope")
+            return self._run(first + expert, BACKWARD, {"state": state[None], "slope": slope[None]}, "slope")
 
-        found = self._blocks.routing(first).back(_joined(states), _joined(slopes), run)
+        found = self._blocks.routing(first).backward(_joined(states), _joined(slopes), run)
         return _parted(found, states)
 
     def _run(self, number: int, role: str, given: dict[str, Array], *names: str) -> list[FloatArray]:

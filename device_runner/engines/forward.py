@@ -24,7 +24,7 @@ from device_runner.engines.trunk_cache import TrunkCache
 from prge.engine import Array, Call, Directions, FloatArray, IntArray
 from prge.formats.adapter import views
 from prge.formats.chain import GIVEN, TABLE
-from prge.formats.signatures import BACK, KEYS, SAVE, STACK, TANGENT, VALUES
+from prge.formats.signatures import BACKWARD, KEYS, FORWARD_SAVE, FORWARD, JVP, VALUES
 from prge.model_spec import Matrix
 
 _NOTHING: Mapping[str, Array] = MappingProxyType({})
@@ -134,7 +134,7 @@ class Forward:
             tokens = tokens_of(self.call.sequences, rows, int(self.lengths[rows.flat[0]]))
             copy = np.zeros(len(rows), np.int64)
             parts.append(self._new_part(rows, copy, {"tokens": tokens}, SharedValues(self.chain)))
-        self.through(parts, STACK, range(self.chain.lowest_adapted))
+        self.through(parts, FORWARD, range(self.chain.lowest_adapted))
         found: dict[int, FloatArray] = {}
         for part in parts:
             shared = [part.shared.values[value] for value in self._entering]
@@ -156,7 +156,7 @@ class Forward:
 
         Args:
             parts: before the first of them.
-            role: `stack` or `tangent`.
+            role: `forward` or `jvp`.
             numbers: of the blocks.
             store: keeps what a backward pass needs, if there is one.
         """
@@ -169,7 +169,7 @@ class Forward:
                 residuals = store.residuals(number, index) if store else {}
                 if residuals:
                     alone = part.of_one_copy({"state": part.values["state"][0]})
-                    answer = self.run(number, SAVE, alone, into=outputs_of(residuals))
+                    answer = self.run(number, FORWARD_SAVE, alone, into=outputs_of(residuals))
                     found = {name: array[None] for name, array in answer.items() if name not in residuals}
                 else:
                     found = self.run(number, role, part)
@@ -208,13 +208,13 @@ class Forward:
         inputs: Arrays = {**part.values, **part.beside, **part.shared.inputs(number), **more}
         inputs |= self._adapter_inputs(number, role, part)
         if self.in_pieces(part):
-            in_pieces = {STACK: self._pieces.stack, TANGENT: self._pieces.tangent, BACK: self._pieces.back}
+            in_pieces = {FORWARD: self._pieces.forward, JVP: self._pieces.jvp, BACKWARD: self._pieces.backward}
             found = in_pieces[role](number, inputs)
         else:
             for index, table in enumerate(self.chain.blocks[number].tables):
                 inputs[f"{TABLE}{index}"] = self.blocks.tables.of(table, part.length)
             found = self.blocks.run(number, role, inputs, into)
-        if role == STACK and number < self.chain.end:
+        if role == FORWARD and number < self.chain.end:
             for name, array in found.items():
                 if name == "state" or name.startswith(GIVEN):
                     found[name] = array.reshape(*part.rows.shape, *array.shape[1:])
@@ -225,9 +225,9 @@ class Forward:
         inputs: Arrays = {}
         for ours, its in self.matrices(number):
             matrix = self._adapters[ours.name]
-            if role == STACK:
+            if role == FORWARD:
                 inputs[its.name] = np.ascontiguousarray(matrix[part.copy])
-            elif role == TANGENT:
+            elif role == JVP:
                 inputs[its.name] = np.ascontiguousarray(matrix[0])
                 inputs |= {its.u: part.directions[ours.u], its.v: part.directions[ours.v]}
             else:

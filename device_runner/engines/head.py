@@ -17,7 +17,7 @@ from device_runner.engines.blocks import Blocks
 from device_runner.engines.planning import at_least_two, slices
 from prge.engine import Array, FloatArray, IntArray
 from prge.formats.chain import FEWEST_TOKENS
-from prge.formats.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT
+from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD_SAVE, FORWARD, JVP
 from prge.numerics.vocabulary_shards import Reading
 
 # Rows of logits that the way back holds at once for each question: the slopes, large and small ones, twice.
@@ -66,14 +66,14 @@ class VocabularyHead:
                 reading.add(piece, mine, *reading.ask(mine, ask))
         return reading
 
-    def back(
+    def backward(
         self, states: FloatArray, reading: Reading, slopes: FloatArray, store: ActivationStore | None = None
     ) -> FloatArray:
         """Slope of the states f32 [targets, width], from that of each target's log-probability."""
         result = np.zeros_like(states)
         for piece in self._pieces:
             residuals = self._residuals(piece, store)
-            role = BACK_SAVED if residuals else BACK
+            role = BACKWARD_SAVED if residuals else BACKWARD
             for mine in self._slices(len(states), _ROWS_OF_BACK):
                 targets, has = reading.within(piece, mine)
                 # With the logarithm of the whole sum as the shift, the sum of exponentials is 1.
@@ -100,9 +100,9 @@ class VocabularyHead:
     ) -> tuple[FloatArray, FloatArray | None]:
         """What a piece answers of states, and of their tangents, some queries after the others."""
         if not moved:
-            role = SAVE if into else STACK
+            role = FORWARD_SAVE if into else FORWARD
             return self._run(piece, role, state, targets, shift, into=into)["parts"], None
-        found = [self._run(piece, TANGENT, state, targets, shift, {"d_state": some}) for some in moved]
+        found = [self._run(piece, JVP, state, targets, shift, {"d_state": some}) for some in moved]
         return found[0]["parts"], np.concatenate([answer["d_parts"] for answer in found])
 
     def _run(

@@ -13,7 +13,7 @@ from device_runner.engines.generator import ChainSpeaker
 from device_runner.engines.trunk_cache import Precision, TrunkCache
 from prge.engine import Engine, EngineName
 from prge.formats.bundle import Bundle
-from prge.formats.signatures import BACK, STACK
+from prge.formats.signatures import BACKWARD, FORWARD
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class OpenEngine:
 
 def open_engine(
     bundle: Bundle,
-    role: str = STACK,
+    role: str = FORWARD,
     *,
     threads: int | None = None,
     engine: EngineName = "auto",
@@ -74,7 +74,7 @@ def open_engine(
         folder=folder,
         checkpoint_bytes=loaded,
         # Residuals of hidden states that checkpoints round would belong to another forward pass.
-        residual_bytes=blocks.beside_weights if role == BACK and checkpoint_dtype == "float32" else None,
+        residual_bytes=blocks.beside_weights if role == BACKWARD and checkpoint_dtype == "float32" else None,
         trunk=trunk,
     )
     return OpenEngine(ChainEngine(blocks, count, store), count, backend.name, blocks, store, "; ".join(notes))

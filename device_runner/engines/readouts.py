@@ -103,7 +103,7 @@ class LogProbabilities(Readout):
         states, outputs = self._picked(parts, "state"), self.empty()
         reading = self._head.read(states, self._tokens[asked], store=store)
         outputs[asked] = reading.logprobs
-        picked = self._head.back(states, reading, grad_fn(outputs)[asked], store)
+        picked = self._head.backward(states, reading, grad_fn(outputs)[asked], store)
         found, start = [], 0
         for part in parts:
             grads = np.zeros((part.rows.size, part.length, picked.shape[-1]), np.float32)

@@ -13,7 +13,7 @@ from typing import Any
 
 from device_runner.engines.tables import Tables
 from prge.formats.chain import GIVEN, TABLE, TAKEN, Block, Bounds, Chain, Interface, Kind, TensorSpec
-from prge.formats.signatures import CARRIED, DECODE, PAST_KEYS, PAST_VALUES, PREFILL, SAVE, STACK
+from prge.formats.signatures import CARRIED, DECODE, PAST_KEYS, PAST_VALUES, PREFILL, FORWARD_SAVE, FORWARD
 from prge.model_spec import LARGEST_SIZE
 from prge.numerics.expert_routing import Routing
 
@@ -90,17 +90,17 @@ class Shapes:
     def __init__(self, chain: Chain, tables: Tables) -> None:
         self._chain = chain
         self._tables = tables
-        self.widths = [_widths(_method(chain, block, STACK)) for block in chain.blocks]
+        self.widths = [_widths(_method(chain, block, FORWARD)) for block in chain.blocks]
         self.routings = read_routings(chain, self.widths)
         self.heads = [_heads(chain, block) for block in chain.blocks]
         self.saved = [
-            {name: _last(_method(chain, block, SAVE).sizes(name, True)) for name in chain.saved(number)}
+            {name: _last(_method(chain, block, FORWARD_SAVE).sizes(name, True)) for name in chain.saved(number)}
             for number, block in enumerate(chain.blocks)
         ]
         self.carried = [_carried(chain, number) for number in range(len(chain.blocks))]
         self.shared = [
             _last(
-                _method(chain, chain.blocks[maker], STACK).sizes(
+                _method(chain, chain.blocks[maker], FORWARD).sizes(
                     f"{GIVEN}{chain.gives(maker).index(value)}", True
                 )
             )

@@ -14,7 +14,7 @@ from device_runner.engines.backend import choose
 from device_runner.engines.trunk_cache import Precision
 from prge.engine import EngineName
 from prge.formats.bundle import Bundle
-from prge.formats.signatures import STACK
+from prge.formats.signatures import FORWARD
 from prge.objectives.examples import Example, sequences_of
 from prge.system.memory import PeakMemory, resident_bytes
 from prge.training.costs import (
@@ -73,7 +73,7 @@ def budget_of_steps(
 
 def shape_of_scores(bundle: Bundle, examples: Sequence[Example]) -> StepShape:
     """The shape of scoring some rows."""
-    return shape_of(STACK, examples, len(sequences_of(examples)), bundle.chain.model)
+    return shape_of(FORWARD, examples, len(sequences_of(examples)), bundle.chain.model)
 
 
 def budget_of_texts(

@@ -20,20 +20,20 @@ from prge.errors import BundleError, ConfigError, shown
 from prge.formats.relations import RELATIONS
 from prge.formats.signatures import (
     ALL_ROLES,
-    BACK_SAVED,
+    BACKWARD_SAVED,
     CARRIED,
     DECODE,
-    IN_PIECES,
+    CHUNK_ROLE,
     PADDING,
     PAST_KEYS,
     PAST_VALUES,
     PREFILL,
-    PREFILL_BACK,
-    PREFILL_TANGENT,
+    PREFILL_BACKWARD,
+    PREFILL_JVP,
     ROLE_OF,
-    SAVE,
+    FORWARD_SAVE,
     SAVED,
-    STACK,
+    FORWARD,
     STEP_ROLES,
     BlockPorts,
     Signature,
@@ -335,8 +335,8 @@ class Chain:
             is_between = 0 < number < min(self.end, len(self.blocks) - 1)
             if self.is_expert(number) and (block.modules or block.tables or not is_between):
                 yield f"block {number}, an expert, has modules or tables, or is the first or the last one"
-            if STACK not in self.kinds[block.kind].methods:
-                yield f"block {number} lacks the role {STACK}"
+            if FORWARD not in self.kinds[block.kind].methods:
+                yield f"block {number} lacks the role {FORWARD}"
             yield from self._interface_problems(number, block)
 
     def _sharing_problem(self, number: int, block: Block) -> str:
@@ -410,10 +410,10 @@ class Chain:
 
     def saved(self, number: int) -> list[str]:
         """Names of what a block's forward pass saves for the way back; none if it can't."""
-        return self._saved(number) if BACK_SAVED in self.kinds[self.blocks[number].kind].methods else []
+        return self._saved(number) if BACKWARD_SAVED in self.kinds[self.blocks[number].kind].methods else []
 
     def _saved(self, number: int) -> list[str]:
-        method = self.kinds[self.blocks[number].kind].methods.get(SAVE)
+        method = self.kinds[self.blocks[number].kind].methods.get(FORWARD_SAVE)
         outputs = method.outputs[: _MOST_SAVED + 1 + len(self.shared)] if method else ()
         return [name for name in outputs if name.startswith(f"{SAVED}.")]
 
@@ -484,8 +484,8 @@ class Chain:
             needing |= {
                 PREFILL: self.blocks[: self.end],
                 DECODE: self.blocks,
-                PREFILL_TANGENT: self.blocks[self.lowest_adapted : self.end],
-                PREFILL_BACK: self.blocks[self.lowest_adapted : self.end],
+                PREFILL_JVP: self.blocks[self.lowest_adapted : self.end],
+                PREFILL_BACKWARD: self.blocks[self.lowest_adapted : self.end],
             }
         return tuple(
             role
@@ -499,7 +499,7 @@ class Chain:
 
     def longest(self, role: str) -> int:
         """Most tokens of a row in calls of a role of steps."""
-        return self.bounds.tokens if IN_PIECES.get(role) in self.roles else self.bounds.piece
+        return self.bounds.tokens if CHUNK_ROLE.get(role) in self.roles else self.bounds.piece
 
     def causal_table(self, number: int) -> Table | None:
         """The mask of a block's attention, if it has one."""
@@ -522,7 +522,7 @@ class Chain:
             readout=self.readout,
             width=self.width,
             vocabulary_size=self.vocabulary_size,
-            sequence_length=max(self.longest(STACK), 1),
+            sequence_length=max(self.longest(FORWARD), 1),
             modules=self.modules,
         )
 

@@ -70,33 +70,33 @@ class Role:
 
 
 # Names of the roles: those of a program's methods.
-STACK, TANGENT, BACK = STEP_ROLES = ("stack", "tangent", "back")
+FORWARD, JVP, BACKWARD = STEP_ROLES = ("forward", "jvp", "backward")
 PREFILL, DECODE = "prefill", "decode"
-PREFILL_TANGENT, PREFILL_BACK = "prefill_tangent", "prefill_back"
-OF_BACK = SAVE, BACK_SAVED = "save", "back_saved"
+PREFILL_JVP, PREFILL_BACKWARD = "prefill_jvp", "prefill_backward"
+RESIDUAL_ROLES = FORWARD_SAVE, BACKWARD_SAVED = "forward_save", "backward_saved"
 ROLE_OF: Mapping[str, Role] = {
-    STACK: Role(View.BATCH, Derivative.VALUE),
-    TANGENT: Role(View.BATCH, Derivative.JVP),
-    BACK: Role(View.BATCH, Derivative.BACKWARD),
+    FORWARD: Role(View.BATCH, Derivative.VALUE),
+    JVP: Role(View.BATCH, Derivative.JVP),
+    BACKWARD: Role(View.BATCH, Derivative.BACKWARD),
     PREFILL: Role(View.CHUNK, Derivative.VALUE),
     DECODE: Role(View.TOKEN, Derivative.VALUE),
-    SAVE: Role(View.BATCH, Derivative.SAVE),
-    BACK_SAVED: Role(View.BATCH, Derivative.BACKWARD_SAVED),
-    PREFILL_TANGENT: Role(View.CHUNK, Derivative.JVP),
-    PREFILL_BACK: Role(View.CHUNK, Derivative.BACKWARD),
+    FORWARD_SAVE: Role(View.BATCH, Derivative.SAVE),
+    BACKWARD_SAVED: Role(View.BATCH, Derivative.BACKWARD_SAVED),
+    PREFILL_JVP: Role(View.CHUNK, Derivative.JVP),
+    PREFILL_BACKWARD: Role(View.CHUNK, Derivative.BACKWARD),
 }
-# What an export is asked for; `back` brings those of `OF_BACK` along, rows longer than a chunk theirs.
+# What an export is asked for; `back` brings those of `RESIDUAL_ROLES` along, rows longer than a chunk theirs.
 ROLES = (*STEP_ROLES, PREFILL, DECODE)
 ALL_ROLES = tuple(ROLE_OF)
 # The role of chunks that computes what a role of whole rows does.
-IN_PIECES = {
+CHUNK_ROLE = {
     name: chunk
     for name, role in ROLE_OF.items()
     for chunk, other in ROLE_OF.items()
     if role.view is View.BATCH and other == replace(role, view=View.CHUNK)
 }
 # Roles of steps: of an adapter they have an input for what is trained, and no other.
-OF_STEPS = tuple(role for role in ALL_ROLES if role not in (PREFILL, DECODE))
+TRAINING_ROLES = tuple(role for role in ALL_ROLES if role not in (PREFILL, DECODE))
 
 STATE, TOKENS, TABLE, ONES, PADDING = "state", "tokens", "table", "ones", "padding"
 TARGETS, SHIFT, PARTS, LOGITS = "targets", "shift", "parts", "logits"

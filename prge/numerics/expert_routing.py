@@ -105,7 +105,7 @@ class Routing:
                 whole[..., tokens, : self.said] += said
         return found
 
-    def back(self, states: FloatArray, slope: FloatArray, run: Run) -> FloatArray:
+    def backward(self, states: FloatArray, slope: FloatArray, run: Run) -> FloatArray:
         """Slope [tokens, entering] of the states before the experts, from that [tokens, leaving] behind.
 
         Args:

@@ -21,7 +21,7 @@ from prge.errors import BundleError, ConfigError, shown
 from prge.formats.adapter import adapter_size
 from prge.formats.bundle import Bundle
 from prge.formats.chain import Bounds, Chain
-from prge.formats.signatures import BACK, DECODE, PREFILL, SAVE, STACK, STEP_ROLES, TANGENT
+from prge.formats.signatures import BACKWARD, DECODE, PREFILL, FORWARD_SAVE, FORWARD, STEP_ROLES, JVP
 from prge.model_spec import AdaptedModule, ModelSpec, matrices
 from prge.numerics.vocabulary_shards import pieces_of
 from prge.objectives.examples import Example, sequences_of
@@ -48,12 +48,12 @@ BYTES_OF_A_TOKEN = 70
 BYTES_OF_A_NUMBER = 80
 _BYTES_OF_TRAINING = 8 * MIB
 # Of a block's method in the engine's own tables.
-_METHOD_BYTES = {STACK: 600_000, TANGENT: 750_000, BACK: 250_000, SAVE: 600_000}
+_METHOD_BYTES = {FORWARD: 600_000, JVP: 750_000, BACKWARD: 250_000, FORWARD_SAVE: 600_000}
 # Of a block's two methods that write texts.
 _TEXT_METHOD_BYTES = 700_000
 # Of a kind's method in its program; of the way back with those that save.
-_PROGRAM_BYTES = {STACK: 21_000, TANGENT: 43_000, BACK: 120_000, PREFILL: 14_000, DECODE: 14_000}
-_PROGRAM_BYTES_OF_HEAD = {STACK: 5_000, TANGENT: 9_000, BACK: 28_000, PREFILL: 0, DECODE: 3_000}
+_PROGRAM_BYTES = {FORWARD: 21_000, JVP: 43_000, BACKWARD: 120_000, PREFILL: 14_000, DECODE: 14_000}
+_PROGRAM_BYTES_OF_HEAD = {FORWARD: 5_000, JVP: 9_000, BACKWARD: 28_000, PREFILL: 0, DECODE: 3_000}
 _FLOAT = 4
 _ROOM = 1.05
 _STARTS = 1.03
@@ -103,7 +103,7 @@ class StepShape:
     @property
     def is_exact(self) -> bool:
         """Whether it computes the gradient itself."""
-        return self.role == BACK
+        return self.role == BACKWARD
 
     @property
     def tokens_together(self) -> int:
@@ -320,21 +320,21 @@ def weights_of(outline: Outline, scheme: str, int8_table: bool, roles: Collectio
     back = [
         (replace(layer, inputs=layer.outputs, outputs=layer.inputs, bias=False), of_head)
         for layer, _ in schemes
-        if BACK in roles and not layer.below
+        if BACKWARD in roles and not layer.below
     ]
     of_experts = sum(_stored(layer, scheme) for layer, scheme in (*schemes, *back) if layer.of_experts)
     frozen = (module for module in outline.modules if not module.trains_a)
     lora_a = sum(module.rank * module.in_features for module in frozen)
     stored = sum(_stored(layer, scheme) for layer, scheme in schemes)
     transposed = sum(_stored(layer, scheme) for layer, scheme in back)
-    of_heads = sum(_stored(layer, of_head) for layer in head) * (2 if BACK in roles else 1)
+    of_heads = sum(_stored(layer, of_head) for layer in head) * (2 if BACKWARD in roles else 1)
     biases = sum(layer.outputs * layer.count for layer, _ in schemes if layer.bias)
     table = outline.table_numbers + 4 * (outline.table_numbers // outline.width)
     return Weights(
         layers=stored,
         transposed=transposed,
         table=table if int8_table else 4 * outline.table_numbers,
-        other=4 * (outline.other_numbers + biases + lora_a * (2 if BACK in roles else 1)),
+        other=4 * (outline.other_numbers + biases + lora_a * (2 if BACKWARD in roles else 1)),
         packed=sum(_packed(layer, scheme) for layer, scheme in schemes),
         packed_transposed=sum(_packed(layer, scheme) for layer, scheme in back),
         largest=max(
@@ -356,7 +356,7 @@ def weights_of_bundle(
 
 def programs_bytes(outline: Outline, roles: Collection[str]) -> int:
     """Bytes of the programs: of the embedding, of blocks below and above the adapter, of a head."""
-    of_all = {STACK, *(role for role in roles if role not in STEP_ROLES)}
+    of_all = {FORWARD, *(role for role in roles if role not in STEP_ROLES)}
     below = sum(_PROGRAM_BYTES[role] for role in of_all) if outline.blocks_below else 0
     head = sum(_PROGRAM_BYTES_OF_HEAD[role] for role in roles) if outline.head else 0
     return 2_000 + below + sum(_PROGRAM_BYTES[role] for role in roles) + head
@@ -383,7 +383,7 @@ def run_memory(
     """
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     saved = _saved(outline, shape, weights, loaded) if shape.is_exact and engine == "native" else 0
-    methods = {STACK, BACK, *([SAVE] if saved else [])} if shape.is_exact else {shape.role}
+    methods = {FORWARD, BACKWARD, *([FORWARD_SAVE] if saved else [])} if shape.is_exact else {shape.role}
     call = _largest_call(shape, bounds)
     if engine == "native":
         arena = _arena(outline, shape, bounds, call)
@@ -450,11 +450,11 @@ def _arena(outline: Outline, shape: StepShape, bounds: Bounds, call: _Call) -> i
 
 def _run_workspace(outline: Outline, shape: StepShape, call: _Call) -> int:
     """Bytes of XNNPACK's workspace; one that grows has the smaller one beside it for a moment."""
-    role = TANGENT if call.queries else STACK
+    role = JVP if call.queries else FORWARD
     forward = max(
         _workspace(outline, role, call.rows, call.queries, call.length), _head_logits(outline, call.asked)
     )
-    back = _workspace(outline, BACK, call.rows, 0, call.length) if shape.is_exact else 0
+    back = _workspace(outline, BACKWARD, call.rows, 0, call.length) if shape.is_exact else 0
     return forward + back if back > forward else forward
 
 
@@ -512,10 +512,10 @@ def _torch_arena(
         name: _block_arena(outline, name, *sizes, outline.longest)
         for name, sizes in _largest_rows(bounds).items()
     }
-    below = outline.blocks_below * largest[STACK]
+    below = outline.blocks_below * largest[FORWARD]
     adapted = outline.adapted_blocks * sum(largest[name] for name in loaded)
     opening = max(largest[name] for name in roles if name in STEP_ROLES)
-    head = _head_arena(outline, bounds.queries if role == TANGENT else 0, bounds.states)
+    head = _head_arena(outline, bounds.queries if role == JVP else 0, bounds.states)
     return below + adapted + opening + head
 
 
@@ -556,8 +556,8 @@ def text_memory(
         mapped=held if engine == "native" else 0,
         weights=0 if engine == "native" else held,
         methods=outline.blocks * _TEXT_METHOD_BYTES,
-        arena=_block_arena(outline, STACK, 1, 0, piece) + scores,
-        workspace=max(_workspace(outline, STACK, 1, 0, piece), _head_logits(outline, slots)),
+        arena=_block_arena(outline, FORWARD, 1, 0, piece) + scores,
+        workspace=max(_workspace(outline, FORWARD, 1, 0, piece), _head_logits(outline, slots)),
         # Logits of each sequence: of the engine, joined, as probabilities, and sorted.
         states=_FLOAT * (3 * piece * outline.width + 4 * slots * vocabulary_size) + kept,
         saved=0,
@@ -693,7 +693,7 @@ def export_memory(outline: Outline, scheme: str, roles: Collection[str], calibra
 
 def export_seconds(outline: Outline, roles: Collection[str], calibrates: bool = False) -> float:
     """Time of an export on two idle cores of an x86 server; a guess elsewhere."""
-    of_roles = len(roles) + (_SAVING_ROLES if BACK in roles else 0)
+    of_roles = len(roles) + (_SAVING_ROLES if BACKWARD in roles else 0)
     lowering = _SECONDS_OF_ROLE * (of_roles + (1 if outline.blocks_below else 0))
     blocks = outline.blocks + outline.experts
     seconds = _SECONDS + lowering + _SECONDS_OF_BLOCK * blocks + _SECONDS_OF_NUMBER * outline.parameters
@@ -754,9 +754,9 @@ def _packed(layer: Layer, scheme: str) -> int:
 def _largest_rows(bounds: Bounds) -> dict[str, tuple[int, int]]:
     """By role: rows and queries of the largest call of a block."""
     return {
-        STACK: (bounds.copies * bounds.batch, 0),
-        TANGENT: (bounds.batch, bounds.queries),
-        BACK: (bounds.batch, 0),
+        FORWARD: (bounds.copies * bounds.batch, 0),
+        JVP: (bounds.batch, bounds.queries),
+        BACKWARD: (bounds.batch, 0),
     }
 
 
@@ -768,9 +768,9 @@ def _block_arena(outline: Outline, role: str, rows: int, queries: int, length: i
     """
     width, keys, scores = outline.heads * outline.head_width, outline.key_width, outline.heads * length
     numbers = {
-        STACK: 3 * width + 5 * keys,
-        TANGENT: (1 + queries) * (3 * width + 5 * keys // 2) + 3 * queries * scores,
-        BACK: 7 * width + (6 if outline.gelu else 1) * outline.inner + 2 * scores,
+        FORWARD: 3 * width + 5 * keys,
+        JVP: (1 + queries) * (3 * width + 5 * keys // 2) + 3 * queries * scores,
+        BACKWARD: 7 * width + (6 if outline.gelu else 1) * outline.inner + 2 * scores,
     }
     return 4 * rows * length * numbers[role]
 
@@ -793,9 +793,9 @@ def _workspace(outline: Outline, role: str, rows: int, queries: int, length: int
     quantized.
     """
     inside = outline.inner_values * outline.inner
-    if role == TANGENT:
+    if role == JVP:
         inside += queries * (5 if outline.gelu else outline.inner_values - 1) * outline.inner
-    elif role == BACK:
+    elif role == BACKWARD:
         inside += 7 * outline.inner // 4
     else:
         inside = max(inside, 2 * outline.heads * length)

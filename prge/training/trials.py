@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prge.formats.signatures import BACK, DECODE, PREFILL, STACK
+from prge.formats.signatures import BACKWARD, DECODE, PREFILL, FORWARD
 
 QUERY_AND_VALUE = ("q_proj", "v_proj")
 ALL_LINEAR = "all-linear"
@@ -28,7 +28,7 @@ class Trial:
     layers: tuple[str, ...] | str = QUERY_AND_VALUE
     is_least: bool = False
     """The weights of one block alone are loaded at a time."""
-    roles: tuple[str, ...] = (STACK, BACK)
+    roles: tuple[str, ...] = (FORWARD, BACKWARD)
     written: int = 0
     """Tokens of a text after a prompt of as many; 0: it takes steps."""
 
@@ -40,7 +40,7 @@ class Trial:
         return f"{self.shape}, {self.batch} x {self.tokens}, rank {self.rank}, {layers}"
 
 
-_WRITES = (STACK, BACK, PREFILL, DECODE)
+_WRITES = (FORWARD, BACKWARD, PREFILL, DECODE)
 TRIALS: Mapping[str, Trial] = {
     "smollm2-135m": Trial("smollm2-135m", 4, 64, roles=_WRITES),
     "texts": Trial("smollm2-135m", 4, 64, roles=_WRITES, written=128),

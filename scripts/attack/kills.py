@@ -94,7 +94,7 @@ def attack_a_workstation(bench: Bench, random: Random, folder: Path) -> Found:
         "--format",
     ]
     calls: dict[str, list[object]] = {
-        "export": ["export", "--model", model, *KINDS["decoder"][1], "--roles", "stack"],
+        "export": ["export", "--model", model, *KINDS["decoder"][1], "--roles", "forward"],
         **{f"publish {form}": [*publish, form] for form in ("peft", "merged", "llm")},
         "replay": ["replay", finished],
     }

@@ -37,7 +37,7 @@ _SHAPES = ["--rank", "2", "--sequence-length", "32"]
 # Model and words of the export, by kind of bundle.
 KINDS: dict[str, tuple[str, list[str]]] = {
     "decoder": ("llama", _SHAPES),
-    "quantized": ("llama", [*_SHAPES, "--quantize", "8da4w", "--roles", "tangent", "back"]),
+    "quantized": ("llama", [*_SHAPES, "--quantize", "8da4w", "--roles", "jvp", "backward"]),
     "upper": ("llama", [*_SHAPES, "--adapt-layers", "top:1"]),
     "encoder": ("bert", ["--sequence-length", "16"]),
 }

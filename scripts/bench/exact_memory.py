@@ -39,7 +39,7 @@ from timing import export
 from prge.cli.subprocesses import command_of
 from prge.formats.bundle import open_bundle
 from prge.formats.run_folder import read_metrics
-from prge.formats.signatures import BACK
+from prge.formats.signatures import BACKWARD
 from prge.system.processes import watched
 from prge.training.costs import least_memory
 
@@ -52,7 +52,7 @@ GROUPS = (
 
 def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
     """Export a model, pack it, take steps."""
-    flags = ["--quantize", arguments.quantize, "--rank", arguments.rank, "--roles", "stack", "back"]
+    flags = ["--quantize", arguments.quantize, "--rank", arguments.rank, "--roles", "forward", "backward"]
     flags += ["--target-modules", *arguments.target_modules] if arguments.target_modules else []
     flags += ["--sequence-length", arguments.seq_len]
     exported = export(folder / "model", folder / "bundle", *flags)
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace, place: Path, steps: int, limit: int | Non
     forget(place)
     words = ["run", "--estimator", "exact", "--quiet", "--threads", arguments.threads, "--steps", steps]
     words += ["--bundle", place / "bundle", "--train", place / "rows.jsonl", "--out", place / "run"]
-    least = least_memory(open_bundle(place / "bundle"), BACK, arguments.batch_size, arguments.seq_len)
+    least = least_memory(open_bundle(place / "bundle"), BACKWARD, arguments.batch_size, arguments.seq_len)
     words += ["--memory", least, "--batch-size", arguments.batch_size]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "XDG_CACHE_HOME": str(place / "cache")}
     begin, found = time.monotonic(), dict[str, float]()

@@ -32,7 +32,7 @@ from reports import in_turns, median, parser_of, report_models
 from stock_runner import make_program, stock_runner
 from timing import export
 
-from prge.formats.signatures import DECODE, PREFILL, STACK
+from prge.formats.signatures import DECODE, PREFILL, FORWARD
 from server_export.checkpoint.random_models import CONFIGURATIONS
 
 _SEQUENCES = 8
@@ -40,7 +40,7 @@ _SEQUENCES = 8
 
 def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
     """Both engines on the model in a folder."""
-    flags = ["--quantize", arguments.quantize, "--roles", STACK, PREFILL, DECODE]
+    flags = ["--quantize", arguments.quantize, "--roles", FORWARD, PREFILL, DECODE]
     export(folder / "model", folder / "bundle", *flags, "--context", str(arguments.context))
     prompt, new, threads = arguments.prompt, arguments.new, arguments.threads
     make_program(folder / "model", folder / "llm", arguments.quantize, prompt + new)

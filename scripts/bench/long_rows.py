@@ -35,7 +35,7 @@ _PIECE = 128
 
 def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
     """Export a model, take steps on rows of all lengths."""
-    flags = ["--quantize", arguments.quantize, "--rank", arguments.rank, "--roles", "stack", "back"]
+    flags = ["--quantize", arguments.quantize, "--rank", arguments.rank, "--roles", "forward", "backward"]
     figures: dict[str, Any] = {}
     if arguments.short:
         short = export(folder / "model", folder / "short", *flags, "--sequence-length", 512)

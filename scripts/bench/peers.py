@@ -102,7 +102,7 @@ def command_of(
     own = [sys.executable, STEPS, method, folder]
     if method in OURS:
         flags = ["--quantize", OURS[method], "--rank", trial.rank, "--adapter", "lora"]
-        flags += ["--roles", "stack", "back"]
+        flags += ["--roles", "forward", "backward"]
         layers = [trial.layers] if isinstance(trial.layers, str) else trial.layers
         export(
             folder / "model", folder / method.removeprefix("prge-"), *flags, "--target-modules", *layers,

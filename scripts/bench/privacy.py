@@ -362,7 +362,7 @@ def main() -> int:
         if bundle is None:
             bundle = folder / "bundle"
             save_model(folder / "model", "llama")
-            export(folder / "model", bundle, *SHAPE, "--roles", "tangent", "back")
+            export(folder / "model", bundle, *SHAPE, "--roles", "jvp", "backward")
         for trick in arguments.tricks:
             for kind in KINDS:
                 arms = (False, True) if TRICKS[trick].without else (False,)

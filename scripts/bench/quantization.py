@@ -94,7 +94,7 @@ def measured(arguments: argparse.Namespace, model: Path, folder: Path, flags: li
 
 def main() -> None:
     """Read the flags, measure every recipe, print JSON."""
-    parser = parser_of(__doc__, model="", data=[Path()], roles=["stack"])
+    parser = parser_of(__doc__, model="", data=[Path()], roles=["forward"])
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
     for name, flags in RECIPES.items():

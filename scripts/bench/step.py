@@ -30,7 +30,7 @@ def bench(arguments: argparse.Namespace, scheme: str, model: Path, folder: Path)
     """One quantization scheme."""
     shape = (arguments.batch_size, arguments.seq_len)
     adapter = ["--target-modules", *arguments.target_modules, "--rank", str(arguments.rank)]
-    length = ["--sequence-length", str(arguments.seq_len), "--roles", "stack", "tangent"]
+    length = ["--sequence-length", str(arguments.seq_len), "--roles", "forward", "jvp"]
     export(model, folder / "bundle", "--quantize", scheme, *adapter, *length)
 
     def step(estimator: Any) -> TimedStep:
@@ -46,9 +46,9 @@ def bench(arguments: argparse.Namespace, scheme: str, model: Path, folder: Path)
 
     queries = arguments.queries
     steps: dict[str, Any] = {
-        **{"stack": step("antithetic"), "tangent": step("tangent")},
+        **{"forward": step("antithetic"), "jvp": step("tangent")},
         "sequential": one_copy_a_call(step("antithetic")),
-        **{"stack_limit": limit(2 * queries, False), "tangent_limit": limit(1 + queries, True)},
+        **{"forward_limit": limit(2 * queries, False), "jvp_limit": limit(1 + queries, True)},
     }
     return figures_of(in_turns(steps, arguments.repeats))
 
@@ -82,17 +82,17 @@ def figures_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def median(names: str, over: str = "") -> float:
         return statistics.median(_seconds(r, names) / (_seconds(r, over) if over else 1) for r in rounds)
 
-    scalars = [(each["stack"][1].scalars, each["sequential"][1].scalars) for each in rounds]
+    scalars = [(each["forward"][1].scalars, each["sequential"][1].scalars) for each in rounds]
     return {
-        "stack_over_limit": median("stack engine", over="stack_limit"),
-        "tangent_over_limit": median("tangent engine", over="tangent_limit"),
-        "parallel_speedup": median("sequential", over="stack"),
-        "host_share": 1 - median("stack engine", over="stack"),
-        "tangent_host_share": 1 - median("tangent engine", over="tangent"),
-        "engine_seconds": median("stack engine"),
-        "limit_seconds": median("stack_limit"),
-        "tangent_engine_seconds": median("tangent engine"),
-        "tangent_limit_seconds": median("tangent_limit"),
+        "forward_over_limit": median("forward engine", over="forward_limit"),
+        "jvp_over_limit": median("jvp engine", over="jvp_limit"),
+        "parallel_speedup": median("sequential", over="forward"),
+        "host_share": 1 - median("forward engine", over="forward"),
+        "jvp_host_share": 1 - median("jvp engine", over="jvp"),
+        "engine_seconds": median("forward engine"),
+        "limit_seconds": median("forward_limit"),
+        "jvp_engine_seconds": median("jvp engine"),
+        "jvp_limit_seconds": median("jvp_limit"),
         "largest_scalar_difference": max(float(np.abs(one - other).max()) for one, other in scalars),
         "repeats": len(rounds),
     }

@@ -187,9 +187,9 @@ def checked(folder: Path, found: dict[str, Any], scheme: str, roles: Sequence[st
         found["exported"] = True
         bundle = open_bundle(folder / "bundle")
         lengths = [_LENGTH] if bundle.chain.is_encoder else [_PIECE, _LENGTH]
-        if "back" in bundle.chain.roles:
+        if "backward" in bundle.chain.roles:
             found["gradient_error"] = max(gradient_error(folder, bundle, length) for length in lengths)
-        if "tangent" in bundle.chain.roles:
+        if "jvp" in bundle.chain.roles:
             found["tangent_error"] = max(tangent_error(folder, bundle, length) for length in lengths)
         if "decode" in bundle.chain.roles:
             ours, theirs = spoken_and_expected(folder, bundle, _WRITTEN)

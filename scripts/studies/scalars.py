@@ -42,7 +42,7 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
     start = find_adapter(arguments.adapter) if arguments.adapter else bundle.adapter
     adapter = read_compatible_adapter(start, bundle.chain.modules, bundle.adapter)
     sampler = Sampler(examples, arguments.batch_size, arguments.seed)
-    engine = open_engine(bundle, "tangent").engine
+    engine = open_engine(bundle, "jvp").engine
     exact, found = list[Float64Array](), dict[str, list[Float64Array]]()
     for number in range(arguments.batches):
         batch = sampler.batch(number)

@@ -143,7 +143,7 @@ class Study:
         rows = select_rows(read_rows(self.data / "train.tsv"), Selection(ROWS, ROWS, seed))
         others = write_rows(self.out / f"others-{seed}.jsonl", (dict(row.fields) for row in rows))
         flags: dict[str, Any] = {"quantize": scheme, "sequence_length": LENGTH, **ADAPTER}
-        flags |= {"roles": ["stack", "tangent"], "init_rows": others, "init_task": "sst2"}
+        flags |= {"roles": ["forward", "jvp"], "init_rows": others, "init_task": "sst2"}
         return made("export", self.out / f"bundle-{scheme}-{seed}", model=self.arguments.model, **flags)
 
 

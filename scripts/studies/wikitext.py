@@ -20,7 +20,7 @@ from verbs import evaluations, made, parser_of, report, scored, summarize, train
 FIGURES = ("before", "after", "dev", "seconds")
 
 TRAIN_PASSAGES, DEV_PASSAGES, DEV_LIMIT = 800, 100, 20
-SHAPE: dict[str, Any] = {"sequence-length": 64, "prepend-bos": "always", "roles": ["stack", "tangent"]}
+SHAPE: dict[str, Any] = {"sequence-length": 64, "prepend-bos": "always", "roles": ["forward", "jvp"]}
 ADAPTER: dict[str, Any] = {"target-modules": "all-linear", "rank": 1, "alpha": 2, "init": "eva"}
 # Chosen on development rows with seed 42, of 8 queries for 2 windows and 16 for one, at 2e-3, 3e-3 and 5e-3.
 STEP: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prge.errors import ConfigError
-from prge.formats.signatures import DECODE, PREFILL, STACK
+from prge.formats.signatures import DECODE, PREFILL, FORWARD
 from prge.model_spec import ModelSpec
 from prge.system.atomic import check_place
 from prge.system.memory import available_memory, memory_info
@@ -137,7 +137,7 @@ def estimate_of(config: ExportConfig, source: Source) -> Estimate:
 def _own_roles(readout: str, roles: Collection[str]) -> tuple[str, ...]:
     """Those of the roles that a bundle with the readout has; `stack` is always there."""
     of_texts = () if readout == "logprobs" else (PREFILL, DECODE)
-    return tuple(role for role in dict.fromkeys((STACK, *roles)) if role not in of_texts)
+    return tuple(role for role in dict.fromkeys((FORWARD, *roles)) if role not in of_texts)
 
 
 def _has_int8_table(outline: Outline, scheme: str) -> bool:

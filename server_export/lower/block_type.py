@@ -131,7 +131,7 @@ def lower_kind(
 ) -> LoweredKind:
     """Lower the methods of a kind of block.
 
-        kind = lower_kind({"stack": stack, "back": back})
+        kind = lower_kind({"forward": stack, "backward": back})
         Path("block.pte").write_bytes(kind.program)
         kind.weights.write(Path("000.ptd"), tensors)
 

@@ -13,7 +13,7 @@ from prge.formats import chain as manifest
 from prge.formats.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.formats.chain import Bounds
 from prge.formats.layers import StoredLayer
-from prge.formats.signatures import DECODE, IN_PIECES, OF_STEPS, PREFILL, STACK, STEP_ROLES, TANGENT
+from prge.formats.signatures import DECODE, CHUNK_ROLE, TRAINING_ROLES, PREFILL, FORWARD, STEP_ROLES, JVP
 from server_export.derive.jvp.transform import check_rules
 from server_export.lower.block_type import WeightsFile
 from server_export.lower.cache import ProgramCache
@@ -66,7 +66,7 @@ def lower_chain(
     if not chain.generates:
         roles = {*roles} - {PREFILL, DECODE}
     if bounds.has_pieces:
-        roles = {*roles, *(IN_PIECES[role] for role in {STACK, *roles} & {*IN_PIECES})}
+        roles = {*roles, *(CHUNK_ROLE[role] for role in {FORWARD, *roles} & {*CHUNK_ROLE})}
     (folder / PROGRAMS).mkdir()
     (folder / WEIGHTS).mkdir()
     part = count_parts(_OF_A_KIND * len(chain.kinds) + len(chain.blocks))
@@ -113,7 +113,7 @@ def check_operators(chain: ModelChain, roles: Collection[str]) -> None:
     Raises:
         BundleError: an operator has no forward-mode derivative, and roles have `tangent`.
     """
-    if TANGENT not in roles:
+    if JVP not in roles:
         return
     for first in chain.kinds:
         if first > 0:
@@ -141,7 +141,7 @@ def _lowered_kind(
     return lower_roles(
         kind.block,
         kind.frozen.stored,
-        {STACK, *(role for role in roles if is_stepped or role not in OF_STEPS)},
+        {FORWARD, *(role for role in roles if is_stepped or role not in TRAINING_ROLES)},
         bounds,
         cache=cache,
         done=done,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prge.errors import ConfigError
-from prge.formats.signatures import DECODE, PREFILL, STACK
+from prge.formats.signatures import DECODE, PREFILL, FORWARD
 from prge.system.progress import duration
 from prge.training.costs import BYTES_OF_A_NUMBER, bytes_text, megabytes
 from prge.training.estimators.table import ESTIMATORS, EstimatorName
@@ -175,7 +175,7 @@ def roles(estimator: EstimatorName | None, writes_texts: bool) -> Decision:
         estimator: the user's; None: exact.
         writes_texts: whether the model learns to write, so that samples of its texts are taken.
     """
-    needed = (STACK, ESTIMATORS[estimator or "exact"].role, *((PREFILL, DECODE) if writes_texts else ()))
+    needed = (FORWARD, ESTIMATORS[estimator or "exact"].role, *((PREFILL, DECODE) if writes_texts else ()))
     why = "steps, scores and samples of texts" if writes_texts else "steps and scores"
     return Decision("roles", list(dict.fromkeys(needed)), f"{why} need them; --roles exports others")
 

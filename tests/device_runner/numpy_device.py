@@ -14,7 +14,7 @@ from device_runner.engines.opening import OpenEngine
 from prge.engine import Array, Call, Directions, FloatArray, GradFn
 from prge.formats.bundle import ADAPTER, TOKENIZER, Bundle
 from prge.formats.chain import Block, Bounds, Chain, Interface, Kind
-from prge.formats.signatures import BACK, STACK, TANGENT
+from prge.formats.signatures import BACKWARD, FORWARD, JVP
 from tests.bundles import make_bundle
 from tests.numpy_engine import NumpyEngine
 from tests.prge.data.tiny_tokenizers import byte_level_backend, encoder_backend
@@ -53,7 +53,7 @@ class Device:
             if self.calls_left < 0:
                 raise Killed
 
-    def open_engine(self, bundle: Bundle, role: str = STACK, **_: object) -> OpenEngine:
+    def open_engine(self, bundle: Bundle, role: str = FORWARD, **_: object) -> OpenEngine:
         """Stands for device_runner.engines.opening.open_engine."""
         bundle.chain.check_role(role)
         blocks: Any = None  # nobody speaks
@@ -69,20 +69,20 @@ class Device:
 
     def chain(self) -> Chain:
         """The model as blocks whose programs are only names."""
-        model = _Engine(self, STACK).model
+        model = _Engine(self, FORWARD).model
         state, targets = ("tokens",), ("state", "targets", "shift")
         roles = {
-            STACK: Interface(("state", "lora_b.0"), ("state",)),
-            TANGENT: Interface(("state", "d_state", "lora_b.0", "u.0", "v.0"), ("state", "d_state")),
-            BACK: Interface(("state", "slope", "lora_b.0"), ("slope", "gradient.0")),
+            FORWARD: Interface(("state", "lora_b.0"), ("state",)),
+            JVP: Interface(("state", "d_state", "lora_b.0", "u.0", "v.0"), ("state", "d_state")),
+            BACKWARD: Interface(("state", "slope", "lora_b.0"), ("slope", "gradient.0")),
         }
         head = {
-            STACK: Interface(targets, ("parts",)),
-            TANGENT: Interface((*targets, "d_state"), ("parts", "d_parts")),
-            BACK: Interface((*targets, "slope"), ("slope",)),
+            FORWARD: Interface(targets, ("parts",)),
+            JVP: Interface((*targets, "d_state"), ("parts", "d_parts")),
+            BACKWARD: Interface((*targets, "slope"), ("slope",)),
         }
-        chosen = [STACK, *[TANGENT] * self.has_tangents, *[BACK] * self.has_back]
-        kinds = [Kind("programs/0.pte", {STACK: Interface(state, ("state",))})]
+        chosen = [FORWARD, *[JVP] * self.has_tangents, *[BACKWARD] * self.has_back]
+        kinds = [Kind("programs/0.pte", {FORWARD: Interface(state, ("state",))})]
         kinds += [
             Kind(f"programs/{number}.pte", {role: methods[role] for role in chosen})
             for number, methods in ((1, roles), (2, head))
@@ -133,13 +133,13 @@ class _Engine(NumpyEngine):
         return self._rounded(super().forward(call))
 
     def jvp(self, call: Call, directions: Directions) -> tuple[Array, Array]:
-        assert self._role == TANGENT
+        assert self._role == JVP
         self._device.count()
         outputs, derivatives = super().jvp(call, directions)
         return self._rounded(outputs), self._derived(derivatives)
 
     def vjp(self, call: Call, grad_fn: GradFn) -> tuple[Array, Array]:
-        assert self._role == BACK
+        assert self._role == BACKWARD
         self._device.count()
         outputs, gradient = super().vjp(call, lambda outputs: grad_fn(self._rounded(outputs)))
         return self._rounded(outputs), self._derived(gradient)

@@ -99,7 +99,7 @@ def test_json_is_the_manifest_and_what_follows_from_it(
     assert main(["--json", "--bundle", str(folder)]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["chain"] == json.loads(json.dumps(make_small_chain().to_json()))
-    assert content["roles"] == ["stack", "tangent", "back"]
+    assert content["roles"] == ["forward", "jvp", "backward"]
     assert [program["blocks"] for program in content["programs"]] == [[0], [1], [2]]
     assert content["weights"] == {"bytes": 3072, "largest": "weights/head.ptd", "largest_bytes": 1536}
     assert content["adapter_parameters"] == 4 * 8 + 4 * 6

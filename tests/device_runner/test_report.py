@@ -84,7 +84,7 @@ def test_the_commands_that_come_next_are_for_this_run(tmp_path: Path) -> None:
     # Its bundle lies on another machine.
     assert f"prge eval --bundle BUNDLE --adapter &#39;{run}&#39; --data TEST_ROWS" in text
     assert "prge generate" in text and "prge publish" in text
-    edit(run / "run.json", run={"roles": ["back"]})
+    edit(run / "run.json", run={"roles": ["backward"]})
     assert "prge generate" not in report(run)
 
 

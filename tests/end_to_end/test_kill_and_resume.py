@@ -34,8 +34,8 @@ KILLS = {
 
 # Instants of an exact run, and before which of them, counted from 0, each process in turn is killed.
 INSTANTS = {
-    "back": (0, 1, 2, 3, 4, 5, 7, 8),
-    "back_saved": (0, 3, 5, 8, 13),
+    "backward": (0, 1, 2, 3, 4, 5, 7, 8),
+    "backward_saved": (0, 3, 5, 8, 13),
     "loading": (1, 3, 4, 5),
     "given_back": (1, 4, 6, 9, 14, 3, 8),
     "packing": (1, 0, 1, 1),
@@ -128,8 +128,8 @@ from prge.training.costs import Budget
 
 # Owner and name of a function, and which of its calls are meant.
 INSTANTS = {
-    "back": (Blocks, "run", lambda self, number, role, *_: role == "back"),
-    "back_saved": (Blocks, "run", lambda self, number, role, *_: role in ("back", "back_saved")),
+    "backward": (Blocks, "run", lambda self, number, role, *_: role == "backward"),
+    "backward_saved": (Blocks, "run", lambda self, number, role, *_: role in ("backward", "backward_saved")),
     "loading": (Blocks, "_load", lambda *_: True),
     "given_back": (WeightsFile, "give_back", lambda *_: True),
     "packing": (packed_files, "_make", lambda *_: True),
@@ -163,7 +163,7 @@ def prepare(out, count, budget):
 
 for out, kills in ((folder / "whole", []), (folder / "killed", counts)):
     for turn, count in enumerate((*kills, None)):
-        budget = BUDGETS[turn % len(BUDGETS)] if sys.argv[4] == "back_saved" else max(loaded)
+        budget = BUDGETS[turn % len(BUDGETS)] if sys.argv[4] == "backward_saved" else max(loaded)
         child = start(lambda: prepare(out, count, budget), out=out, resume=resumed(out))
         _, status = os.waitpid(child, 0)
         assert status == (0 if count is None else signal.SIGKILL), (count, status)
@@ -221,7 +221,7 @@ def lines_of(folder: Path) -> list[str]:
 
 @pytest.mark.timeout(600)
 @needs_compiler
-@pytest.mark.parametrize("instant", ["back", *rest(*(instant for instant in INSTANTS if instant != "back"))])
+@pytest.mark.parametrize("instant", ["backward", *rest(*(instant for instant in INSTANTS if instant != "backward"))])
 def test_killed_between_blocks_an_exact_run_ends_in_the_same_bits(
     workshop: Path, tmp_path: Path, instant: str
 ) -> None:
@@ -231,7 +231,7 @@ def test_killed_between_blocks_an_exact_run_ends_in_the_same_bits(
     assert_ended_alike(tmp_path / "whole", tmp_path / "killed", steps=9)
     assert b'"gradient"' not in (tmp_path / "killed/journal.jsonl").read_bytes()
     told = {line.split("activations: ")[1] for line in lines_of(tmp_path) if "activations: " in line}
-    assert (len(told) >= 4) == (instant == "back_saved")
+    assert (len(told) >= 4) == (instant == "backward_saved")
     caches = [tmp_path / f"cache of {name}/prge/packed" for name in ("whole", "killed")]
     packed = [
         {path.name: path.read_bytes() for path in files_in(cache) if path.suffix != ".weights"}

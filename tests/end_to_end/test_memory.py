@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from prge.formats.bundle import open_bundle
-from prge.formats.signatures import BACK
+from prge.formats.signatures import BACKWARD
 from prge.training.costs import least_memory
 from tests.verbs import REPOSITORY
 from tests.workshop import write_rows
@@ -143,7 +143,7 @@ def test_what_is_predicted_is_what_a_run_takes(
     """The least that `prge inspect` and tunings predict, of a whole process."""
     text = "abcdefgh" * 8
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": text[at : at + tokens]} for at in range(8)])
-    predicted = least_memory(open_bundle(workshop / "bundle"), BACK, batch, tokens)
+    predicted = least_memory(open_bundle(workshop / "bundle"), BACKWARD, batch, tokens)
     words: Words = ["run", "--bundle", workshop / "bundle", "--train", rows, "--out", tmp_path / "out"]
     words += ["--steps", 6, "--batch-size", batch, "--overflow", "truncate", "--max-dropped", 1]
     _, taken = child(*words, "--memory", predicted)

@@ -34,7 +34,7 @@ def folder(made_once: Made) -> Path:
         model.config.label2id = {label: number for number, label in enumerate(LABELS)}
         model.save_pretrained(folder / "model")
         make_tokenizer().save_pretrained(folder / "model")
-        settings: dict[str, Any] = {"rank": 2, "sequence_length": 16, "roles": ["stack", "back"]}
+        settings: dict[str, Any] = {"rank": 2, "sequence_length": 16, "roles": ["forward", "backward"]}
         export(ExportConfig(str(folder / "model"), folder / "bundle", **settings))
 
     return made_once("own-head", make)

@@ -12,7 +12,7 @@ from tests.verbs import prge
 @pytest.mark.whole
 def test_another_adapter_of_the_same_shapes_lowers_nothing(workshop: Path, tmp_path: Path) -> None:
     for name in ("first", "second"):
-        words = ["--out", tmp_path / name, "--roles", "stack", "--seed", len(name)]
+        words = ["--out", tmp_path / name, "--roles", "forward", "--seed", len(name)]
         told = prge("export", "--model", workshop / "model", *words).stdout
     assert told.count("(from the cache)") == 3
     first, second = (

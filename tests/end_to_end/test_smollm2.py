@@ -59,7 +59,7 @@ def bundle(smollm2: Path, made_once: Made) -> Path:
     """An unquantized bundle that scores and generates."""
 
     def fill(folder: Path) -> None:
-        words = ["--quantize", "fp32", "--roles", "stack", "prefill", "decode", "--sequence-length", 128]
+        words = ["--quantize", "fp32", "--roles", "forward", "prefill", "decode", "--sequence-length", 128]
         prge("export", "--model", smollm2, "--out", folder / "bundle", "--rank", 4, *words)
 
     return made_once("smollm2", fill) / "bundle"
@@ -154,7 +154,7 @@ def test_gradients_of_a_quantized_bundle_point_where_autograds_do(
     from server_export.calibrate.rows import TEXT
     from server_export.oracle import TorchEngine
 
-    words = ["--quantize", "8da8w", "--roles", "stack", "back", "--sequence-length", 128]
+    words = ["--quantize", "8da8w", "--roles", "forward", "backward", "--sequence-length", 128]
     prge("export", "--model", smollm2, "--out", tmp_path / "bundle", "--rank", 4, *words)
     bundle = open_bundle(tmp_path / "bundle")
     model, tokenizer = reference
@@ -164,7 +164,7 @@ def test_gradients_of_a_quantized_bundle_point_where_autograds_do(
     adapter = read_peft(bundle.adapter, bundle.chain.modules)
     step = Step(adapter, [example], 0, 0)
     lora_a = {name: torch.from_numpy(matrix) for name, matrix in scaled_lora_a(bundle.adapter).items()}
-    engines = open_engine(bundle, "back").engine, TorchEngine(model, bundle.chain.model, lora_a)
+    engines = open_engine(bundle, "backward").engine, TorchEngine(model, bundle.chain.model, lora_a)
     found, expected = (Exact().measure(engine, step).gradient for engine in engines)
     assert found is not None and expected is not None
     cosine = found @ expected / np.linalg.norm(found) / np.linalg.norm(expected)

@@ -37,7 +37,7 @@ def test_it_is_trained_and_loads_with_peft(tmp_path: Path) -> None:
     whole = write_checkpoint(tmp_path / "model")
     rows = [{"prompt": f"{number} is", "completion": " yes" if number % 2 else " no"} for number in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    settings = ("--rank", 2, "--sequence-length", 16, "--roles", "stack", "back")
+    settings = ("--rank", 2, "--sequence-length", 16, "--roles", "forward", "backward")
     told = prge("export", "--model", tmp_path / "model", "--out", tmp_path / "bundle", *settings).stdout
     assert "of gemma3 the text part (gemma3_text) is taken" in told
     run = ("run", "--bundle", tmp_path / "bundle", "--train", tmp_path / "rows.jsonl", "--steps", 3)

@@ -102,14 +102,14 @@ def test_a_run_chooses_its_estimator(
 
 def test_roles_cost_and_are_needed(outline_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model", outline_folder, "--estimator", "antithetic")
-    whole, stack = report_of(capsys, *words), report_of(capsys, *words, "--roles", "stack")
+    whole, stack = report_of(capsys, *words), report_of(capsys, *words, "--roles", "forward")
     for name in ("programs_bytes", "weights_bytes", "packed_bytes"):
         assert stack[name] < whole[name], name
     with pytest.raises(ConfigError, match="roles lack tangent"):
         main(
             [
                 *("--model", str(outline_folder)),
-                *("--roles", "stack", "--estimator", "tangent"),
+                *("--roles", "forward", "--estimator", "tangent"),
             ]
         )
 
@@ -167,4 +167,4 @@ def test_an_operator_without_a_derivative_is_told_before_an_export(
         BundleError, match=r"aten.rsqrt.default in .*layernorm has no forward-mode derivative"
     ):
         main(words)
-    assert main([*words, "--roles", "stack", "back"]) == 0
+    assert main([*words, "--roles", "forward", "backward"]) == 0

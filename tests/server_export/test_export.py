@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 def config(model: object, out: Path = Path("unused"), **changes: Any) -> ExportConfig:
     """Settings of a small export for scores."""
-    return ExportConfig(model=str(model), out=out, **{"roles": ["stack"], "rank": 4, **changes})
+    return ExportConfig(model=str(model), out=out, **{"roles": ["forward"], "rank": 4, **changes})
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def llama_folder(made_once: Made) -> Path:
 
 @pytest.fixture(scope="session")
 def llama_bundle(llama_folder: Path, made_once: Made) -> Path:
-    given = {"quantize": "8da4w", "roles": ["stack", "tangent"], "seed": 5}
+    given = {"quantize": "8da4w", "roles": ["forward", "jvp"], "seed": 5}
     made = made_once("exported", lambda folder: export(config(llama_folder, folder / "bundle", **given)))
     return made / "bundle"
 
@@ -43,7 +43,7 @@ def files(folder: Path) -> list[str]:
 def test_a_bundle_opens_and_says_what_it_is(llama_bundle: Path, llama_folder: Path) -> None:
     bundle = open_bundle(llama_bundle)
     manifest = bundle.manifest
-    assert bundle.chain.roles == ("stack", "tangent")
+    assert bundle.chain.roles == ("forward", "jvp")
     # The model has so many positions.
     assert bundle.chain.bounds.tokens == 64
     assert manifest["lora"] == {
@@ -61,7 +61,7 @@ def test_a_bundle_opens_and_says_what_it_is(llama_bundle: Path, llama_folder: Pa
     rounding = manifest["quantization"]["rounding"]
     assert (rounding["method"], rounding["tokens"]) == ("gptq", 4096) and 4 <= rounding["weight_bits"] <= 4.25
     differences = manifest["verification"]["differences"]
-    assert set(differences) == {"stack", "tangent"}
+    assert set(differences) == {"forward", "jvp"}
     assert max(differences.values()) <= manifest["verification"]["tolerance"]
     assert files(llama_bundle) == [
         "adapter/adapter_config.json",
@@ -121,7 +121,7 @@ def test_failed_verification_leaves_nothing(
 def test_an_encoder_with_its_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_model(tmp_path / "model", "bert", **SHALLOW["bert"])
     argv = ["--model", str(folder), "--out", str(tmp_path / "bundle"), "--sequence-length", "8"]
-    assert main([*argv, "--pooling", "first", "--roles", "stack"]) == 0
+    assert main([*argv, "--pooling", "first", "--roles", "forward"]) == 0
     bundle = open_bundle(tmp_path / "bundle")
     assert (bundle.chain.readout, bundle.chain.width, bundle.pooling) == ("pooled", 64, "first")
     assert bundle.chain.bounds.tokens == 8

@@ -34,7 +34,7 @@ def fill(folder: Path) -> None:
     write_gguf(folder / FILE, make_model("llama"), make_tokenizer(), "Q8_0", template="{{ messages }}")
     load_model(str(folder / FILE)).model.save_pretrained(folder / "model")
     load_tokenizer(str(folder / FILE)).save_pretrained(folder / "model")
-    settings: dict[str, Any] = {"roles": ["stack"], "rank": RANK, "sequence_length": LENGTH}
+    settings: dict[str, Any] = {"roles": ["forward"], "rank": RANK, "sequence_length": LENGTH}
     for name, out in ((FILE, "bundle"), ("model", "bundle-of-folder")):
         export(ExportConfig(model=str(folder / name), out=folder / out, quantize="8da8w", **settings))
     bundle = open_bundle(folder / "bundle")

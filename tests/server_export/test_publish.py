@@ -41,7 +41,7 @@ def fill(folder: Path) -> None:
     for architecture in ("llama", "gpt2", "bert"):
         base = save_model(folder / architecture, architecture)
         trained_adapter(base, folder / f"{architecture}-trained", HEAD if architecture == "bert" else None)
-    settings = {"roles": ["stack"], "rank": RANK, "sequence_length": LENGTH, "chat_template": "plain"}
+    settings = {"roles": ["forward"], "rank": RANK, "sequence_length": LENGTH, "chat_template": "plain"}
     made: dict[str, Any] = {**settings, "model": str(folder / "llama"), "out": folder / "bundle"}
     bundle = open_bundle(export(ExportConfig(**made)))
     trained_folder(folder / "trained", bundle.chain.modules, bundle.adapter)
@@ -433,7 +433,7 @@ INT4: dict[str, dict[str, Any]] = {
         "rounding": rounding,
         "rank": RANK,
         "sequence_length": LENGTH,
-        "roles": ["stack"],
+        "roles": ["forward"],
     }
     for architecture, rounding in (("llama", "nearest"), ("gpt2", "gptq"))
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from prge.formats.signatures import BACK, STACK, TANGENT
+from prge.formats.signatures import BACKWARD, FORWARD, JVP
 from prge.training.estimators.differences import Antithetic, Differences, OneSided
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.protocol import PASSES_OF_BACKPROPAGATION, Estimator
@@ -72,18 +72,18 @@ class Entry:
 
     def copies(self, queries: int | None = None) -> int:
         """Copies of the adapter in a call of so many queries."""
-        return self.variants(queries or DEFAULT_QUERIES) if self.role == STACK else 1
+        return self.variants(queries or DEFAULT_QUERIES) if self.role == FORWARD else 1
 
     def directions(self, queries: int | None = None) -> int:
         """Directions that a call of so many queries has derivatives along."""
-        return queries or DEFAULT_QUERIES if self.role == TANGENT else 0
+        return queries or DEFAULT_QUERIES if self.role == JVP else 0
 
     def passes(self, queries: int | None = None) -> int:
         """Forward passes that a step of so many queries costs for each sequence."""
         queries = queries or DEFAULT_QUERIES
-        if self.role == BACK:
+        if self.role == BACKWARD:
             return PASSES_OF_BACKPROPAGATION
-        return 1 + queries if self.role == TANGENT else self.variants(queries)
+        return 1 + queries if self.role == JVP else self.variants(queries)
 
 
 def _exact(settings: EstimatorFlags) -> Estimator:
@@ -108,7 +108,7 @@ def _fzoo(settings: EstimatorFlags) -> Estimator:
 # The best first.
 ESTIMATORS: dict[EstimatorName, Entry] = {
     "exact": Entry(
-        role=BACK,
+        role=BACKWARD,
         settings=("clip_examples",),
         make=_exact,
         beta2=0.98,
@@ -117,7 +117,7 @@ ESTIMATORS: dict[EstimatorName, Entry] = {
         "gradient that backpropagation gives.",
     ),
     "tangent": Entry(
-        role=TANGENT,
+        role=JVP,
         settings=("queries", "share_directions"),
         make=_tangents,
         tag="forward-mode-differentiation",
@@ -125,7 +125,7 @@ ESTIMATORS: dict[EstimatorName, Entry] = {
         "random directions and follows their mean, a noisy estimate of the gradient.",
     ),
     "antithetic": Entry(
-        role=STACK,
+        role=FORWARD,
         settings=("queries", "epsilon"),
         make=_antithetic,
         variants=lambda queries: 2 * queries,
@@ -134,7 +134,7 @@ ESTIMATORS: dict[EstimatorName, Entry] = {
         "perturbed copies of the adapter along a few random directions: a noisy estimate of the gradient.",
     ),
     "fzoo": Entry(
-        role=STACK,
+        role=FORWARD,
         settings=("queries", "epsilon"),
         make=_fzoo,
         variants=lambda queries: 1 + queries,

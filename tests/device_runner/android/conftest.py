@@ -78,7 +78,7 @@ def stack_bundle(made_once: Made) -> Path:
     def fill(folder: Path) -> None:
         prge(
             "export", "--model", DEMO / "model", "--out", folder / "my bundle", "--target-modules", "o_proj",
-            "--roles", "stack", "prefill", "decode", "--sequence-length", 32,
+            "--roles", "forward", "prefill", "decode", "--sequence-length", 32,
         )  # fmt: skip
 
     return made_once("demo stack that writes", fill) / "my bundle"

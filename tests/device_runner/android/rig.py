@@ -168,7 +168,7 @@ def _here(work: Path) -> tuple[Path, Path]:
     bundle, run = work / "bundle", work / "here"
     _prge(
         "export", "--model", DEMO / "model", "--out", bundle, "--target-modules", "o_proj", "down_proj",
-        "--sequence-length", 32, "--roles", "stack", "prefill", "decode",
+        "--sequence-length", 32, "--roles", "forward", "prefill", "decode",
     )  # fmt: skip
     _prge("run", *_run_words(bundle), "--out", run, "--quiet")
     return bundle, run

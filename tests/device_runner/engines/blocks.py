@@ -22,7 +22,7 @@ from prge.engine import Array
 
 WIDTH, HIDDEN, RANK = 32, 64, 4
 MOST_ROWS, MOST_TOKENS = 6, 12
-METHODS = ("score", "back")
+METHODS = ("score", "backward")
 # Of the largest value: rounding, and what activations in int8 make of it.
 TOLERANCE = {"fp32": 2e-6, "8da4w": 5e-3}
 
@@ -42,7 +42,7 @@ class Block(nn.Module):
         """`score`: state, mask, lora_b -> state. `back`: state, slope, lora_b -> slope, gradient."""
         normed = state * torch.rsqrt((state * state).mean(-1, keepdim=True) + 1e-5) * self.norm
         reduced = normed @ self.lora_a
-        if self.role == "back":
+        if self.role == "backward":
             gradient = torch.bmm(reduced.flatten(0, 1)[None].transpose(1, 2), other.flatten(0, 1)[None])
             return other + self.down(self.gate(normed)) + reduced @ lora_b, gradient[0]
         attended = torch.softmax(normed @ normed.transpose(1, 2) + other, -1) @ normed
@@ -97,7 +97,7 @@ def room(method: str, rows: int = MOST_ROWS, tokens: int = MOST_TOKENS) -> list[
     """Memory for a method's outputs."""
     shapes: dict[str, list[tuple[int, ...]]] = {
         "score": [(rows, tokens, WIDTH)],
-        "back": [(rows, tokens, WIDTH), (RANK, WIDTH)],
+        "backward": [(rows, tokens, WIDTH), (RANK, WIDTH)],
     }
     return [np.full(shape, np.nan, np.float32) for shape in shapes[method]]
 
@@ -164,7 +164,7 @@ def _lower(block: dict[str, nn.Module], dynamic: bool) -> Any:
     state = {0: rows, 1: tokens}
     shapes: dict[str, list[tuple[int, ...]]] = {
         "score": (state, {0: tokens, 1: tokens}, None),
-        "back": (state, state, None),
+        "backward": (state, state, None),
     }
     exported = {
         method: export(

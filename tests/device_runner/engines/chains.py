@@ -18,7 +18,7 @@ from prge.engine import Array, Call, Engine, FloatArray, Target, TokenSequence
 from prge.formats.adapter import Adapter, adapter_size
 from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.peft import write_peft
-from prge.formats.signatures import BACK, STACK, TANGENT
+from prge.formats.signatures import BACKWARD, FORWARD, JVP
 from prge.model_spec import ModelSpec, matrices
 from prge.numerics import vocabulary_shards as vocabulary
 from server_export.checkpoint.loading import load_model
@@ -95,9 +95,9 @@ def split(model: ModelSpec, call: Call, outputs: FloatArray) -> list[FloatArray]
 
 def computed(engine: Engine, role: str, call: Call) -> tuple[FloatArray, ...]:
     """What an engine answers to a call in a role, along `directions_of` or with `slope_of`."""
-    if role == STACK:
+    if role == FORWARD:
         return (engine.forward(call),)
-    if role == TANGENT:
+    if role == JVP:
         return engine.jvp(call, directions_of(engine.model, 2, len(call.sequences)))
     return engine.vjp(call, slope_of)
 
@@ -169,7 +169,7 @@ def gradient_error(folder: Path, bundle: Bundle, longest: int = 0, rows: int = 3
     """How far an exact gradient is from autograd's in double precision, as a part of its largest entry."""
     call = _call_up_to(bundle, longest, rows)
     _, expected = oracle_of(folder, torch.float64).vjp(call, slope_of)
-    _, found = opened(bundle, BACK).engine.vjp(call, slope_of)
+    _, found = opened(bundle, BACKWARD).engine.vjp(call, slope_of)
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
@@ -179,7 +179,7 @@ def tangent_error(folder: Path, bundle: Bundle, longest: int = 0, rows: int = 2,
     directions = directions_of(model, queries, rows)
     tangents, exact = (
         split(model, call, engine.jvp(call, directions)[1])
-        for engine in (opened(bundle, TANGENT).engine, oracle_of(folder, torch.float64))
+        for engine in (opened(bundle, JVP).engine, oracle_of(folder, torch.float64))
     )
     error = largest = 0.0
     for found, expected in zip(tangents, exact, strict=True):

@@ -18,15 +18,15 @@ from prge.formats.chain import Bounds, Interface
 from prge.formats.relations import RELATIONS
 from prge.formats.signatures import (
     ALL_ROLES,
-    BACK,
+    BACKWARD,
     DECODE,
-    OF_BACK,
+    RESIDUAL_ROLES,
     PAST_KEYS,
     PAST_VALUES,
     PREFILL,
-    STACK,
+    FORWARD,
     STEP_ROLES,
-    TANGENT,
+    JVP,
     Port,
 )
 from prge.numerics.expert_routing import Routing
@@ -66,11 +66,11 @@ class GraphBlocks:
     def _derive(self, number: int) -> None:
         model, block = self._model, self._model.blocks[number]
         lowest = next(place for place, each in enumerate(model.blocks) if each.modules)
-        wanted = ALL_ROLES if number in model.kind_of[lowest:] else (STACK, PREFILL, DECODE)
+        wanted = ALL_ROLES if number in model.kind_of[lowest:] else (FORWARD, PREFILL, DECODE)
         if not model.is_decoder:
-            wanted = tuple(role for role in wanted if role in (*STEP_ROLES, *OF_BACK))
+            wanted = tuple(role for role in wanted if role in (*STEP_ROLES, *RESIDUAL_ROLES))
         if block.is_expert:
-            wanted = (STACK, TANGENT, BACK) if wanted is ALL_ROLES else (STACK,)
+            wanted = (FORWARD, JVP, BACKWARD) if wanted is ALL_ROLES else (FORWARD,)
         of_type = model.kinds[number].block
         self._blocks[number] = derive(of_type, wanted, not block.is_expert)
         self._past[number] = past_of(of_type, wanted)
@@ -102,7 +102,7 @@ class GraphBlocks:
 
     def _width(self, number: int) -> int:
         """Width of what a block answers."""
-        block = self._blocks[self._model.kind_of[number]][STACK]
+        block = self._blocks[self._model.kind_of[number]][FORWARD]
         return block.value(block.outputs[0]).shape[-1]
 
     def width(self, number: int) -> int:
@@ -115,11 +115,11 @@ class GraphBlocks:
 
     def shared_width(self, value: int) -> int:
         maker = self._model.shared[value]
-        block = self._blocks[self._model.kind_of[maker]][STACK]
+        block = self._blocks[self._model.kind_of[maker]][FORWARD]
         return block.value(Port("given", self.chain.gives(maker).index(value))).shape[-1]
 
     def saved_widths(self, number: int) -> dict[str, int]:
-        block = self._blocks[self._model.kind_of[number]].get("save")
+        block = self._blocks[self._model.kind_of[number]].get("forward_save")
         saved = [port for port in block.outputs if port.kind == "saved"] if block else []
         return {port.name: block.value(port).shape[-1] for port in saved if block}
 

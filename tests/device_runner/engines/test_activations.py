@@ -22,7 +22,7 @@ from prge.engine import Call, FloatArray, Target, TokenSequence
 from prge.errors import RunError
 from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.chain import Bounds
-from prge.formats.signatures import BACK, BACK_SAVED, OF_BACK, SAVE, STACK
+from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, RESIDUAL_ROLES, FORWARD_SAVE, FORWARD
 from tests.bundles import read_json, write_manifest
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import TOKENS, bits, call_of, computed, export_chain, opened
@@ -131,7 +131,7 @@ def bundle(request: pytest.FixtureRequest, make_chain: Callable[[str], Path], ma
     name, _, kind = request.param.partition(" ")
     if not kind.startswith("8"):
         return open_bundle(make_chain(request.param) / "bundle")
-    settings: dict[str, Any] = {"quantize": kind, "roles": [BACK]}
+    settings: dict[str, Any] = {"quantize": kind, "roles": [BACKWARD]}
     return open_bundle(
         made_once(f"saved {request.param}", lambda folder: export_chain(folder, name, **settings)) / "bundle"
     )
@@ -142,7 +142,7 @@ def gradient(programs: OpenEngine, call: Call, most: int) -> tuple[list[bytes], 
     store = ActivationStore(programs.blocks, residual_bytes=most)
     engine = ChainEngine(programs.blocks, 1, store)
     for _ in range(2):
-        found = computed(engine, BACK, call)
+        found = computed(engine, BACKWARD, call)
     return bits(found), store
 
 
@@ -161,8 +161,8 @@ def sizes(store: ActivationStore) -> dict[int, int]:
 def test_whatever_is_saved_the_gradient_has_the_same_bits(bundle: Bundle, rows: int, engine: str) -> None:
     """None, then one block more at a time, from the last one down."""
     call = call_of(bundle.chain.model, rows)
-    programs = opened(bundle, BACK, engine)
-    expected, store = gradient(opened(bundle, BACK), call, 0)
+    programs = opened(bundle, BACKWARD, engine)
+    expected, store = gradient(opened(bundle, BACKWARD), call, 0)
     assert sizes(store) == {}
     taken = sizes(gradient(programs, call, ENOUGH)[1])
     chain = bundle.chain
@@ -176,7 +176,7 @@ def test_whatever_is_saved_the_gradient_has_the_same_bits(bundle: Bundle, rows: 
 
 @needs_compiler
 def test_what_was_saved_is_not_computed_again(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, programs = call_of(bundle.chain.model, 2), opened(bundle, BACK)
+    call, programs = call_of(bundle.chain.model, 2), opened(bundle, BACKWARD)
     run, roles = programs.blocks.run, list[tuple[int, str]]()
 
     def noted(number: int, role: str, *arguments: Any) -> Any:
@@ -185,29 +185,29 @@ def test_what_was_saved_is_not_computed_again(bundle: Bundle, monkeypatch: pytes
 
     monkeypatch.setattr(programs.blocks, "run", noted)
     gradient(programs, call, 0)
-    assert {role for _, role in roles} == {STACK, BACK}
+    assert {role for _, role in roles} == {FORWARD, BACKWARD}
     roles.clear()
     _, store = gradient(programs, call, ENOUGH)
     first = bundle.chain.lowest_adapted
-    assert {role for number, role in roles if number >= first} == {SAVE, BACK_SAVED}
+    assert {role for number, role in roles if number >= first} == {FORWARD_SAVE, BACKWARD_SAVED}
     last = max(sizes(store))
     roles.clear()
     gradient(programs, call, sizes(store)[last])
-    assert {role for number, role in roles if number == last} == {SAVE, BACK_SAVED}
-    assert {role for number, role in roles if first <= number < last} == {STACK, BACK}
+    assert {role for number, role in roles if number == last} == {FORWARD_SAVE, BACKWARD_SAVED}
+    assert {role for number, role in roles if first <= number < last} == {FORWARD, BACKWARD}
 
 
 @needs_compiler
 def test_calls_of_other_sizes_follow_each_other(bundle: Bundle) -> None:
     """Room that a longer call has written to holds a shorter one, whose answers are smaller than the room."""
-    model, programs = bundle.chain.model, opened(bundle, BACK)
+    model, programs = bundle.chain.model, opened(bundle, BACKWARD)
     calls = call_of(model, 5), call_of(model, 5, lengths=[2])
     expected = [gradient(programs, call, 0)[0] for call in calls]
     store = ActivationStore(programs.blocks, residual_bytes=ENOUGH)
     engine, memory = ChainEngine(programs.blocks, 1, store), None
     for _ in range(2):
         for call, want in zip(calls, expected, strict=True):
-            assert bits(computed(engine, BACK, call)) == want
+            assert bits(computed(engine, BACKWARD, call)) == want
             assert memory is None or store._residual_memory is memory
             memory = store._residual_memory
 
@@ -216,22 +216,22 @@ def test_calls_of_other_sizes_follow_each_other(bundle: Bundle) -> None:
 def test_a_budget_is_what_is_left_beside_all_weights(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size)
     for memory, left in ((max(loaded), 0), (sum(loaded), 0), (sum(loaded) + 12_345, 12_345)):
-        assert opened(bundle, BACK, loaded=memory).store.residual_bytes == left
+        assert opened(bundle, BACKWARD, loaded=memory).store.residual_bytes == left
     monkeypatch.setattr(blocks_module, "available_memory", lambda: sum(loaded) + 4_000)
-    store = opened(bundle, BACK).store
+    store = opened(bundle, BACKWARD).store
     assert store.residual_bytes == 1_000
     described = store.describe_residuals(2 * TOKENS, 10)
     assert "activations: 0 of " in described and "(0 of 0 MB)" in described
     # The torch engine holds room for the largest answers of each method.
-    assert opened(bundle, BACK, "torch", loaded=1 << 30).store.residual_bytes == 0
+    assert opened(bundle, BACKWARD, "torch", loaded=1 << 30).store.residual_bytes == 0
 
 
 @needs_compiler
 def test_states_that_are_rounded_are_gone_through_again(bundle: Bundle) -> None:
     """Residuals of a forward pass aren't those of rounded checkpoints."""
-    assert opened(bundle, BACK, checkpoint_dtype="float16").store.residual_bytes is None
-    assert opened(bundle, BACK).store.residual_bytes is not None
-    assert opened(bundle, STACK).store.residual_bytes is None
+    assert opened(bundle, BACKWARD, checkpoint_dtype="float16").store.residual_bytes is None
+    assert opened(bundle, BACKWARD).store.residual_bytes is not None
+    assert opened(bundle, FORWARD).store.residual_bytes is None
 
 
 @needs_compiler
@@ -239,18 +239,18 @@ def test_a_bundle_of_an_earlier_version_computes_all_again(bundle: Bundle, tmp_p
     folder = Path(shutil.copytree(bundle.folder, tmp_path / "bundle"))
     manifest = read_json(folder)
     for kind in manifest["chain"]["kinds"]:
-        for role in OF_BACK:
+        for role in RESIDUAL_ROLES:
             kind["methods"].pop(role, None)
     write_manifest(folder, manifest)
     call = call_of(bundle.chain.model, 3)
-    found, store = gradient(opened(open_bundle(folder), BACK), call, ENOUGH)
-    assert sizes(store) == {} and found == gradient(opened(bundle, BACK), call, ENOUGH)[0]
+    found, store = gradient(opened(open_bundle(folder), BACKWARD), call, ENOUGH)
+    assert sizes(store) == {} and found == gradient(opened(bundle, BACKWARD), call, ENOUGH)[0]
 
 
 @needs_compiler
 def test_one_question_takes_the_room_of_two(bundle: Bundle) -> None:
     """What lies behind it is written later, or is nobody's."""
-    call, programs = call_of(bundle.chain.model, 1), opened(bundle, BACK)
+    call, programs = call_of(bundle.chain.model, 1), opened(bundle, BACKWARD)
     sequence = TokenSequence(call.sequences[0].tokens, (Target(3, 1, 1.0, 0),))
     call = replace(call, sequences=(sequence,))
     assert gradient(programs, call, ENOUGH)[0] == gradient(programs, call, 0)[0]
@@ -258,7 +258,7 @@ def test_one_question_takes_the_room_of_two(bundle: Bundle) -> None:
 
 @needs_compiler
 def test_blocks_that_save_nothing_as_experts_do_are_passed_over(bundle: Bundle) -> None:
-    store = ActivationStore(opened(bundle, BACK).blocks, residual_bytes=ENOUGH)
+    store = ActivationStore(opened(bundle, BACKWARD).blocks, residual_bytes=ENOUGH)
     numbers = [*store.saving_blocks(2 * TOKENS, 10)]
     store._widths[numbers[1]] = {}
     assert [*store.saving_blocks(2 * TOKENS, 10)] == [numbers[0], *numbers[2:]]

@@ -25,7 +25,7 @@ from device_runner.engines.trunk_cache import TrunkCache
 from prge.engine import Array, Call, Directions, Engine, FloatArray, Target, TokenSequence
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle, open_bundle
-from prge.formats.signatures import BACK, STACK, TANGENT
+from prge.formats.signatures import BACKWARD, FORWARD, JVP
 from prge.model_spec import ModelSpec, matrices
 from prge.objectives.classification_head import Head
 from prge.objectives.examples import Example
@@ -46,7 +46,7 @@ LENGTHS = (64, 33, 5, 20, 21, 41, 2, 50, 20, 64, 12)
 ROWS = st.lists(st.integers(0, len(LENGTHS) - 1), min_size=2, max_size=9)
 FEW = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 # Roles and copies.
-CALLS = [(STACK, 1), (STACK, COPIES), (TANGENT, 1), (BACK, 1)]
+CALLS = [(FORWARD, 1), (FORWARD, COPIES), (JVP, 1), (BACKWARD, 1)]
 CALL_NAMES = ["one adapter", "copies", "tangents", "gradient"]
 
 
@@ -59,7 +59,7 @@ class Scene:
 
     @cached_property
     def opened(self) -> OpenEngine:
-        return opened(self.bundle, BACK, threads=1)
+        return opened(self.bundle, BACKWARD, threads=1)
 
     @property
     def model(self) -> ModelSpec:
@@ -106,9 +106,9 @@ class Scene:
         """Outputs of each row, [copies or 1 + queries, ...] of all that a call has for it; the gradient."""
         engine, call = engine or self.opened.engine, self.call(rows, copies)
         gradient = np.zeros(0, np.float32)
-        if role == STACK:
+        if role == FORWARD:
             outputs = engine.forward(call)
-        elif role == TANGENT:
+        elif role == JVP:
             mine = {name: factors[:, list(rows)] for name, factors in self.directions.items()}
             first, tangents = engine.jvp(call, mine)
             outputs = np.concatenate([first[None], tangents])
@@ -135,7 +135,7 @@ class Scene:
         rows = sorted(rows, key=lambda row: padded_length(self.lengths[row], bounds))
         total = np.zeros(self.adapter.size, np.float32)
         for row in rows:
-            total += self.alone(BACK, row)[1]
+            total += self.alone(BACKWARD, row)[1]
         return total
 
 
@@ -147,7 +147,7 @@ def gradient_by_outputs(outputs: FloatArray) -> Array:
 def made(name: str, made_once: Made) -> Path:
     """The folder of `architecture scheme ...`, with the settings that come behind."""
     architecture, scheme, *more = name.split()
-    roles = [STACK, TANGENT, BACK]
+    roles = [FORWARD, JVP, BACKWARD]
     changes: dict[str, Any] = {"sequence_length": TOKENS, "quantize": scheme, "roles": roles}
     changes |= dict(each.split("=") for each in more)
     return made_once(f"invariant {name}", lambda folder: export_chain(folder, architecture, **changes))
@@ -170,7 +170,7 @@ def check(scene: Scene, role: str, rows: Sequence[int], copies: int) -> None:
     found, gradient = scene.outputs(role, rows, copies)
     for place, row in enumerate(rows):
         assert found[place].tobytes() == scene.alone(role, row, copies)[0].tobytes(), (role, rows, place)
-    if role == BACK:
+    if role == BACKWARD:
         assert gradient.tobytes() == scene.added(rows).tobytes()
 
 
@@ -192,7 +192,7 @@ def test_a_row_among_any_others_is_what_it_is_alone(
 def test_every_role_answers_the_same(scene: Scene) -> None:
     """So a run begins with just the scores that are its reference."""
     for row in range(len(LENGTHS)):
-        expected = scene.alone(STACK, row)[0][0].tobytes()
+        expected = scene.alone(FORWARD, row)[0][0].tobytes()
         for role, copies in CALLS[1:]:
             assert scene.alone(role, row, copies)[0][0].tobytes() == expected, (role, row)
 
@@ -200,8 +200,8 @@ def test_every_role_answers_the_same(scene: Scene) -> None:
 @pytest.mark.parametrize("copies", [1, 2, 8])
 def test_a_copy_of_the_adapter_is_answered_alike_with_any_number_of_others(scene: Scene, copies: int) -> None:
     rows = [3, 0, 5]
-    few, _ = scene.outputs(STACK, rows, copies)
-    many, _ = scene.outputs(STACK, rows, copies=9)
+    few, _ = scene.outputs(FORWARD, rows, copies)
+    many, _ = scene.outputs(FORWARD, rows, copies=9)
     for one, other in zip(few, many, strict=True):
         assert one.tobytes() == other[:copies].tobytes()
 
@@ -222,9 +222,9 @@ def test_states_from_the_cache_change_no_bit(scene: Scene, tmp_path: Path) -> No
     engine = ChainEngine(scene.opened.blocks, 1, ActivationStore(scene.opened.blocks, trunk=cache))
     rows = [7, 2, 0, 3]
     for _ in range(2):
-        found, gradient = scene.outputs(BACK, rows, engine=engine)
+        found, gradient = scene.outputs(BACKWARD, rows, engine=engine)
         for place, row in enumerate(rows):
-            assert found[place].tobytes() == scene.alone(BACK, row)[0].tobytes()
+            assert found[place].tobytes() == scene.alone(BACKWARD, row)[0].tobytes()
         assert gradient.tobytes() == scene.added(rows).tobytes()
     assert cache.computed == len(rows) and cache.reused >= len(rows)
 
@@ -282,7 +282,7 @@ def long_rows(made_once: Made, monkeypatch: pytest.MonkeyPatch) -> Path:
     sizes = {"positions": 192, "sequence_length": 160, "context": 160}
 
     def make(folder: Path) -> object:
-        return export_chain(folder, "llama", quantize="8da4w", roles=[STACK, TANGENT, BACK], **sizes)
+        return export_chain(folder, "llama", quantize="8da4w", roles=[FORWARD, JVP, BACKWARD], **sizes)
 
     return made_once("chunks", make) / "bundle"
 
@@ -301,7 +301,7 @@ def test_rows_of_smollm2_in_int4_are_what_they_are_alone(made_once: Made, smollm
                 quantize="8da4w",
                 rank=8,
                 sequence_length=TOKENS,
-                roles=[STACK, TANGENT, BACK],
+                roles=[FORWARD, JVP, BACKWARD],
             )
         )
 

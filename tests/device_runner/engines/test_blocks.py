@@ -14,7 +14,7 @@ import safetensors.numpy
 from device_runner.engines import packed_files
 from prge.errors import BundleError, PrgeError
 from prge.formats.bundle import TABLES, open_bundle
-from prge.formats.signatures import BACK, STACK
+from prge.formats.signatures import BACKWARD, FORWARD
 from prge.model_spec import LARGEST_SIZE
 from tests.bundles import read_json, rehash, write_manifest
 from tests.compilers import needs_compiler
@@ -63,13 +63,13 @@ def flip(path: Path, share: float = 0.5) -> None:
 def answer(folder: Path, engine: str = "native") -> bytes:
     """Of a call that is always the same."""
     bundle = open_bundle(folder)
-    return opened(bundle, STACK, engine).engine.forward(call_of(bundle.chain.model, 32)).tobytes()
+    return opened(bundle, FORWARD, engine).engine.forward(call_of(bundle.chain.model, 32)).tobytes()
 
 
 def gradient(folder: Path) -> bytes:
     """Of a call that is always the same, with answers."""
     bundle = open_bundle(folder)
-    return b"".join(bits(computed(opened(bundle, BACK).engine, BACK, call_of(bundle.chain.model, 2))))
+    return b"".join(bits(computed(opened(bundle, BACKWARD).engine, BACKWARD, call_of(bundle.chain.model, 2))))
 
 
 def refused(folder: Path, engine: str = "native") -> str:
@@ -146,7 +146,7 @@ def change(folder: Path, how: Callable[[Any], object]) -> None:
 
 def exchange_saved(kind: dict[str, Any]) -> None:
     """Values of other widths, by the names of each other."""
-    names = kind["methods"]["save"]["outputs"]
+    names = kind["methods"]["forward_save"]["outputs"]
     names[1:] = reversed(names[1:])
 
 
@@ -159,9 +159,9 @@ def forget(method: dict[str, Any], what: str, name: str) -> None:
 
 def forget_saved(kind: dict[str, Any]) -> None:
     """One value less is saved, and taken."""
-    name = kind["methods"]["save"]["outputs"][-1]
-    forget(kind["methods"]["save"], "output", name)
-    forget(kind["methods"]["back_saved"], "input", name)
+    name = kind["methods"]["forward_save"]["outputs"][-1]
+    forget(kind["methods"]["forward_save"], "output", name)
+    forget(kind["methods"]["backward_saved"], "input", name)
 
 
 def without_specs(chain: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ def test_a_manifest_has_specs_of_all_methods_and_one_without_opens(folder: Path)
     assert all(method.has_specs for kind in chain.kinds for method in kind.methods.values())
     before, learned = answer(folder), gradient(folder)
     change(folder, without_specs)
-    assert not open_bundle(folder).chain.kinds[0].methods[STACK].has_specs
+    assert not open_bundle(folder).chain.kinds[0].methods[FORWARD].has_specs
     assert answer(folder) == before == answer(folder, "torch") and gradient(folder) == learned
 
 
@@ -190,7 +190,7 @@ def test_a_manifest_has_specs_of_all_methods_and_one_without_opens(folder: Path)
         (lambda c: c["modules"][0].update(rank=3), "must be float32 [8, 3, 64]"),
         (lambda c: c["blocks"][1]["tables"].reverse(), "input table.0 of stack is float32 [1, 16, 16]"),
         (
-            lambda c: forget(c["kinds"][1]["methods"]["stack"], "input", "lora_b.1"),
+            lambda c: forget(c["kinds"][1]["methods"]["forward"], "input", "lora_b.1"),
             "inputs, the manifest",
         ),
         (lambda c: exchange_saved(c["kinds"][1]), "of back_saved is float32"),
@@ -218,7 +218,7 @@ def test_a_manifest_of_other_shapes_than_the_programs_is_refused(
 )
 def test_specs_that_are_not_the_programs_are_refused(folder: Path, engine: str, spec: str) -> None:
     def lie(chain: dict[str, Any]) -> None:
-        chain["kinds"][1]["methods"]["stack"]["input_specs"][0] = spec
+        chain["kinds"][1]["methods"]["forward"]["input_specs"][0] = spec
 
     change(folder, lie)
     assert f"input state of stack is float32 [8, 4, 16, 64], must be {spec}" in refused(folder, engine)
@@ -341,10 +341,10 @@ def test_packed_files_that_are_gone_meanwhile_end_no_call(folder: Path, cache: P
     """With room for one block's weights each block is mapped again for every call, there and back."""
     bundle = open_bundle(folder)
     largest = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks)
-    engine, call = opened(bundle, BACK, loaded=largest).engine, call_of(bundle.chain.model, 2)
-    before = bits(computed(engine, BACK, call))
+    engine, call = opened(bundle, BACKWARD, loaded=largest).engine, call_of(bundle.chain.model, 2)
+    before = bits(computed(engine, BACKWARD, call))
     assert packed_files.remove_files(cache)
-    assert bits(computed(engine, BACK, call)) == before
+    assert bits(computed(engine, BACKWARD, call)) == before
 
 
 # The command line

@@ -19,7 +19,7 @@ from device_runner.engines.opening import OpenEngine, open_engine
 from prge.engine import Array, Call
 from prge.errors import EngineError
 from prge.formats.bundle import Bundle, open_bundle
-from prge.formats.signatures import BACK, STACK, TANGENT
+from prge.formats.signatures import BACKWARD, FORWARD, JVP
 from server_export.oracle import TorchEngine
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
@@ -40,7 +40,7 @@ pytestmark = needs_compiler
 # Copies, sequences, queries and targets beyond the bounds of programs, which are 8, 4, 8 and 128.
 STACKS = [(1, 3), (3, 2), (1, 37), (10, 5)]
 TANGENTS = [(2, 3), (9, 6)]
-ROLES = [STACK, TANGENT, BACK]
+ROLES = [FORWARD, JVP, BACKWARD]
 
 
 @pytest.fixture(scope="module", params=["llama", *rest("llama lora", "bert", "bert lora", "gemma4")])
@@ -60,7 +60,7 @@ def oracle(folder: Path) -> TorchEngine:
 
 def call_for(bundle: Bundle, role: str, sequences: int) -> Call:
     """A call that a role computes, with copies where it takes them."""
-    return call_of(bundle.chain.model, sequences, 3 if role == STACK else 1)
+    return call_of(bundle.chain.model, sequences, 3 if role == FORWARD else 1)
 
 
 def close(found: Array, expected: Array, tolerance: float = 2e-5) -> bool:
@@ -72,10 +72,10 @@ def test_outputs_are_the_models_with_every_copys_adapter(
     bundle: Bundle, oracle: TorchEngine, copies: int, sequences: int
 ) -> None:
     call = call_of(bundle.chain.model, sequences, copies)
-    found = opened(bundle, STACK).engine.forward(call)
+    found = opened(bundle, FORWARD).engine.forward(call)
     assert len(found) == copies
     assert all(close(*pair) for pair in zip(found, oracle.forward(call), strict=True))
-    assert opened(bundle, STACK, "torch").engine.forward(call).tobytes() == found.tobytes()
+    assert opened(bundle, FORWARD, "torch").engine.forward(call).tobytes() == found.tobytes()
 
 
 @pytest.mark.parametrize(("queries", "sequences"), TANGENTS)
@@ -84,26 +84,26 @@ def test_tangents_are_the_models_derivatives(
 ) -> None:
     model = bundle.chain.model
     call, directions = call_of(model, sequences), directions_of(model, queries, sequences)
-    found = opened(bundle, TANGENT).engine.jvp(call, directions)
+    found = opened(bundle, JVP).engine.jvp(call, directions)
     outputs, exact = oracle.jvp(call, directions)
     assert close(found[0], outputs)
     tangents, expected = (split(model, call, each) for each in (found[1], exact))
     for query, number in [(0, 0), (queries - 1, sequences - 1), (queries - 1, 0)]:
         # The reference's own rounding in float32 is 6e-5.
         assert close(tangents[number][query], expected[number][query], 1e-4)
-    assert bits(opened(bundle, TANGENT, "torch").engine.jvp(call, directions)) == bits(found)
+    assert bits(opened(bundle, JVP, "torch").engine.jvp(call, directions)) == bits(found)
 
 
 def test_a_gradient_of_another_shape_than_the_outputs_is_refused(bundle: Bundle) -> None:
-    engine, call = opened(bundle, BACK).engine, call_of(bundle.chain.model, 3)
+    engine, call = opened(bundle, BACKWARD).engine, call_of(bundle.chain.model, 3)
     with pytest.raises(EngineError, match=r"gradient of the loss has the shape \[\], the outputs \[\d+"):
         engine.vjp(call, lambda outputs: outputs.sum())
-    assert computed(engine, BACK, call)
+    assert computed(engine, BACKWARD, call)
 
 
 def test_a_sequence_is_answered_alike_alone_and_among_others(bundle: Bundle) -> None:
     call, model = call_of(bundle.chain.model, 7), bundle.chain.model
-    engine = opened(bundle, STACK).engine
+    engine = opened(bundle, FORWARD).engine
     among = engine.forward(call)
     for number, expected in enumerate(split(model, call, among)):
         (found,) = split(model, alone := only(call, number), engine.forward(alone))
@@ -117,7 +117,7 @@ def only(call: Call, *numbers: int) -> Call:
 
 def test_a_sequence_of_one_token(bundle: Bundle, oracle: TorchEngine) -> None:
     call = call_of(bundle.chain.model, 2, lengths=[1])
-    assert close(opened(bundle, STACK).engine.forward(call)[0], oracle.forward(call)[0])
+    assert close(opened(bundle, FORWARD).engine.forward(call)[0], oracle.forward(call)[0])
 
 
 @pytest.fixture
@@ -126,20 +126,20 @@ def decoder(make_chain: Callable[[str], Path]) -> Bundle:
 
 
 def test_a_decoders_sequence_without_targets_adds_nothing(decoder: Bundle) -> None:
-    engine, call = opened(decoder, BACK).engine, call_of(decoder.chain.model, 5)
+    engine, call = opened(decoder, BACKWARD).engine, call_of(decoder.chain.model, 5)
     silent = [replace(sequence, targets=()) for sequence in call.sequences]
     pairs = zip(silent, call.sequences, strict=True)
     among = replace(call, sequences=tuple(sequence for pair in pairs for sequence in pair))
-    assert bits(computed(engine, BACK, among)) == bits(computed(engine, BACK, call))
+    assert bits(computed(engine, BACKWARD, among)) == bits(computed(engine, BACKWARD, call))
     for role in ROLES:
         outputs, *_ = computed(engine, role, replace(call, sequences=tuple(silent)))
         assert outputs.size == 0
-    _, gradient = computed(engine, BACK, replace(call, sequences=tuple(silent)))
+    _, gradient = computed(engine, BACKWARD, replace(call, sequences=tuple(silent)))
     assert not gradient.any()
 
 
 def test_what_lies_behind_a_decoders_last_target_changes_nothing(decoder: Bundle) -> None:
-    engine, call = opened(decoder, BACK).engine, call_of(decoder.chain.model, 3)
+    engine, call = opened(decoder, BACKWARD).engine, call_of(decoder.chain.model, 3)
     cut = [
         replace(each, tokens=each.tokens[: 1 + max(target.position for target in each.targets)])
         for each in call.sequences
@@ -148,14 +148,14 @@ def test_what_lies_behind_a_decoders_last_target_changes_nothing(decoder: Bundle
         replace(each, tokens=(each.tokens + (7,) * 16)[: decoder.chain.model.sequence_length]) for each in cut
     ]
     assert cut != longer
-    found = [bits(computed(engine, BACK, replace(call, sequences=tuple(some)))) for some in (cut, longer)]
+    found = [bits(computed(engine, BACKWARD, replace(call, sequences=tuple(some)))) for some in (cut, longer)]
     assert found[0] == found[1]
 
 
 def test_any_layout_of_adapters_and_directions_is_taken(bundle: Bundle) -> None:
     model = bundle.chain.model
     call, directions = call_of(model, 3, 2), directions_of(model, 2, 3)
-    engine = opened(bundle, BACK).engine
+    engine = opened(bundle, BACKWARD).engine
     strange = replace(call, adapters=np.repeat(np.asfortranarray(call.adapters), 2, 1)[:, ::2])
     strange.adapters.flags.writeable = False
     assert engine.forward(strange).tobytes() == engine.forward(call).tobytes()
@@ -163,13 +163,13 @@ def test_any_layout_of_adapters_and_directions_is_taken(bundle: Bundle) -> None:
     reordered = {name: np.asfortranarray(array) for name, array in reversed(directions.items())}
     assert bits(engine.jvp(strange, reordered)) == bits(engine.jvp(call, directions))
     found = engine.vjp(strange, lambda outputs: np.asfortranarray(slope_of(outputs)))
-    assert bits(found) == bits(computed(engine, BACK, call))
+    assert bits(found) == bits(computed(engine, BACKWARD, call))
 
 
 def test_states_are_held_in_turns(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many sequences, copies and queries a call has; no bit changes."""
-    engine = opened(bundle, BACK).engine
-    calls = [(role, call_for(bundle, role, 9)) for role in (STACK, TANGENT)]
+    engine = opened(bundle, BACKWARD).engine
+    calls = [(role, call_for(bundle, role, 9)) for role in (FORWARD, JVP)]
     before = [bits(computed(engine, role, call)) for role, call in calls]
     for most in (1, 100):
         monkeypatch.setattr(planning, "STATES_AT_ONCE", most)
@@ -214,16 +214,16 @@ def resident(programs: OpenEngine) -> set[int]:
 
 
 def test_without_a_bound_every_method_is_loaded_once(bundle: Bundle) -> None:
-    programs = opened(bundle, BACK)
+    programs = opened(bundle, BACKWARD)
     with counted_loads(programs) as loads:
         for _ in range(3):
-            computed(programs.engine, BACK, call_of(bundle.chain.model, 9))
+            computed(programs.engine, BACKWARD, call_of(bundle.chain.model, 9))
     assert len(loads) == len(set(loads))
 
 
 def test_a_bound_below_the_largest_block_says_what_would_do(bundle: Bundle) -> None:
     with pytest.raises(EngineError, match=r"1000 bytes of weights may, the largest block has \d+\n  allow"):
-        opened(bundle, STACK, loaded=1000)
+        opened(bundle, FORWARD, loaded=1000)
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -231,7 +231,7 @@ def test_many_calls_take_no_more_buffers_than_the_first(bundle: Bundle, role: st
     programs = opened(bundle, role)
     blocks: Any = programs.blocks
     call, counts = call_for(bundle, role, 9), []
-    for _ in range(200 if role == STACK else 20):
+    for _ in range(200 if role == FORWARD else 20):
         computed(programs.engine, role, call)
         spare = [id(array) for arrays in blocks._spare.values() for array in arrays]
         assert len(spare) == len(set(spare))
@@ -241,11 +241,11 @@ def test_many_calls_take_no_more_buffers_than_the_first(bundle: Bundle, role: st
 
 def test_checkpoints_in_a_file_change_no_bit_and_in_float16_little(bundle: Bundle, tmp_path: Path) -> None:
     call = call_of(bundle.chain.model, 9)
-    programs = opened(bundle, BACK)
+    programs = opened(bundle, BACKWARD)
     in_file = ActivationStore(programs.blocks, folder=tmp_path, checkpoint_bytes=0)
     half = ActivationStore(programs.blocks, precision="float16")
     expected, in_a_file, rounded = (
-        computed(ChainEngine(programs.blocks, 1, store), BACK, call)
+        computed(ChainEngine(programs.blocks, 1, store), BACKWARD, call)
         for store in (programs.store, in_file, half)
     )
     assert bits(in_a_file) == bits(expected)
@@ -256,35 +256,35 @@ def test_checkpoints_in_a_file_change_no_bit_and_in_float16_little(bundle: Bundl
 
 def test_a_short_call_follows_one_of_exactly_the_bounds(bundle: Bundle) -> None:
     bounds, model = bundle.chain.bounds, bundle.chain.model
-    engine = opened(bundle, BACK).engine
+    engine = opened(bundle, BACKWARD).engine
     assert model.sequence_length == bounds.tokens
     long = call_of(model, bounds.batch, lengths=[bounds.tokens])
     short = call_of(model, bounds.batch, lengths=[5], seed=1)
-    expected = bits(computed(engine, BACK, short))
+    expected = bits(computed(engine, BACKWARD, short))
     for _ in range(2):
-        computed(engine, BACK, long)
-        assert bits(computed(engine, BACK, short)) == expected
+        computed(engine, BACKWARD, long)
+        assert bits(computed(engine, BACKWARD, short)) == expected
 
 
 def test_answers_are_not_changed_by_later_calls(bundle: Bundle) -> None:
-    engine, model = opened(bundle, BACK).engine, bundle.chain.model
-    first = computed(engine, BACK, call_of(model, 5))
+    engine, model = opened(bundle, BACKWARD).engine, bundle.chain.model
+    first = computed(engine, BACKWARD, call_of(model, 5))
     before = bits(first)
-    computed(engine, BACK, call_of(model, 5, seed=1))
+    computed(engine, BACKWARD, call_of(model, 5, seed=1))
     assert bits(first) == before
 
 
 def test_the_adapter_that_an_answer_is_of_is_the_calls(bundle: Bundle) -> None:
     """Buffers are filled anew between calls."""
-    engine, call = opened(bundle, STACK).engine, call_of(bundle.chain.model, 2)
+    engine, call = opened(bundle, FORWARD).engine, call_of(bundle.chain.model, 2)
     before, after = (engine.forward(each) for each in (call, replace(call, adapters=2 * call.adapters)))
     assert np.abs(after - before).max() > 1e-3
 
 
 def test_a_failure_in_a_forward_is_told_and_the_engine_stays_usable(bundle: Bundle) -> None:
-    programs, call = opened(bundle, STACK), call_of(bundle.chain.model, 2)
+    programs, call = opened(bundle, FORWARD), call_of(bundle.chain.model, 2)
     want = programs.engine.forward(call).tobytes()
-    method: Any = programs.blocks.method(1, STACK)
+    method: Any = programs.blocks.method(1, FORWARD)
     run, method.run = method.run, lambda inputs, outputs: run(inputs[:-1], outputs)
     with pytest.raises(EngineError, match="the engine failed in a forward: the method takes"):
         programs.engine.forward(call)
@@ -305,9 +305,9 @@ def test_with_little_memory_the_next_block_is_read_while_one_computes(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     largest = max(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
-    programs, call = opened(bundle, BACK, loaded=largest), call_of(bundle.chain.model, 2)
+    programs, call = opened(bundle, BACKWARD, loaded=largest), call_of(bundle.chain.model, 2)
     blocks: Any = programs.blocks
-    computed(programs.engine, BACK, call)
+    computed(programs.engine, BACKWARD, call)
     advised: list[int] = []
     order = [
         (file.stat().st_dev, file.stat().st_ino) for file in (each.packed for each in blocks._files.values())
@@ -318,7 +318,7 @@ def test_with_little_memory_the_next_block_is_read_while_one_computes(
         advised.append(order.index((facts.st_dev, facts.st_ino)))
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    computed(programs.engine, BACK, call)
+    computed(programs.engine, BACKWARD, call)
     last = len(order) - 1
     # Forward to the last block, and back from it.
     assert last in advised

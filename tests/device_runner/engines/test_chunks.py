@@ -16,7 +16,7 @@ from prge.engine import Call
 from prge.errors import BundleError, EngineError
 from prge.formats import chain
 from prge.formats.bundle import Bundle, open_bundle
-from prge.formats.signatures import BACK, PREFILL, PREFILL_BACK, PREFILL_TANGENT, STACK, TANGENT
+from prge.formats.signatures import BACKWARD, PREFILL, PREFILL_BACKWARD, PREFILL_JVP, FORWARD, JVP
 from prge.model_spec import matrices
 from server_export.export import ExportConfig, export
 from tests.compilers import needs_compiler
@@ -52,7 +52,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(request: pytest.FixtureRequest, made_once: Made) -> Path:
     architecture, *adapter = request.param.split()
     more: dict[str, Any] = {"adapter": adapter[0]} if adapter else {}
-    roles = ["stack", "tangent", "back"]
+    roles = ["forward", "jvp", "backward"]
 
     def make(place: Path) -> object:
         return export_chain(place, architecture, sequence_length=TOKENS, roles=roles, context=TOKENS, **more)
@@ -69,26 +69,26 @@ def calls_of(bundle: Bundle, sequences: int, copies: int = 1) -> Call:
 def test_an_export_for_long_rows_has_pieces(folder: Path) -> None:
     found = open_bundle(folder / "bundle").chain
     assert (found.bounds.tokens, found.bounds.piece) == (TOKENS, PIECE)
-    assert {PREFILL, PREFILL_TANGENT, PREFILL_BACK} <= set(found.roles)
-    assert found.longest(BACK) == found.model.sequence_length == TOKENS
+    assert {PREFILL, PREFILL_JVP, PREFILL_BACKWARD} <= set(found.roles)
+    assert found.longest(BACKWARD) == found.model.sequence_length == TOKENS
 
 
 def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:
     """Not from the rows beside it, the engine, or the weights that stay loaded."""
     bundle = open_bundle(folder / "bundle")
-    call, engine = calls_of(bundle, 5), opened(bundle, STACK).engine
+    call, engine = calls_of(bundle, 5), opened(bundle, FORWARD).engine
     found = split(bundle.chain.model, call, engine.forward(call))
     for number in (0, 3):
         one = replace(call, sequences=call.sequences[number : number + 1])
         assert engine.forward(one).tobytes() == found[number].tobytes()
     call = calls_of(bundle, 2)
-    whole = bits(computed(opened(bundle, BACK).engine, BACK, call))
+    whole = bits(computed(opened(bundle, BACKWARD).engine, BACKWARD, call))
     least = max(bundle.file(block.weights).stat().st_size for block in bundle.chain.blocks[1:])
-    for other in (opened(bundle, BACK, loaded=least), opened(bundle, BACK, "torch")):
-        assert bits(computed(other.engine, BACK, call)) == whole
+    for other in (opened(bundle, BACKWARD, loaded=least), opened(bundle, BACKWARD, "torch")):
+        assert bits(computed(other.engine, BACKWARD, call)) == whole
 
 
-@pytest.mark.parametrize(("role", "of_pieces"), [(TANGENT, PREFILL_TANGENT), (BACK, PREFILL_BACK)])
+@pytest.mark.parametrize(("role", "of_pieces"), [(JVP, PREFILL_JVP), (BACKWARD, PREFILL_BACKWARD)])
 def test_a_bundle_without_a_role_of_pieces_takes_short_rows_in_it(
     folder: Path, role: str, of_pieces: str
 ) -> None:
@@ -99,7 +99,7 @@ def test_a_bundle_without_a_role_of_pieces_takes_short_rows_in_it(
     )
     bundle = replace(bundle, chain=replace(bundle.chain, kinds=kinds))
     assert bundle.chain.longest(role) == PIECE
-    assert bundle.chain.longest(STACK) == bundle.chain.model.sequence_length == TOKENS
+    assert bundle.chain.longest(FORWARD) == bundle.chain.model.sequence_length == TOKENS
     engine, model = opened(bundle, role).engine, bundle.chain.model
     with pytest.raises(EngineError, match=f"has 9 tokens, the bundle takes 8 in the role {role}"):
         computed(engine, role, call_of(model, 2, lengths=[8, 9]))
@@ -122,14 +122,14 @@ def test_a_block_of_a_real_shape_at_1024_tokens(made_once: Made, monkeypatch: py
         shape = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 1}
         heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 1024}
         save_model(place / "model", "qwen2", **shape, **heads)
-        settings = {"rank": 16, "sequence_length": 1024, "context": 1024, "roles": ["stack", "back"]}
+        settings = {"rank": 16, "sequence_length": 1024, "context": 1024, "roles": ["forward", "backward"]}
         return export(ExportConfig(model=str(place / "model"), out=place / "bundle", **settings))
 
     folder = made_once("a real block in pieces", make)
     bundle = open_bundle(folder / "bundle")
     call = call_of(bundle.chain.model, 1)
-    _, found = computed(opened(bundle, BACK).engine, BACK, call)
-    _, gradient = computed(oracle_of(folder), BACK, call)
+    _, found = computed(opened(bundle, BACKWARD).engine, BACKWARD, call)
+    _, gradient = computed(oracle_of(folder), BACKWARD, call)
     start = 0
     for matrix in matrices(bundle.chain.modules):
         expected, ours = (each[start : start + matrix.size].astype(float) for each in (gradient, found))

@@ -12,7 +12,7 @@ import torch
 
 from prge.engine import Call
 from prge.formats.bundle import Bundle, open_bundle
-from prge.formats.signatures import BACK, STACK
+from prge.formats.signatures import BACKWARD, FORWARD
 from server_export.oracle import TorchEngine
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
@@ -50,11 +50,11 @@ def test_a_step_loads_the_experts_that_its_tokens_ask_for(folder: Path, bundle: 
     least = max(chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
     found = []
     for memory in (None, least):
-        programs = opened(bundle, BACK, loaded=memory)
+        programs = opened(bundle, BACKWARD, loaded=memory)
         with counted_loads(programs) as loads:
-            found.append(bits(computed(programs.engine, BACK, call)))
+            found.append(bits(computed(programs.engine, BACKWARD, call)))
         for layer, experts in zip(layers, expected, strict=True):
-            for role in (STACK, BACK):
+            for role in (FORWARD, BACKWARD):
                 loaded = [number - layer.start for number, each in loads if number in layer and each == role]
                 assert sorted(loaded) == experts
     assert found[0] == found[1]
@@ -76,7 +76,7 @@ def _experts_of(oracle: TorchEngine, call: Call) -> list[list[int]]:
 
 def test_a_row_has_the_same_answers_among_other_tokens(bundle: Bundle) -> None:
     """An expert's tokens are of many rows and copies, and more than a call of its program takes."""
-    call, engine = call_of(bundle.chain.model, 40, copies=3), opened(bundle, STACK).engine
+    call, engine = call_of(bundle.chain.model, 40, copies=3), opened(bundle, FORWARD).engine
     among = split(bundle.chain.model, call, engine.forward(call))
     for copy, number in ((0, 0), (0, 17), (2, 39)):
         alone = Call((call.sequences[number],), call.adapters[copy : copy + 1])

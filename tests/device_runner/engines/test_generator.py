@@ -215,7 +215,7 @@ def test_there_are_so_many_slots(bundle: Bundle) -> None:
 
 def test_a_bundle_without_the_roles_is_refused(bundle: Bundle) -> None:
     class Silent:
-        chain = type("Chain", (), {"roles": ("stack", "back")})
+        chain = type("Chain", (), {"roles": ("forward", "backward")})
 
     with pytest.raises(BundleError, match="can't write text: it has the roles stack, back"):
         ChainSpeaker(Silent())  # type: ignore[arg-type]

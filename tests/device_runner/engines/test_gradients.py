@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from device_runner.engines.batch import Part
 from device_runner.engines.forward import Forward
 from prge.formats.bundle import open_bundle
-from prge.formats.signatures import BACK, BACK_SAVED, STACK
+from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD
 from server_export.oracle import TorchEngine, open_base
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import (
@@ -63,14 +63,14 @@ def test_in_float32_it_is_autograds_but_for_rounding(
     for rows in (1, 3, 9):
         call = call_of(bundle.chain.model, rows)
         (outputs, found), on_torch = (
-            computed(opened(bundle, BACK, name).engine, BACK, call) for name in ("native", "torch")
+            computed(opened(bundle, BACKWARD, name).engine, BACKWARD, call) for name in ("native", "torch")
         )
         assert bits((outputs, found)) == bits(on_torch)
         by_dtype = []
         for dtype in (torch.float64, torch.float32):
             oracle = oracle_of(folder, dtype)
             oracle.pooling = pooling or oracle.pooling
-            want, gradient = computed(oracle, BACK, call)
+            want, gradient = computed(oracle, BACKWARD, call)
             assert np.abs(outputs - want).max() <= 2e-5 * max(1, float(np.abs(want).max()))
             by_dtype.append(gradient)
         expected, rounded = by_dtype
@@ -83,7 +83,7 @@ def test_in_float32_it_is_autograds_but_for_rounding(
 @pytest.fixture(scope="module")
 def deep(made_once: Made) -> Path:
     """A narrow Llama of many layers, in int4."""
-    settings: dict[str, Any] = {"layers": LAYERS, "roles": ["back"], "quantize": "8da4w"}
+    settings: dict[str, Any] = {"layers": LAYERS, "roles": ["backward"], "quantize": "8da4w"}
     return made_once("deep", lambda folder: export_chain(folder, "llama", **settings))
 
 
@@ -104,7 +104,7 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
         call = call_of(bundle.chain.model, 4, seed=seed)
         call = replace(call, adapters=np.float32(scale) * call.adapters)
         (_, found), (_, expected) = (
-            computed(engine, BACK, call) for engine in (opened(bundle, BACK).engine, oracle)
+            computed(engine, BACKWARD, call) for engine in (opened(bundle, BACKWARD).engine, oracle)
         )
         cosines.append(float(F.cosine_similarity(*map(torch.from_numpy, (found, expected)), dim=0)))
         ratios.append(float(np.linalg.norm(found) / np.linalg.norm(expected)))
@@ -116,7 +116,7 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize(
     ("role", "name"),
-    [(BACK, "slope"), (BACK, "state"), (STACK, "state"), (BACK_SAVED, "slope"), (BACK_SAVED, "state")],
+    [(BACKWARD, "slope"), (BACKWARD, "state"), (FORWARD, "state"), (BACKWARD_SAVED, "slope"), (BACKWARD_SAVED, "state")],
 )
 def test_a_number_that_is_none_shows_through_layers_that_round(
     deep: Path, monkeypatch: pytest.MonkeyPatch, bad: float, role: str, name: str
@@ -125,8 +125,8 @@ def test_a_number_that_is_none_shows_through_layers_that_round(
     bundle = open_bundle(deep / "bundle")
     call = call_of(bundle.chain.model, 2)
     weights = sum(bundle.chain.loaded_bytes(lambda name: bundle.file(name).stat().st_size))
-    memory = 1 << 40 if role == BACK_SAVED else weights
-    engine = opened(bundle, BACK, loaded=memory).engine
+    memory = 1 << 40 if role == BACKWARD_SAVED else weights
+    engine = opened(bundle, BACKWARD, loaded=memory).engine
     before, run = engine.vjp(call, slope_of)[1], Forward.run
 
     def broken(self: Forward, number: int, now: str, part: Part, *rest: Any, **more: Any) -> Any:

@@ -28,7 +28,7 @@ from prge.engine import Array, Call, Engine
 from prge.formats import chain
 from prge.formats.bundle import open_bundle
 from prge.formats.chain import Bounds
-from prge.formats.signatures import BACK, STACK, TANGENT
+from prge.formats.signatures import BACKWARD, FORWARD, JVP
 from prge.model_spec import ModelSpec
 from server_export.adapter.layers import default_target_modules, match_target_modules, read_by_rows
 from server_export.checkpoint.loading import load_model, outline_model
@@ -118,7 +118,7 @@ class Case:
     @property
     def model(self) -> ModelSpec:
         """What the chain computes."""
-        return self.engine(STACK).model
+        return self.engine(FORWARD).model
 
     def call(self, sequences: int, copies: int = 1) -> Call:
         """Sequences of more chunks than one, and of one."""
@@ -237,7 +237,7 @@ def chunks(made_once: Made, name: str) -> Case:
     """A bundle on the engine, for rows of up to five chunks; windows of tiny models are shorter than one."""
     architecture, *adapter = name.split()
     settings: dict[str, Any] = {"adapter": adapter[0]} if adapter else {}
-    settings |= {"sequence_length": 40, "context": 40, "roles": ["stack", "tangent", "back"]}
+    settings |= {"sequence_length": 40, "context": 40, "roles": ["forward", "jvp", "backward"]}
     folder = made_once(f"pieces of {name}", lambda place: export_chain(place, architecture, **settings))
     bundle = open_bundle(folder / "bundle")
     limits = Limits(outputs=2e-5, gradient=1e-5, tangents=2e-5)
@@ -290,7 +290,7 @@ def case(
 def test_outputs_of_all_copies(case: Case) -> None:
     for copies, sequences in ((1, 5), (3, 2)):
         call = case.call(sequences, copies)
-        found = case.read(case.engine(STACK).forward(call))
+        found = case.read(case.engine(FORWARD).forward(call))
         for ours, expected in zip(found, case.oracle.forward(call), strict=True):
             assert np.abs(ours - expected).max() < case.limits.outputs * case.limits.scale(expected)
 
@@ -298,7 +298,7 @@ def test_outputs_of_all_copies(case: Case) -> None:
 @every
 def test_gradient(case: Case) -> None:
     call = case.call(max(len(case.lengths), 3))
-    outputs, found = case.engine(BACK).vjp(call, case.grad_fn)
+    outputs, found = case.engine(BACKWARD).vjp(call, case.grad_fn)
     expected, gradient = case.oracle.vjp(call, slope_of)
     most = case.limits.outputs * case.limits.scale(expected)
     assert np.abs(case.read(outputs) - expected).max() < most
@@ -308,7 +308,7 @@ def test_gradient(case: Case) -> None:
 @every
 def test_tangents(case: Case) -> None:
     call, directions = case.call(3), directions_of(case.model, 2, 3)
-    found = case.changes(case.engine(TANGENT).jvp(call, directions)[1])
+    found = case.changes(case.engine(JVP).jvp(call, directions)[1])
     exact = case.oracle.jvp(call, directions)[1]
     rounded = exact if case.rounded is None else case.rounded.jvp(call, directions)[1]
     parts = (split(case.oracle.model, call, each) for each in (found, exact, rounded))
@@ -322,7 +322,7 @@ def test_tangents(case: Case) -> None:
 @cases([name for name in DECODERS if name.startswith("shared")])
 def test_gradient_from_residuals(case: Case) -> None:
     call, blocks = case.call(3), case.blocks
-    _, found = case.engine(BACK).vjp(call, slope_of)
+    _, found = case.engine(BACKWARD).vjp(call, slope_of)
     store = ActivationStore(blocks, residual_bytes=1 << 40)
     _, from_saved = ChainEngine(blocks, 1, store).vjp(call, slope_of)
     # PyTorch's products have other last bits where their operands lie otherwise; test_activations.py has the

@@ -31,7 +31,7 @@ def write_run(folder: Path, status: str = "completed", steps: int = 40, **train:
             "status": status,
             "model": {"name_or_path": "llama", "sha256": "ab" * 32},
             "quantization": {"scheme": "8da4w"},
-            "roles": ["score", "back", "prefill", "decode"],
+            "roles": ["score", "backward", "prefill", "decode"],
             "engine": "native",
             "threads": 2,
         },

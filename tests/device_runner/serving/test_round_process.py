@@ -26,7 +26,7 @@ from prge.errors import RunError
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import open_bundle
 from prge.formats.run_folder import is_held, run_lock
-from prge.formats.signatures import BACK
+from prge.formats.signatures import BACKWARD
 from tests.device_runner.numpy_device import Device
 from tests.verbs import REPOSITORY
 
@@ -78,7 +78,7 @@ def made(tmp_path: Path) -> Round:
     start = Adapter.zeros(bundle.chain.modules)
     rows = entries[:3], entries[3:], entries[:0]
     plan = settled(settings, bundle).dated()
-    return Round(1, plan, BACK, start, start, feedback, *rows, 0.5, 0.02, False, None, None)
+    return Round(1, plan, BACKWARD, start, start, feedback, *rows, 0.5, 0.02, False, None, None)
 
 
 def outcome(process: RoundProcess) -> dict[str, Any]:

@@ -32,8 +32,8 @@ def agreements(tmp_path: Path) -> Callable[[Device], dict[tuple[str, float], Agr
 
     def measured(device: Device) -> dict[tuple[str, float], Agreement]:
         bundle = open_bundle(device.write_bundle(tmp_path / "bundle"))
-        engine = device.open_engine(bundle, "back").engine
-        exact = Device(has_back=True).open_engine(bundle, "back").engine
+        engine = device.open_engine(bundle, "backward").engine
+        exact = Device(has_back=True).open_engine(bundle, "backward").engine
         adapter, rows = random_adapter(bundle.chain.modules, size=0.01), random_completions(32)
         steps = [Step(adapter, rows[4 * number :][:4], 1, number) for number in range(8)]
         along = []

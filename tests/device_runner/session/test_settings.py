@@ -14,7 +14,7 @@ from device_runner.session.settings import RunSettings
 from prge.cli.settings import parse_settings
 from prge.errors import ConfigError
 from prge.formats.bundle import Bundle
-from prge.formats.signatures import BACK, STACK, TANGENT
+from prge.formats.signatures import BACKWARD, FORWARD, JVP
 from prge.objectives.preferences import DPO, KTO
 from prge.training.estimators.differences import Antithetic, Differences, OneSided
 from prge.training.estimators.exact import Exact
@@ -41,7 +41,7 @@ def _settings(**changes: Any) -> RunSettings:
 
 @pytest.mark.parametrize(
     ("roles", "estimator", "queries"),
-    [({STACK, TANGENT, BACK}, "exact", None), ({STACK, TANGENT}, "tangent", 4), ({STACK}, "antithetic", 4)],
+    [({FORWARD, JVP, BACKWARD}, "exact", None), ({FORWARD, JVP}, "tangent", 4), ({FORWARD}, "antithetic", 4)],
 )
 def test_without_an_estimator_it_is_the_best_one_that_the_bundle_has(
     roles: set[str], estimator: str, queries: int | None
@@ -84,7 +84,7 @@ def test_the_optimizer_follows_from_the_estimator(
 )
 def test_settings_that_dont_fit_the_bundle(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){told}"):
-        settled(_settings(**changes), with_roles({STACK}))
+        settled(_settings(**changes), with_roles({FORWARD}))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_settings_without_a_meaning(changes: dict[str, Any], told: str) -> None:
 def test_a_default_that_is_given_is_no_mistake() -> None:
     words = ["--bundle", "b", "--train", "t", "--out", "o", "--epsilon", "0.01"]
     given = parse_settings(RunSettings, words, "prge run")
-    assert settled(given, with_roles({STACK, TANGENT})).estimator == "tangent"
+    assert settled(given, with_roles({FORWARD, JVP})).estimator == "tangent"
 
 
 def test_steps_to_evaluate_at_lie_within_the_run() -> None:
@@ -177,13 +177,13 @@ def test_estimators_have_what_the_settings_say() -> None:
 @pytest.mark.parametrize(
     ("changes", "role", "sizes"),
     [
-        ({}, "back", (1, 4, 0)),
-        ({"estimator": "tangent"}, "tangent", (1, 4, 4)),
-        ({"estimator": "antithetic", "queries": 3}, "stack", (6, 4, 0)),
-        ({"estimator": "fzoo", "batch_size": 2}, "stack", (5, 2, 0)),
-        ({"estimator": "exact"}, "back", (1, 4, 0)),
+        ({}, "backward", (1, 4, 0)),
+        ({"estimator": "tangent"}, "jvp", (1, 4, 4)),
+        ({"estimator": "antithetic", "queries": 3}, "forward", (6, 4, 0)),
+        ({"estimator": "fzoo", "batch_size": 2}, "forward", (5, 2, 0)),
+        ({"estimator": "exact"}, "backward", (1, 4, 0)),
         # Each example of these is computed alone.
-        ({"estimator": "exact", "clip_examples": 0.1, "batch_size": 3}, "back", (1, 1, 0)),
+        ({"estimator": "exact", "clip_examples": 0.1, "batch_size": 3}, "backward", (1, 1, 0)),
     ],
 )
 def test_a_run_chooses_its_steps(changes: dict[str, Any], role: str, sizes: tuple[int, int, int]) -> None:

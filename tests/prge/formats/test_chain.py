@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from prge.errors import BundleError
 from prge.formats.bundle import open_bundle
 from prge.formats.chain import Bounds, Chain
-from prge.formats.signatures import BACK, BACK_SAVED, OF_BACK, SAVE, STACK, STEP_ROLES, TANGENT
+from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, RESIDUAL_ROLES, FORWARD_SAVE, FORWARD, STEP_ROLES, JVP
 from prge.model_spec import LARGEST_SIZE
 from tests.bundles import make_bundle, make_chain
 
@@ -27,7 +27,7 @@ Change = Callable[[Json], object]
 def block_of(**changes: Any) -> Json:
     """A manifest's block as JSON has it; one of its methods has specs."""
     block = json.loads(json.dumps(make_chain(**changes).to_json()))
-    method = block["kinds"][0]["methods"][STACK]
+    method = block["kinds"][0]["methods"][FORWARD]
     method["input_specs"] = ["int64 [8, 4, 16]"]
     method["output_specs"] = ["float32 [32, 16, 8]"]
     return block
@@ -65,14 +65,14 @@ MAY_LACK = ("piece", "shared", "takes", "past", "experts", "input_specs", "outpu
 
 
 def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
-    method = Chain.from_json(block_of()).kinds[0].methods[STACK]
+    method = Chain.from_json(block_of()).kinds[0].methods[FORWARD]
     assert method.has_specs and method.sizes("tokens") == (8, 4, 16) and method.sizes("state") == ()
     assert method.sizes("state", is_output=True) == (32, 16, 8)
-    old = Chain.from_json(json.loads(json.dumps(make_chain().to_json()))).kinds[0].methods[STACK]
+    old = Chain.from_json(json.loads(json.dumps(make_chain().to_json()))).kinds[0].methods[FORWARD]
     assert not old.has_specs and old.sizes("tokens") == ()
     for lacking in ("input_specs", "output_specs"):
         block = block_of()
-        del block["kinds"][0]["methods"][STACK][lacking]
+        del block["kinds"][0]["methods"][FORWARD][lacking]
         with pytest.raises(
             BundleError, match=rf"1 {lacking[:-6]}s of block 0 in the role stack have 0 specs"
         ):
@@ -84,7 +84,7 @@ def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
 )
 def test_what_is_no_spec_is_refused(spec: str) -> None:
     block = block_of()
-    block["kinds"][0]["methods"][STACK]["input_specs"] = [spec]
+    block["kinds"][0]["methods"][FORWARD]["input_specs"] = [spec]
     with pytest.raises(
         BundleError, match=r"one of input_specs is '.*', a spec is a text such as float32 \[8,"
     ):
@@ -94,7 +94,7 @@ def test_what_is_no_spec_is_refused(spec: str) -> None:
 @pytest.mark.parametrize("sizes", [[0], [LARGEST_SIZE + 1], [1] * 9])
 def test_a_spec_of_sizes_that_no_model_has_is_refused(sizes: list[int]) -> None:
     block = block_of()
-    block["kinds"][0]["methods"][STACK]["input_specs"] = [f"int64 {sizes}"]
+    block["kinds"][0]["methods"][FORWARD]["input_specs"] = [f"int64 {sizes}"]
     with pytest.raises(BundleError, match="one of the inputs of block 0 in the role stack is TensorSpec"):
         Chain.from_json(block)
 
@@ -125,10 +125,10 @@ def test_pieces_follow_each_other_and_none_has_one_token_alone(length: int, head
 def test_a_field_that_is_missing_is_named(path: tuple[Any, ...]) -> None:
     block = block_of()
     del at(block, path[:-1])[path[-1]]
-    if path[-1] in (MAY_BE_NULL, "trains_a", TANGENT, BACK, BACK_SAVED):
+    if path[-1] in (MAY_BE_NULL, "trains_a", JVP, BACKWARD, BACKWARD_SAVED):
         Chain.from_json(block)  # as bundles of an earlier version, or with a role less
         return
-    name = "lacks the role stack" if path[-1] == STACK else path[-1]
+    name = "lacks the role stack" if path[-1] == FORWARD else path[-1]
     with pytest.raises(BundleError, match=name):
         Chain.from_json(block)
 
@@ -190,7 +190,7 @@ def test_a_mutated_chain_is_read_or_refused_in_our_words(data: st.DataObject) ->
         assert str(error).startswith("the manifest")
         return
     # What was read can be run: nothing below may fail.
-    assert STACK in chain.roles and 1 <= chain.lowest_adapted < len(chain.blocks)
+    assert FORWARD in chain.roles and 1 <= chain.lowest_adapted < len(chain.blocks)
     for role in chain.roles:
         chain.check_role(role)
         if role in STEP_ROLES:
@@ -235,36 +235,36 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
         (lambda b: b["modules"].pop(), r"the modules \[0, 1, 2, 3\], the chain 3"),
         (lambda b: b["modules"].__setitem__(1, b["modules"][0]), "must be at most 10000 different ones"),
         (lambda b: b["modules"][0].update(rank=0), "has rank 0"),
-        (lambda b: b["kinds"][1]["methods"].pop("stack"), "block 1 lacks the role stack"),
+        (lambda b: b["kinds"][1]["methods"].pop("forward"), "block 1 lacks the role stack"),
         (
-            lambda b: b["kinds"][1]["methods"].update(see=_of(1, STACK)(b)),
+            lambda b: b["kinds"][1]["methods"].update(see=_of(1, FORWARD)(b)),
             "the role 'see', .*knows stack",
         ),
-        (lambda b: _of(1, STACK)(b).update(inputs=["tokens"]), r"block 1 takes \('tokens',\) in the ro"),
+        (lambda b: _of(1, FORWARD)(b).update(inputs=["tokens"]), r"block 1 takes \('tokens',\) in the ro"),
         (
-            lambda b: _of(0, STACK)(b).update(inputs=["state"]),
+            lambda b: _of(0, FORWARD)(b).update(inputs=["state"]),
             r"block 0 takes \('state',\) in the role",
         ),
-        (lambda b: _of(1, STACK)(b)["inputs"].append("lora_b.2"), "block 1 takes .* in the role stack"),
-        (lambda b: _of(1, STACK)(b)["inputs"].append("u.0"), "block 1 takes .* in the role stack"),
-        (lambda b: _of(1, STACK)(b)["inputs"].append("padding"), "block 1 takes .* in the role stack"),
-        (lambda b: _of(1, TANGENT)(b)["inputs"].append("state"), "block 1 takes .* in the role tangent"),
-        (lambda b: _of(1, TANGENT)(b)["inputs"].remove("d_state"), "block 1 takes .* in the role tangent"),
-        (lambda b: _of(1, BACK)(b)["outputs"].remove("gradient.1"), "block 1 answers .* in the role back"),
-        (lambda b: _of(1, BACK)(b)["outputs"].append("slope"), "block 1 answers .* in the role back"),
-        (lambda b: b["kinds"][1]["methods"].pop(SAVE), "block 1 takes .* in the role back_saved"),
-        (lambda b: _of(1, SAVE)(b)["outputs"].append("saved.3"), "block 1 answers .* in the role save"),
+        (lambda b: _of(1, FORWARD)(b)["inputs"].append("lora_b.2"), "block 1 takes .* in the role stack"),
+        (lambda b: _of(1, FORWARD)(b)["inputs"].append("u.0"), "block 1 takes .* in the role stack"),
+        (lambda b: _of(1, FORWARD)(b)["inputs"].append("padding"), "block 1 takes .* in the role stack"),
+        (lambda b: _of(1, JVP)(b)["inputs"].append("state"), "block 1 takes .* in the role tangent"),
+        (lambda b: _of(1, JVP)(b)["inputs"].remove("d_state"), "block 1 takes .* in the role tangent"),
+        (lambda b: _of(1, BACKWARD)(b)["outputs"].remove("gradient.1"), "block 1 answers .* in the role back"),
+        (lambda b: _of(1, BACKWARD)(b)["outputs"].append("slope"), "block 1 answers .* in the role back"),
+        (lambda b: b["kinds"][1]["methods"].pop(FORWARD_SAVE), "block 1 takes .* in the role back_saved"),
+        (lambda b: _of(1, FORWARD_SAVE)(b)["outputs"].append("saved.3"), "block 1 answers .* in the role save"),
         (
-            lambda b: _of(1, SAVE)(b)["outputs"].append("saved.2"),
+            lambda b: _of(1, FORWARD_SAVE)(b)["outputs"].append("saved.2"),
             "block 1 takes .* in the role back_saved",
         ),
         (
-            lambda b: _of(2, SAVE)(b)["outputs"].extend(f"saved.{n}" for n in range(1, 10**5)),
+            lambda b: _of(2, FORWARD_SAVE)(b)["outputs"].extend(f"saved.{n}" for n in range(1, 10**5)),
             "block 3 has 100001 outputs in the role save",
         ),
-        (lambda b: _of(2, STACK)(b)["inputs"].append("ones"), "block 3 takes .*'ones'.* in the role stack"),
+        (lambda b: _of(2, FORWARD)(b)["inputs"].append("ones"), "block 3 takes .*'ones'.* in the role stack"),
         (
-            lambda b: _of(2, BACK)(b).update(outputs=["parts"]),
+            lambda b: _of(2, BACKWARD)(b).update(outputs=["parts"]),
             r"block 3 answers \('parts',\) in the role",
         ),
         (lambda b: b.update(readout="pooled"), "block 3 takes .*'targets'"),
@@ -293,16 +293,16 @@ def test_a_chain_that_no_engine_can_run_is_refused(change: Change, told: str) ->
 
 def test_a_role_is_there_if_all_blocks_from_the_lowest_adapted_one_have_it() -> None:
     chain = make_chain()
-    assert chain.roles == (STACK, TANGENT, BACK) and chain.lowest_adapted == 1
+    assert chain.roles == (FORWARD, JVP, BACKWARD) and chain.lowest_adapted == 1
     upper = make_chain(lowest=2)
-    assert upper.lowest_adapted == 2 and upper.roles == (STACK, TANGENT, BACK)
+    assert upper.lowest_adapted == 2 and upper.roles == (FORWARD, JVP, BACKWARD)
     block = block_of()
-    del block["kinds"][2]["methods"][BACK]
+    del block["kinds"][2]["methods"][BACKWARD]
     without = Chain.from_json(block)
-    assert without.roles == (STACK, TANGENT)
-    without.check_role(TANGENT)
+    assert without.roles == (FORWARD, JVP)
+    without.check_role(JVP)
     with pytest.raises(BundleError, match=r"lacks the role back, it has stack, tangent\n.*another estimator"):
-        without.check_role(BACK)
+        without.check_role(BACKWARD)
 
 
 def test_a_block_saves_what_its_way_back_takes() -> None:
@@ -310,7 +310,7 @@ def test_a_block_saves_what_its_way_back_takes() -> None:
     assert [len(chain.saved(number)) for number in range(4)] == [0, 2, 2, 1]
     block = block_of()
     for kind in block["kinds"][1:]:
-        for role in OF_BACK:
+        for role in RESIDUAL_ROLES:
             del kind["methods"][role]
     # As bundles of an earlier version.
     before = Chain.from_json(block)

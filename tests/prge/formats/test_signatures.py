@@ -8,19 +8,19 @@ from hypothesis import strategies as st
 
 from prge.formats.signatures import (
     ALL_ROLES,
-    BACK,
-    BACK_SAVED,
+    BACKWARD,
+    BACKWARD_SAVED,
     DECODE,
-    IN_PIECES,
-    OF_BACK,
+    CHUNK_ROLE,
+    RESIDUAL_ROLES,
     PREFILL,
-    PREFILL_BACK,
-    PREFILL_TANGENT,
+    PREFILL_BACKWARD,
+    PREFILL_JVP,
     ROLE_OF,
-    SAVE,
-    STACK,
+    FORWARD_SAVE,
+    FORWARD,
     STEP_ROLES,
-    TANGENT,
+    JVP,
     BlockPorts,
     Derivative,
     Part,
@@ -79,15 +79,15 @@ def test_what_changes_has_a_tangent_in_forward_mode_and_a_gradient_in_reverse_mo
 @pytest.mark.parametrize(
     ("role", "inputs", "outputs"),
     [
-        (STACK, {"state": (3, 2, 7, 11), "lora_b.0": (3, 4, 6)}, {"state": (6, 7, 13)}),
+        (FORWARD, {"state": (3, 2, 7, 11), "lora_b.0": (3, 4, 6)}, {"state": (6, 7, 13)}),
         (
-            TANGENT,
+            JVP,
             {"d_state": (5, 2, 7, 11), "lora_b.0": (4, 6), "u.0": (5, 2, 4), "v.0": (5, 2, 6)},
             {"state": (2, 7, 13), "d_state": (5, 2, 7, 13)},
         ),
-        (BACK, {"slope": (2, 7, 13), "lora_b.0": (2, 4, 6)}, {"slope": (2, 7, 11), "gradient.0": (2, 4, 6)}),
-        (SAVE, {"state": (2, 7, 11)}, {"state": (2, 7, 13), "saved.0": (2, 7, 20)}),
-        (BACK_SAVED, {"saved.0": (2, 7, 20)}, {"slope": (2, 7, 11), "gradient.0": (2, 4, 6)}),
+        (BACKWARD, {"slope": (2, 7, 13), "lora_b.0": (2, 4, 6)}, {"slope": (2, 7, 11), "gradient.0": (2, 4, 6)}),
+        (FORWARD_SAVE, {"state": (2, 7, 11)}, {"state": (2, 7, 13), "saved.0": (2, 7, 20)}),
+        (BACKWARD_SAVED, {"saved.0": (2, 7, 20)}, {"slope": (2, 7, 11), "gradient.0": (2, 4, 6)}),
         (
             PREFILL,
             {"past_keys": (2, 17, 8), "seen": (21, 17), "causal": (21, 7), "lora_a.0": (1, 4, 11)},
@@ -99,12 +99,12 @@ def test_what_changes_has_a_tangent_in_forward_mode_and_a_gradient_in_reverse_mo
             {"state": (2, 1, 13), "keys": (4, 1, 8), "values": (4, 1, 9)},
         ),
         (
-            PREFILL_TANGENT,
+            PREFILL_JVP,
             {"d_past_keys": (5, 2, 17, 8), "lora_b.0": (4, 6), "u.0": (5, 1, 4), "past_ones": (1, 17, 1)},
             {"state": (1, 7, 13), "d_state": (5, 1, 7, 13), "d_keys": (5, 2, 7, 8), "values": (2, 7, 9)},
         ),
         (
-            PREFILL_BACK,
+            PREFILL_BACKWARD,
             {"slope_keys": (2, 7, 8), "slope_values": (2, 7, 9)},
             {"slope": (1, 7, 11), "slope_past_keys": (2, 17, 8), "gradient.0": (1, 4, 6)},
         ),
@@ -122,7 +122,7 @@ def test_the_roles_of_a_block_with_attention_and_one_adapted_layer(
 
 @pytest.mark.parametrize("role", ALL_ROLES)
 def test_of_what_a_block_takes_only_values_that_change_have_derivatives(role: str) -> None:
-    is_back, is_tangent = ROLE_OF[role].derivative.is_backward, role in (TANGENT, PREFILL_TANGENT)
+    is_back, is_tangent = ROLE_OF[role].derivative.is_backward, role in (JVP, PREFILL_JVP)
     found = signature(
         BlockPorts(attends=True, takes=(False, True, True), gives=1, past=(1, 2)), ROLE_OF[role]
     )
@@ -135,13 +135,13 @@ def test_of_what_a_block_takes_only_values_that_change_have_derivatives(role: st
 
 def test_a_past_that_doesnt_change_has_no_derivative() -> None:
     block = BlockPorts(attends=True, takes=(False, False), past=(0, 1))
-    tangent, back = (signature(block, ROLE_OF[role]) for role in (PREFILL_TANGENT, PREFILL_BACK))
+    tangent, back = (signature(block, ROLE_OF[role]) for role in (PREFILL_JVP, PREFILL_BACKWARD))
     assert "past_keys" in tangent.needed & back.needed
     assert not {"d_past_keys", "slope_past_keys"} & {*tangent.needed, *back.answers}
 
 
 def test_an_adapter_may_be_read_by_none_of_a_methods_operators() -> None:
-    back = signature(BlockPorts(modules=2), ROLE_OF[BACK])
+    back = signature(BlockPorts(modules=2), ROLE_OF[BACKWARD])
     assert back.needed == {"state", "slope"} and back.allowed >= {"lora_b.0", "lora_b.1", "padding"}
     assert back.answers == ["slope", "gradient.0", "gradient.1"]
 
@@ -150,24 +150,24 @@ def test_the_first_matrix_of_an_adapter_is_an_input_where_it_is_trained_or_texts
     for role in ALL_ROLES:
         has_a = "lora_a.0" in signature(BlockPorts(modules=1), ROLE_OF[role]).allowed
         assert has_a == (role in (PREFILL, DECODE))
-    found = signature(BlockPorts(modules=1, trains_a=True), ROLE_OF[BACK_SAVED])
+    found = signature(BlockPorts(modules=1, trains_a=True), ROLE_OF[BACKWARD_SAVED])
     assert found.answers == ["slope", "gradient_a.0", "gradient.0"]
 
 
 def test_the_backward_pass_takes_the_residuals_of_a_forward_pass() -> None:
-    save, back = (signature(BlockPorts(saved=2), ROLE_OF[role]) for role in OF_BACK)
+    save, back = (signature(BlockPorts(saved=2), ROLE_OF[role]) for role in RESIDUAL_ROLES)
     assert save.answers == ["state", "saved.0", "saved.1"] and back.needed >= {"saved.0", "saved.1"}
     assert save.port("saved.1", is_output=True).sizes == back.port("saved.1").sizes
 
 
 def test_only_a_block_with_attention_has_a_past() -> None:
     assert "past_keys" not in signature(BlockPorts(), ROLE_OF[DECODE]).allowed
-    assert signature(BlockPorts(attends=True), ROLE_OF[STACK]) == signature(BlockPorts(), ROLE_OF[STACK])
+    assert signature(BlockPorts(attends=True), ROLE_OF[FORWARD]) == signature(BlockPorts(), ROLE_OF[FORWARD])
 
 
 def test_a_head_answers_parts_or_logits_and_goes_on_with_no_row() -> None:
     head = BlockPorts(is_head=True, saved=1)
-    answers = [signature(head, ROLE_OF[role]).answers for role in (*STEP_ROLES, SAVE, DECODE)]
+    answers = [signature(head, ROLE_OF[role]).answers for role in (*STEP_ROLES, FORWARD_SAVE, DECODE)]
     assert answers == [["parts"], ["parts", "d_parts"], ["slope"], ["parts", "saved.0"], ["logits"]]
-    assert not any(signature(head, ROLE_OF[role]).inputs for role in IN_PIECES.values())
-    assert signature(head, ROLE_OF[BACK]).port("slope").shape(SIZES) == (1, 9, 2)
+    assert not any(signature(head, ROLE_OF[role]).inputs for role in CHUNK_ROLE.values())
+    assert signature(head, ROLE_OF[BACKWARD]).port("slope").shape(SIZES) == (1, 9, 2)

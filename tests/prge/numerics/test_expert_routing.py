@@ -67,10 +67,10 @@ def test_tangents_and_slopes_are_its_derivatives() -> None:
         expected = (dense(states() + step * move) - dense(states() - step * move)) / (2 * step)
         np.testing.assert_allclose(tangent, expected, atol=2e-3)
     slope = random(TOKENS, ROUTING.leaving, seed=3)
-    found = ROUTING.back(states(), slope, back)
+    found = ROUTING.backward(states(), slope, back)
     np.testing.assert_allclose((found * moves).sum((1, 2)), (slope * tangents).sum((1, 2)), rtol=1e-4)
     # What passes by isn't read on the way back.
-    assert ROUTING.back(states()[:, : ROUTING.read], slope, back).tobytes() == found.tobytes()
+    assert ROUTING.backward(states()[:, : ROUTING.read], slope, back).tobytes() == found.tobytes()
 
 
 def test_only_experts_that_are_asked_for_run_each_on_its_own_tokens() -> None:

@@ -15,7 +15,7 @@ from tests.workshop import Made
 @pytest.fixture(scope="module")
 def demo_bundle(made_once: Made) -> Path:
     """The demo's model with LoRA on all linear layers."""
-    words = ["--target-modules", "all-linear", "--adapter", "lora", "--roles", "back"]
+    words = ["--target-modules", "all-linear", "--adapter", "lora", "--roles", "backward"]
 
     def make(folder: Path) -> None:
         prge("export", "--model", DEMO / "model", "--out", folder / "bundle", *words)

@@ -36,13 +36,13 @@ def test_a_step_is_held_against_its_limit() -> None:
         return seconds, SimpleNamespace(engine_seconds=inside, scalars=np.array([scalar]))
 
     found = {
-        "stack": step(2.5, 2.0, 1.0),
+        "forward": step(2.5, 2.0, 1.0),
         "sequential": step(5.0, 4.0, 1.5),
-        "tangent": step(2.0, 1.5, 9.0),
-        "stack_limit": 1.0,
-        "tangent_limit": 0.5,
+        "jvp": step(2.0, 1.5, 9.0),
+        "forward_limit": 1.0,
+        "jvp_limit": 0.5,
     }
     figures = figures_of([found] * 3)
-    assert (figures["stack_over_limit"], figures["tangent_over_limit"]) == (2.0, 3.0)
+    assert (figures["forward_over_limit"], figures["jvp_over_limit"]) == (2.0, 3.0)
     assert (figures["parallel_speedup"], figures["largest_scalar_difference"]) == (2.0, 0.5)
     assert (figures["host_share"], figures["repeats"]) == (pytest.approx(0.2), 3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from prge.formats.signatures import BACK, BACK_SAVED, SAVE, STACK, TANGENT, Part, Port
+from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD_SAVE, FORWARD, JVP, Part, Port
 from server_export.adapter.layers import convert_conv1d, match_target_modules
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model
@@ -54,15 +54,15 @@ class Derived:
     def call(self, role: str, changes: Mapping[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
         """What a role answers, with gradients where an input wants them."""
         given = self.inputs | dict(changes or {})
-        if role != TANGENT:
+        if role != JVP:
             # In the backward roles every row has a copy.
-            copies = 1 if role == STACK else len(self.state)
+            copies = 1 if role == FORWARD else len(self.state)
             given |= {name: given[name].expand(copies, -1, -1) for name in self.adapter}
         return list(self.blocks[role].call(given).values())
 
     @property
     def is_head(self) -> bool:
-        return is_head(self.blocks[STACK])
+        return is_head(self.blocks[FORWARD])
 
     @property
     def state(self) -> torch.Tensor:
@@ -103,7 +103,7 @@ def with_weights(chain: ModelChain, number: int) -> Block:
 
 def derived(chain: ModelChain, number: int) -> Derived:
     block = with_weights(chain, number)
-    blocks = derive(block, {STACK, TANGENT, BACK})
+    blocks = derive(block, {FORWARD, JVP, BACKWARD})
     width = block.inputs[Port("state")].meta["val"].shape[-1]
     state = random(1 if is_head(block) else ROWS, TOKENS, width, dtype=torch.float32)
     inputs = {
@@ -129,7 +129,7 @@ def derived(chain: ModelChain, number: int) -> Derived:
 def slopes(kind: Derived, slope: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Answer, and slopes by state and adapter, of autograd through the block."""
     wanted = {name: kind.inputs[name].clone().requires_grad_() for name in ("state", *kind.adapter)}
-    (answer,) = kind.call(STACK, wanted)
+    (answer,) = kind.call(FORWARD, wanted)
     return answer.detach(), list(torch.autograd.grad(answer, list(wanted.values()), slope))
 
 
@@ -147,12 +147,12 @@ def test_the_way_back_gives_the_slopes_of_autograd_by_the_adapter_those_of_each_
     architecture: str, rank: int, tmp_path: Path
 ) -> None:
     for kind in derived_of(architecture, tmp_path, rank=rank):
-        slope = torch.randn(kind.call(STACK)[0].shape)
+        slope = torch.randn(kind.call(FORWARD)[0].shape)
         of_rows = [slope * (torch.arange(len(slope)) == row)[:, None, None] for row in range(len(slope))]
         by_state = slopes(kind, slope)[1][0]
         by_adapter = zip(*(slopes(kind, of_row)[1][1:] for of_row in of_rows), strict=True)
         expected = [by_state, *map(torch.stack, by_adapter)]
-        found = kind.call(BACK, {"slope": slope})
+        found = kind.call(BACKWARD, {"slope": slope})
         largest = float(torch.cat([part.ravel() for part in expected]).abs().max())
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.shape == theirs.shape
@@ -180,23 +180,23 @@ def test_from_what_was_saved_the_way_back_is_the_same_without_a_frozen_layer_of_
     architecture: str, scheme: str, tmp_path: Path
 ) -> None:
     for kind in derived_of(architecture, tmp_path, scheme):
-        answer, *saved = kind.call(SAVE)
-        assert torch.equal(answer, kind.call(STACK)[0])
+        answer, *saved = kind.call(FORWARD_SAVE)
+        assert torch.equal(answer, kind.call(FORWARD)[0])
         slope = torch.randn(answer.shape)
         # A head goes back with a shift of its own.
         changes = {"slope": slope} | ({"shift": kind.inputs["shift"] + 0.5} if kind.is_head else {})
         given = {f"saved.{number}": value for number, value in enumerate(saved)}
         for ours, theirs in zip(
-            kind.call(BACK_SAVED, changes | given), kind.call(BACK, changes), strict=True
+            kind.call(BACKWARD_SAVED, changes | given), kind.call(BACKWARD, changes), strict=True
         ):
             assert torch.equal(ours, theirs)
-        forward = {name for name in linear_layers(kind.blocks[STACK]) if not name.startswith("constant")}
+        forward = {name for name in linear_layers(kind.blocks[FORWARD]) if not name.startswith("constant")}
         if not forward:
             # Behind the layers of some encoders is a norm alone.
             assert not saved
             continue
-        assert forward & {*linear_layers(kind.blocks[BACK])}
-        back = {name for name in linear_layers(kind.blocks[BACK_SAVED]) if not name.startswith("constant")}
+        assert forward & {*linear_layers(kind.blocks[BACKWARD])}
+        back = {name for name in linear_layers(kind.blocks[BACKWARD_SAVED]) if not name.startswith("constant")}
         assert back and all(name.startswith(TRANSPOSED) for name in back)
         assert {value.shape[:2] for value in saved} == {kind.state.shape[:2]}
 
@@ -207,8 +207,8 @@ def test_from_what_was_saved_the_way_back_is_the_same_without_a_frozen_layer_of_
 )
 def test_tangents_are_those_of_backpropagation(architecture: str, rank: int, tmp_path: Path) -> None:
     for kind in derived_of(architecture, tmp_path, rank=rank):
-        answer, tangents = kind.call(TANGENT)
-        assert relative_difference(answer, kind.call(STACK)[0]) < 1e-5
+        answer, tangents = kind.call(JVP)
+        assert relative_difference(answer, kind.call(FORWARD)[0]) < 1e-5
         # A row of tangents times weights is its direction times the slopes by these weights.
         for row in range(kind.state.shape[0]):
             weights = torch.zeros_like(answer)
@@ -235,8 +235,8 @@ def test_derivatives_of_a_quantized_block_are_those_of_its_weights(
     for kind, plain in zip(
         derived_of(architecture, tmp_path, scheme), derived_of(architecture, tmp_path / "plain"), strict=True
     ):
-        slope = torch.randn(kind.call(STACK)[0].shape)
-        for role in (TANGENT, BACK):
+        slope = torch.randn(kind.call(FORWARD)[0].shape)
+        for role in (JVP, BACKWARD):
             pairs = zip(kind.call(role, {"slope": slope}), plain.call(role, {"slope": slope}), strict=True)
             for ours, theirs in pairs:
                 assert float(F.cosine_similarity(ours.ravel(), theirs.ravel(), dim=0)) > 0.97

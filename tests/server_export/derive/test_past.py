@@ -13,16 +13,16 @@ from torch.fx import Graph, GraphModule
 from prge.errors import BundleError
 from prge.formats.chain import MASKED
 from prge.formats.signatures import (
-    BACK,
+    BACKWARD,
     CAUSAL,
     DECODE,
     OWN,
     PAST_KEYS,
     PAST_VALUES,
     PREFILL,
-    PREFILL_BACK,
+    PREFILL_BACKWARD,
     SEEN,
-    STACK,
+    FORWARD,
     Port,
 )
 from server_export.derive.past import continued
@@ -41,7 +41,7 @@ RANK = 4
 # What came before, and what comes: more than the window of those that have one.
 BEFORE, AFTER = 6, 3
 LENGTH = BEFORE + AFTER
-ROLES = {STACK, BACK, PREFILL, DECODE, PREFILL_BACK}
+ROLES = {FORWARD, BACKWARD, PREFILL, DECODE, PREFILL_BACKWARD}
 
 
 class Derived:
@@ -96,7 +96,7 @@ def test_tokens_that_come_later_are_answered_as_in_the_whole(architecture: str, 
     block = Derived(architecture, tmp_path)
     states = random(2, LENGTH, block.width).float()
     causal = {f"table.{n}": t.of(LENGTH) for n, t in enumerate(block.tables)}
-    whole = [block.call(STACK, {"state": state[None], **causal})[0][0] for state in states]
+    whole = [block.call(FORWARD, {"state": state[None], **causal})[0][0] for state in states]
     # Nothing came before: the mask hides what lies there.
     hidden = torch.full((block.members * BEFORE, 2), MASKED)
     known = []
@@ -135,7 +135,7 @@ def test_the_way_back_in_pieces_is_that_of_the_whole(architecture: str, tmp_path
     state, slope = (random(1, LENGTH, block.width, seed=seed).float() for seed in range(2))
     tables = {f"table.{number}": table.of(LENGTH) for number, table in enumerate(block.tables)}
     ones = torch.ones(1, LENGTH, 1)
-    expected = block.call(BACK, {"state": state, "slope": slope, "ones": ones, **tables})
+    expected = block.call(BACKWARD, {"state": state, "slope": slope, "ones": ones, **tables})
 
     def piece(role: str, start: int, end: int, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         mask = block.mask(start, end)
@@ -150,9 +150,9 @@ def test_the_way_back_in_pieces_is_that_of_the_whole(architecture: str, tmp_path
     _, keys, values = piece(PREFILL, 0, BEFORE, nothing)
     past = {PAST_KEYS: keys, PAST_VALUES: values}
     none = {"slope_keys": keys[:, :AFTER] * 0, "slope_values": values[:, :AFTER] * 0}
-    last, by_keys, by_values, *later = piece(PREFILL_BACK, BEFORE, LENGTH, past | none)
+    last, by_keys, by_values, *later = piece(PREFILL_BACKWARD, BEFORE, LENGTH, past | none)
     of_past = {"slope_keys": by_keys, "slope_values": by_values}
-    first, _, _, *earlier = piece(PREFILL_BACK, 0, BEFORE, nothing | of_past)
+    first, _, _, *earlier = piece(PREFILL_BACKWARD, 0, BEFORE, nothing | of_past)
     found = [torch.cat([first, last], 1), *(a + b for a, b in zip(earlier, later, strict=True))]
     for ours, theirs in zip(found, expected, strict=True):
         assert relative_difference(ours, theirs) < 1e-5

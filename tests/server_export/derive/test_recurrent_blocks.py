@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from prge.formats.signatures import (
-    BACK,
+    BACKWARD,
     CAUSAL,
     DECODE,
     OWN,
     PAST_KEYS,
     PAST_VALUES,
     PREFILL,
-    PREFILL_BACK,
-    PREFILL_TANGENT,
+    PREFILL_BACKWARD,
+    PREFILL_JVP,
     SEEN,
-    STACK,
-    TANGENT,
+    FORWARD,
+    JVP,
     Port,
 )
 from server_export.derive.roles import derive
@@ -44,7 +44,7 @@ RANK = 3
 # Pieces of a row, of which one is shorter than what a convolution looks back at.
 PIECES = [(0, 5), (5, 7), (7, 13)]
 LENGTH = PIECES[-1][1]
-ROLES = {STACK, TANGENT, BACK, PREFILL, DECODE, PREFILL_TANGENT, PREFILL_BACK}
+ROLES = {FORWARD, JVP, BACKWARD, PREFILL, DECODE, PREFILL_JVP, PREFILL_BACKWARD}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -74,8 +74,8 @@ class Derived:
 
     def call(self, role: str, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         rows, tokens, _ = given["state"].shape
-        copies = rows if role in (DECODE, BACK) else 1
-        flat = role in (TANGENT, PREFILL_TANGENT)
+        copies = rows if role in (DECODE, BACKWARD) else 1
+        flat = role in (JVP, PREFILL_JVP)
         inputs = {name: m[0] if flat else m.expand(copies, -1, -1) for name, m in self.adapter.items()}
         inputs |= {name: matrix.expand(copies, -1, -1) for name, matrix in self.frozen.items()}
         past = given[SEEN].shape[-1] if SEEN in given else 2
@@ -139,14 +139,14 @@ PASTS = (PAST_KEYS, PAST_VALUES)
 def test_all_tokens_at_once_are_those_one_after_the_other(block: Derived) -> None:
     state = random(2, LENGTH, block.width).float()
     expected = block.one_by_one(state, block.adapter)
-    (found,) = block.call(STACK, {"state": state, **block.whole()})
+    (found,) = block.call(FORWARD, {"state": state, **block.whole()})
     assert relative_difference(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize("block", ALL, indirect=True)
 def test_pieces_and_single_tokens_go_on_with_what_came_before(block: Derived) -> None:
     state = random(1, LENGTH, block.width).float()
-    (expected,) = block.call(STACK, {"state": state, **block.whole()})
+    (expected,) = block.call(FORWARD, {"state": state, **block.whole()})
     found, given = in_pieces(block, state)
     assert relative_difference(found, expected) < 1e-5
     # Two sequences, of which one is behind the second piece and one behind the third.
@@ -173,7 +173,7 @@ def test_the_way_back_is_autograds_whole_and_in_pieces(block: Derived) -> None:
     with torch.enable_grad():
         answer = block.one_by_one(wanted, matrices)
     expected = torch.autograd.grad(answer, [wanted, *matrices.values()], slope)
-    found = block.call(BACK, {"state": state, "slope": slope, **block.whole()})
+    found = block.call(BACKWARD, {"state": state, "slope": slope, **block.whole()})
     for ours, theirs in zip(found, expected, strict=True):
         assert relative_difference(ours, theirs) < 1e-4
     _, given = in_pieces(block, state)
@@ -187,7 +187,7 @@ def test_the_way_back_is_autograds_whole_and_in_pieces(block: Derived) -> None:
         }
         own |= {name: value for name, value in later.items() if "carried" in name}
         piece = {"state": state[:, start:end], "slope": slope[:, start:end], **block.extra_inputs(start, end)}
-        by_state, *rest_of = block.call(PREFILL_BACK, {**piece, **before, **own})
+        by_state, *rest_of = block.call(PREFILL_BACKWARD, {**piece, **before, **own})
         slopes.insert(0, by_state)
         names = [name for name in (*block.carried, *PASTS) if name in before]
         for name, by_past in zip(names, rest_of, strict=False):
@@ -223,7 +223,7 @@ def test_tangents_are_derivatives_whole_and_in_pieces(block: Derived) -> None:
             at, (state, *block.adapter.values()), (moved[query], *along)
         )
         expected.append(derivative)
-    _, found = block.call(TANGENT, {"state": state, "d_state": moved, **block.whole(), **directions})
+    _, found = block.call(JVP, {"state": state, "d_state": moved, **block.whole(), **directions})
     assert relative_difference(found, torch.stack(expected)) < 1e-4
     _, given = in_pieces(block, state)
     later = {f"d_{name}": torch.zeros(2, *value.shape) for name, value in block.carried.items()}
@@ -240,7 +240,7 @@ def test_tangents_are_derivatives_whole_and_in_pieces(block: Derived) -> None:
         }
         piece = {"state": state[:, start:end], "d_state": moved[:, :, start:end], **directions}
         piece |= block.extra_inputs(start, end)
-        _, d_state, *behind = block.call(PREFILL_TANGENT, {**piece, **before, **later, **d_past})
+        _, d_state, *behind = block.call(PREFILL_JVP, {**piece, **before, **later, **d_past})
         pieces.append(d_state)
         tangents = dict(zip([*later, *d_known], behind[1::2], strict=True))
         d_known = {n: torch.cat([d_known[n], tangents[n]], 2) for n in d_known}

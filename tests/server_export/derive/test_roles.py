@@ -8,11 +8,11 @@ import torch
 
 from prge.formats.signatures import (
     ALL_ROLES,
-    BACK,
+    BACKWARD,
     PREFILL,
-    PREFILL_BACK,
+    PREFILL_BACKWARD,
     ROLE_OF,
-    STACK,
+    FORWARD,
     BlockPorts,
     Derivative,
     Role,
@@ -45,7 +45,7 @@ def test_graphs_have_the_ports_that_the_signature_of_their_role_says(tmp_path: P
                 modules=len(block.modules),
                 is_head=number >= chain.end,
                 attends=number < chain.end,
-                saved=sum(port.kind == "saved" for port in derived["save"].outputs),
+                saved=sum(port.kind == "saved" for port in derived["forward_save"].outputs),
             )
             expected, (inputs, outputs) = signature(ports, ROLE_OF[role]), names(of_role)
             tables = {f"table.{place}" for place in range(len(block.tables))}
@@ -59,7 +59,7 @@ def test_a_role_that_no_program_has_yet_is_a_combination(tmp_path: Path) -> None
     assert not {save, back} & {*ROLE_OF.values()}
     chain = chain_of("llama", tmp_path, "fp32", RANK)
     block = with_weights(chain, 1)
-    known, derived = derive(block, {PREFILL, PREFILL_BACK}), derive_together(block, save)
+    known, derived = derive(block, {PREFILL, PREFILL_BACKWARD}), derive_together(block, save)
     inputs = {"ones": torch.ones(1, TOKENS, 1)}
     for name in (
         "state",
@@ -71,8 +71,8 @@ def test_a_role_that_no_program_has_yet_is_a_combination(tmp_path: Path) -> None
         "slope_keys",
         "slope_values",
     ):
-        port = next(port for port in known[PREFILL_BACK].inputs if port.name == name)
-        sized = known[PREFILL_BACK].sized((markers.TOKENS, TOKENS), (markers.PAST, PAST))
+        port = next(port for port in known[PREFILL_BACKWARD].inputs if port.name == name)
+        sized = known[PREFILL_BACKWARD].sized((markers.TOKENS, TOKENS), (markers.PAST, PAST))
         inputs[name] = 0.3 * random(*sized.inputs[port].meta["val"].shape, seed=len(name)).float()
     tables = enumerate(chain.blocks[1].tables)
     inputs |= {f"table.{place}": chain.tables.all[table].of(TOKENS) for place, table in tables}
@@ -89,11 +89,11 @@ def test_a_role_that_no_program_has_yet_is_a_combination(tmp_path: Path) -> None
         assert relative_difference(answers[name], value) < 1e-5
     found = derived[back].call({**inputs, **residuals})
     assert list(found) == signature(ports, back).answers
-    for name, value in known[PREFILL_BACK].call(inputs).items():
+    for name, value in known[PREFILL_BACKWARD].call(inputs).items():
         assert relative_difference(found[name], value) < 1e-5
 
 
 def test_an_export_without_the_backward_pass_derives_none(tmp_path: Path) -> None:
     block = with_weights(chain_of("llama", tmp_path, "fp32", RANK), 1)
-    assert [*derive(block, {STACK})] == [STACK]
-    assert [*derive(block, {BACK}, saves=False)] == [BACK]
+    assert [*derive(block, {FORWARD})] == [FORWARD]
+    assert [*derive(block, {BACKWARD}, saves=False)] == [BACKWARD]

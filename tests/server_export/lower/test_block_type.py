@@ -226,9 +226,9 @@ def test_what_one_method_alone_reads_can_be_a_file_of_its_own(tmp_path: Path) ->
     back.up = block.up
     methods = {
         "score": block_program(block),
-        "back": program(back.eval().requires_grad_(False), meta(*STATE)),
+        "backward": program(back.eval().requires_grad_(False), meta(*STATE)),
     }
-    weights = tensors(methods["score"]) | tensors(methods["back"])
+    weights = tensors(methods["score"]) | tensors(methods["backward"])
     together, alone = (
         lower_kind(methods, SIZES.values()),
         lower_kind({"score": methods["score"]}, SIZES.values()),
@@ -241,7 +241,7 @@ def test_what_one_method_alone_reads_can_be_a_file_of_its_own(tmp_path: Path) ->
     for kind in (together, alone):
         difference = answer(tmp_path, kind, weights, "score", *inputs) - block(*inputs)
         assert difference.abs().max() < TOLERANCE["8da4w"]
-    difference = answer(tmp_path, together, weights, "back", inputs[0]) - back(inputs[0])
+    difference = answer(tmp_path, together, weights, "backward", inputs[0]) - back(inputs[0])
     assert difference.abs().max() < TOLERANCE["8da8w"]
 
 

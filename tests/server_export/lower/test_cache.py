@@ -38,7 +38,7 @@ class Layer(nn.Module):
         return torch.tanh(self.layer(state) * self.slope)
 
 
-def methods(layer: Layer, name: str = "stack", size: Size = SIZE) -> dict[str, Method]:
+def methods(layer: Layer, name: str = "forward", size: Size = SIZE) -> dict[str, Method]:
     with FakeTensorMode():
         state = torch.empty(10007, layer.layer.in_features)
     graph_module = rewritten_graph(layer.eval().requires_grad_(False), (state,))
@@ -88,11 +88,11 @@ def test_the_same_graph_with_other_weights_is_taken(
 @pytest.mark.parametrize(
     ("block", "name", "changes"),
     [
-        (Layer(slope=0.25), "stack", {}),
-        (Layer(width=2 * WIDTH), "stack", {}),
+        (Layer(slope=0.25), "forward", {}),
+        (Layer(width=2 * WIDTH), "forward", {}),
         (Layer(), "other", {}),
-        (Layer(), "stack", {"size": Size(10007, 3, 1, 9)}),
-        (Layer(), "stack", {"in_pieces": ("stack",)}),
+        (Layer(), "forward", {"size": Size(10007, 3, 1, 9)}),
+        (Layer(), "forward", {"in_pieces": ("forward",)}),
     ],
     ids=["number", "width", "name", "bound", "pieces"],
 )

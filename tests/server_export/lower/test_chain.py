@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from prge.errors import Refusal
 from prge.formats.chain import Bounds, TensorSpec
-from prge.formats.signatures import BACK, OF_BACK, STACK, TANGENT
+from prge.formats.signatures import BACKWARD, RESIDUAL_ROLES, FORWARD, JVP
 from server_export.check.chain import FLOAT_TOLERANCE, check_specs, verify_chain
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model
@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def upper(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
     """Adapters in the last block alone."""
-    return written(model, tmp_path_factory.mktemp("upper") / "bundle", [LAYERS - 1], [TANGENT, BACK])
+    return written(model, tmp_path_factory.mktemp("upper") / "bundle", [LAYERS - 1], [JVP, BACKWARD])
 
 
 def test_every_block_has_a_weights_file_and_its_kinds_program(upper: Written) -> None:
@@ -70,8 +70,8 @@ def test_every_block_has_a_weights_file_and_its_kinds_program(upper: Written) ->
 
 def test_blocks_below_the_lowest_adapter_have_no_derivatives(upper: Written) -> None:
     roles = [set(kind.methods) for kind in upper.lowered.kinds]
-    above = {STACK, TANGENT, BACK, *OF_BACK}
-    assert roles == [{STACK}, {STACK}, above, above]
+    above = {FORWARD, JVP, BACKWARD, *RESIDUAL_ROLES}
+    assert roles == [{FORWARD}, {FORWARD}, above, above]
     assert [block.modules for block in upper.lowered.blocks] == [(), (), (), (0,), ()]
     # Without the way back a block needs no transposed weights.
     light, heavy = ((upper.folder / upper.lowered.blocks[number].weights).stat().st_size for number in (2, 3))
@@ -88,7 +88,7 @@ def test_rotations_lie_in_a_file_of_their_own(upper: Written) -> None:
 
 def test_engine_and_graphs_agree(upper: Written) -> None:
     verification = verify_chain(upper.chain, upper.lowered, upper.folder, "fp32")
-    assert set(verification.differences) == {STACK, TANGENT, BACK, *OF_BACK}
+    assert set(verification.differences) == {FORWARD, JVP, BACKWARD, *RESIDUAL_ROLES}
     assert max(verification.differences.values()) < FLOAT_TOLERANCE / 10
 
 
@@ -116,11 +116,11 @@ def test_a_program_that_the_engine_refuses_is_told(upper: Written, tmp_path: Pat
 
 def test_a_program_of_other_tensors_than_the_specs_say_is_told(upper: Written) -> None:
     kind = upper.lowered.kinds[1]
-    method = kind.methods[STACK]
+    method = kind.methods[FORWARD]
     program = upper.folder / kind.program
     check_specs(program, kind)
     for spec in (TensorSpec("float32", (8, 4, 16, 32)), TensorSpec("int64", (8, 4, 16, WIDTH))):
         other = replace(method, input_specs=(spec, *method.input_specs[1:]))
         with pytest.raises(Refusal, match=r"block\.pte has other tensors in the role stack") as refused:
-            check_specs(program, replace(kind, methods={STACK: other}))
+            check_specs(program, replace(kind, methods={FORWARD: other}))
         assert refused.value.code == "other-tensors"

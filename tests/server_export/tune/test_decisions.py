@@ -167,10 +167,10 @@ def test_too_little_memory_names_the_least() -> None:
 @pytest.mark.parametrize(
     ("estimator", "texts", "roles"),
     [
-        (None, True, ["stack", "back", "prefill", "decode"]),
-        ("exact", False, ["stack", "back"]),
-        ("tangent", True, ["stack", "tangent", "prefill", "decode"]),
-        ("antithetic", False, ["stack"]),
+        (None, True, ["forward", "backward", "prefill", "decode"]),
+        ("exact", False, ["forward", "backward"]),
+        ("tangent", True, ["forward", "tangent", "prefill", "decode"]),
+        ("antithetic", False, ["forward"]),
     ],
 )
 def test_roles_are_those_that_steps_scores_and_samples_run(

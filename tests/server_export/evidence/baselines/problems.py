@@ -13,7 +13,7 @@ from torch import nn
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle
 from prge.formats.chain import Block, Bounds, Chain, Interface, Kind
-from prge.formats.signatures import STACK
+from prge.formats.signatures import FORWARD
 from prge.model_spec import AdaptedModule
 from prge.objectives.examples import Example
 from server_export.adapter.initial_adapter import StartAdapter, start_adapter
@@ -106,12 +106,12 @@ def _make_chain(start: StartAdapter, pooling: str) -> Chain:
     )
     inputs = ("state", *(f"lora_b.{number}" for number in range(len(modules))))
     kinds = [
-        Kind("", {STACK: Interface(("tokens",), ("state",))}),
-        Kind("", {STACK: Interface(inputs, ("state",))}),
+        Kind("", {FORWARD: Interface(("tokens",), ("state",))}),
+        Kind("", {FORWARD: Interface(inputs, ("state",))}),
     ]
     blocks = [Block(0, "0", (), ()), Block(1, "1", (), tuple(range(len(modules))))]
     if is_decoder:
-        kinds.append(Kind("", {STACK: Interface(("state", "targets", "shift"), ("parts",))}))
+        kinds.append(Kind("", {FORWARD: Interface(("state", "targets", "shift"), ("parts",))}))
         blocks.append(Block(2, "2", (), ()))
     return Chain(
         readout="logprobs" if is_decoder else "pooled",

@@ -60,7 +60,7 @@ def test_a_run_learns_and_is_scored(
         ExportConfig(
             model=str(workshop / "model"),
             out=own,
-            roles=["stack"],
+            roles=["forward"],
             rank=4,
             sequence_length=LENGTH,
             target_modules="all-linear",

@@ -35,7 +35,7 @@ def example_of(form: Form, rows: Rows) -> Example:
 
 def test_gradients_are_the_engines(workshop: Path, tmp_path: Path) -> None:
     bundle = open_bundle(workshop / "bundle")
-    engine = open_engine(bundle, "back").engine
+    engine = open_engine(bundle, "backward").engine
     adapter = read_peft(bundle.adapter, bundle.chain.modules)
     (tmp_path / "rows.jsonl").write_text('{"text": "a few words"}\n', encoding="utf-8")
     attacked = LeakSettings(model=str(workshop / "model"), bundle=bundle.folder, rows=tmp_path / "rows.jsonl")
