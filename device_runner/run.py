@@ -45,7 +45,7 @@ from prge.formats.run_folder import (
     check_new_run,
     run_lock,
 )
-from prge.formats.signatures import DECODE, PREFILL, FORWARD
+from prge.formats.signatures import DECODE, FORWARD, PREFILL
 from prge.generation.loop import Generator
 from prge.objectives.examples import token_count
 from prge.objectives.preferences import Preference

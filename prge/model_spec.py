@@ -49,8 +49,8 @@ class Matrix:
 
     @property
     def gradient(self) -> str:
-        """Name of a program's answer of the slope by it."""
-        return self._named("gradient")
+        """Name of a program's output of the gradient by it."""
+        return f"grad_lora_{self.letter}.{self.of}"
 
     def _named(self, word: str) -> str:
         return f"{word}{'_a' if self.letter == 'a' else ''}.{self.of}"

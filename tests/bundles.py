@@ -18,7 +18,7 @@ from prge.formats.bundle import (
     manifest_sha256,
 )
 from prge.formats.chain import Block, Bounds, Chain, Interface, Kind, Table
-from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD_SAVE, FORWARD, JVP
+from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD, FORWARD_SAVE, JVP
 from prge.model_spec import AdaptedModule, ModelSpec
 
 PROGRAM = "programs/block.pte"
@@ -44,28 +44,37 @@ def make_spec(**changes: Any) -> ModelSpec:
 
 def _methods(is_encoder: bool) -> tuple[dict[str, Interface], dict[str, Interface]]:
     """All roles of a block with two adapted modules, and of a head."""
-    beside = ("table.0", "ones", *(["padding"] if is_encoder else []))
+    beside = ("table.0", "ones", *(["padding_mask"] if is_encoder else []))
     matrices = ("lora_b.0", "lora_b.1")
     factors = ("u.0", "v.0", "u.1", "v.1")
     block = {
-        FORWARD: Interface(("state", *beside, *matrices), ("state",)),
-        JVP: Interface(("state", *beside, *matrices, "d_state", *factors), ("state", "d_state")),
-        BACKWARD: Interface(
-            ("state", *beside, *matrices, "slope"),
-            ("slope", "gradient.0", "gradient.1"),
+        FORWARD: Interface(("hidden_states", *beside, *matrices), ("hidden_states",)),
+        JVP: Interface(
+            ("hidden_states", *beside, *matrices, "tangent_hidden_states", *factors),
+            ("hidden_states", "tangent_hidden_states"),
         ),
-        FORWARD_SAVE: Interface(("state", *beside, *matrices), ("state", "saved.0", "saved.1")),
+        BACKWARD: Interface(
+            ("hidden_states", *beside, *matrices, "grad_hidden_states"),
+            ("grad_hidden_states", "grad_lora_b.0", "grad_lora_b.1"),
+        ),
+        FORWARD_SAVE: Interface(
+            ("hidden_states", *beside, *matrices), ("hidden_states", "residual.0", "residual.1")
+        ),
         BACKWARD_SAVED: Interface(
-            ("state", *beside, *matrices, "slope", "saved.0", "saved.1"),
-            ("slope", "gradient.0", "gradient.1"),
+            ("hidden_states", *beside, *matrices, "grad_hidden_states", "residual.0", "residual.1"),
+            ("grad_hidden_states", "grad_lora_b.0", "grad_lora_b.1"),
         ),
     }
     head = {
-        FORWARD: Interface(("state", "targets", "shift"), ("parts",)),
-        JVP: Interface(("state", "targets", "shift", "d_state"), ("parts", "d_parts")),
-        BACKWARD: Interface(("state", "targets", "shift", "slope"), ("slope",)),
-        FORWARD_SAVE: Interface(("state", "targets", "shift"), ("parts", "saved.0")),
-        BACKWARD_SAVED: Interface(("state", "targets", "shift", "slope", "saved.0"), ("slope",)),
+        FORWARD: Interface(("hidden_states", "targets", "shift"), ("parts",)),
+        JVP: Interface(
+            ("hidden_states", "targets", "shift", "tangent_hidden_states"), ("parts", "tangent_parts")
+        ),
+        BACKWARD: Interface(("hidden_states", "targets", "shift", "grad_parts"), ("grad_hidden_states",)),
+        FORWARD_SAVE: Interface(("hidden_states", "targets", "shift"), ("parts", "residual.0")),
+        BACKWARD_SAVED: Interface(
+            ("hidden_states", "targets", "shift", "grad_parts", "residual.0"), ("grad_hidden_states",)
+        ),
     }
     return block, head
 
@@ -76,7 +85,7 @@ def make_small_chain(**changes: Any) -> Chain:
     is_encoder = changes.get("readout") == "pooled"
     block, head = _methods(is_encoder)
     kinds = [
-        Kind("programs/embedding.pte", {FORWARD: Interface(("tokens",), ("state",))}),
+        Kind("programs/embedding.pte", {FORWARD: Interface(("tokens",), ("hidden_states",))}),
         Kind("programs/block.pte", block),
         Kind("programs/head.pte", head),
     ]
@@ -119,8 +128,8 @@ def make_chain(readout: str = "logprobs", lowest: int = 1) -> Chain:
     """A chain of four blocks of three kinds; two modules in each adapted block, from the `lowest` on."""
     is_encoder = readout == "pooled"
     block, head = _methods(is_encoder)
-    plain = {FORWARD: Interface(("state", "table.0"), ("state",))}
-    kinds = [Kind("programs/embedding.pte", {FORWARD: Interface(("tokens",), ("state",))})]
+    plain = {FORWARD: Interface(("hidden_states", "table.0"), ("hidden_states",))}
+    kinds = [Kind("programs/embedding.pte", {FORWARD: Interface(("tokens",), ("hidden_states",))})]
     kinds += [Kind("programs/block.pte", block)]
     kinds += [] if is_encoder else [Kind("programs/head.pte", head)]
     kinds += [Kind("programs/plain.pte", plain)] if lowest == 2 else []

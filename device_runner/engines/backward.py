@@ -41,7 +41,9 @@ class Backward:
             slopes: of the loss by their states, [batch, tokens, width].
             numbers: of the blocks.
         """
-        parts = [part.of_one_copy({"slope": slope}) for part, slope in zip(parts, slopes, strict=True)]
+        parts = [
+            part.of_one_copy({"grad_hidden_states": slope}) for part, slope in zip(parts, slopes, strict=True)
+        ]
         is_finite = all(bool(np.isfinite(slope).all()) for slope in slopes)
         for experts in reversed(self._chain.turns(numbers)):
             number = experts.start
@@ -65,13 +67,13 @@ class Backward:
             residuals = self._store.residuals(number, index)
             role = BACKWARD_SAVED if residuals else BACKWARD
             with self._store.restored(index) as kept:
-                part.values |= {**kept, "state": kept["state"][0]}
+                part.values |= {**kept, "hidden_states": kept["hidden_states"][0]}
                 found = self._forward.run(number, role, part, values_of(residuals))
                 part.shared.keep(number, found)
-                passed = (part.values["state"], found["slope"])
+                passed = (part.values["hidden_states"], found["grad_hidden_states"])
                 is_finite &= all(bool(np.isfinite(array).all()) for array in passed)
                 self._forward.release(part.values)
-            part.values = {"slope": found["slope"]}
+            part.values = {"grad_hidden_states": found["grad_hidden_states"]}
             for ours, its in self._forward.matrices(number):
                 of_rows = found[its.gradient]
                 for of_row in of_rows:
@@ -87,10 +89,12 @@ class Backward:
         """The slopes of all parts before the experts of a layer; whether what it read is finite."""
         with ExitStack() as stack:
             kept = [stack.enter_context(self._store.restored(index)) for index in range(len(parts))]
-            states = [arrays["state"][0] for arrays in kept]
-            slopes = self._experts.backward(number, states, [part.values["slope"] for part in parts])
+            states = [arrays["hidden_states"][0] for arrays in kept]
+            slopes = self._experts.backward(
+                number, states, [part.values["grad_hidden_states"] for part in parts]
+            )
             is_finite = all(bool(np.isfinite(array).all()) for array in (*states, *slopes))
         for part, slope in zip(parts, slopes, strict=True):
             self._forward.release(part.values)
-            part.values = {"slope": slope}
+            part.values = {"grad_hidden_states": slope}
         return is_finite

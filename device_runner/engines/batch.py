@@ -40,7 +40,7 @@ class Part:
 
     def of_one_copy(self, values: Arrays) -> Part:
         """The same rows without the axis of copies, with values that lack it."""
-        beside = {name: array[0] if name == "padding" else array for name, array in self.beside.items()}
+        beside = {name: array[0] if name == "padding_mask" else array for name, array in self.beside.items()}
         shared = self.shared.of_one_copy()
         return Part(self.rows, self.copy, values, beside, shared, self.directions)
 

@@ -1,6 +1,6 @@
 """The methods of a chain's blocks: loaded when their turn comes, with one arena, kept while memory allows.
 
-    blocks.run(3, "forward", {"state": state, "lora_b.0": matrix, ...}) -> {"state": next_state}
+    blocks.run(3, "forward", {"hidden_states": state, "lora_b.0": matrix, ...}) -> {"hidden_states": next_state}
 
 A block's weights are mapped from its packed file where the engine can have one, else they are in memory.
 """
@@ -37,7 +37,7 @@ from prge.errors import EngineError
 from prge.formats.bundle import Bundle, check_content
 from prge.formats.chain import TABLE, Interface, Kind, TensorSpec
 from prge.formats.peft import scaled_lora_a
-from prge.formats.signatures import BACKWARD, DECODE, RESIDUAL_ROLES, PREFILL, FORWARD
+from prge.formats.signatures import BACKWARD, DECODE, FORWARD, PREFILL, RESIDUAL_ROLES
 from prge.numerics.expert_routing import Routing
 from prge.system.memory import available_memory
 

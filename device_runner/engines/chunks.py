@@ -17,24 +17,24 @@ import numpy as np
 
 from device_runner.engines.blocks import Blocks
 from prge.engine import Array, FloatArray
-from prge.formats.chain import FEWEST_TOKENS, GIVEN, MASKED, TABLE, TAKEN
+from prge.formats.chain import FEWEST_TOKENS, MASKED, SHARED_IN, SHARED_OUT, TABLE
 from prge.formats.signatures import (
-    CAUSAL,
+    CAUSAL_MASK,
     KEYS,
     PAST_KEYS,
+    PAST_MASK,
     PAST_ONES,
     PAST_VALUES,
     PREFILL,
     PREFILL_BACKWARD,
     PREFILL_JVP,
-    SEEN,
     VALUES,
     Port,
 )
 
 Arrays = dict[str, Array]
 
-_OF_TOKENS = (TAKEN, f"d_{TAKEN}", f"slope_{GIVEN}")
+_OF_TOKENS = (SHARED_IN, f"tangent_{SHARED_IN}", f"grad_{SHARED_OUT}")
 _SLOPES = {kind: Port(kind).gradient.name for kind in (KEYS, VALUES)}
 _SLOPES_OF_PAST = {KEYS: Port(PAST_KEYS).gradient.name, VALUES: Port(PAST_VALUES).gradient.name}
 
@@ -63,14 +63,16 @@ class Pieces:
             `keys` and `values` [heads, tokens, width], and what was `carried` to each piece, [pieces, height,
             width].
         """
-        name = "state" if number else "tokens"
+        name = "hidden_states" if number else "tokens"
         entering = inputs[name][0]
         length = entering.shape[1]
-        found = {"state": np.empty((1, length, self._blocks.width(number + 1)), np.float32)}
+        found = {"hidden_states": np.empty((1, length, self._blocks.width(number + 1)), np.float32)}
         for place, value in enumerate(self._chain.gives(number)):
-            found[f"{GIVEN}{place}"] = np.empty((1, length, self._blocks.shared_width(value)), np.float32)
+            found[f"{SHARED_OUT}{place}"] = np.empty(
+                (1, length, self._blocks.shared_width(value)), np.float32
+            )
         own = self._own_keys(number, length)
-        taken = {each: array[0] for each, array in inputs.items() if each.startswith(TAKEN)}
+        taken = {each: array[0] for each, array in inputs.items() if each.startswith(SHARED_IN)}
         known = own or self._taken_keys(number, taken)
         adapter = {**self._frozen(number), **inputs}
         carried = self._nothing_carried(number)
@@ -99,20 +101,22 @@ class Pieces:
         Returns:
             `state` and `d_state`, and what the block gives.
         """
-        length, queries = inputs["state"].shape[1], len(inputs["d_state"])
-        widths = {"state": self._blocks.width(number + 1)}
+        length, queries = inputs["hidden_states"].shape[1], len(inputs["tangent_hidden_states"])
+        widths = {"hidden_states": self._blocks.width(number + 1)}
         for place, value in enumerate(self._chain.gives(number)):
-            widths[f"{GIVEN}{place}"] = self._blocks.shared_width(value)
+            widths[f"{SHARED_OUT}{place}"] = self._blocks.shared_width(value)
         found: Arrays = {}
         for name, width in widths.items():
             found[name] = np.empty((1, length, width), np.float32)
-            found[f"d_{name}"] = np.empty((queries, 1, length, width), np.float32)
+            found[f"tangent_{name}"] = np.empty((queries, 1, length, width), np.float32)
         own = self._own_keys(number, length)
-        own |= {f"d_{name}": np.empty((queries, *array.shape), np.float32) for name, array in own.items()}
+        own |= {
+            f"tangent_{name}": np.empty((queries, *array.shape), np.float32) for name, array in own.items()
+        }
         known = own or self._taken_keys(number, inputs)
         carried = self._nothing_carried(number)
         carried |= {
-            f"d_{name}": np.zeros((queries, *each.shape), np.float32) for name, each in carried.items()
+            f"tangent_{name}": np.zeros((queries, *each.shape), np.float32) for name, each in carried.items()
         }
         of_tokens = {name: array for name, array in inputs.items() if _is_of_tokens(name)}
         for piece in self._pieces(number, length):
@@ -136,35 +140,35 @@ class Pieces:
         Returns:
             `slope` by the state, those by what it takes, and the adapter's gradients.
         """
-        state = inputs["state"]
-        found: Arrays = {"slope": np.empty_like(state)}
+        state = inputs["hidden_states"]
+        found: Arrays = {"grad_hidden_states": np.empty_like(state)}
         changes = self._chain.ports(number).takes
         for place in (place for place, each in enumerate(changes) if each):
-            found[f"slope_{TAKEN}{place}"] = np.zeros_like(inputs[f"{TAKEN}{place}"])
+            found[f"grad_{SHARED_IN}{place}"] = np.zeros_like(inputs[f"{SHARED_IN}{place}"])
         own = {name: np.zeros_like(inputs[name]) for name in (KEYS, VALUES) if name in inputs}
-        slopes = {name.removeprefix("slope_"): array for name, array in found.items()}
+        slopes = {name.removeprefix("grad_"): array for name, array in found.items()}
         known, by_past = (
             (inputs, own) if own else (self._taken_keys(number, each) for each in (inputs, slopes))
         )
         of_tokens = {name: array for name, array in inputs.items() if _is_of_tokens(name)}
         of_tokens |= {slope: own[name] for name, slope in _SLOPES.items() if own}
         carried = self._nothing_carried(number)
-        by_carried = {f"slope_{name}": each for name, each in carried.items()}
+        by_carried = {f"grad_{name}": each for name, each in carried.items()}
         for turn, piece in reversed([*enumerate(self._pieces(number, state.shape[1]))]):
             given = {**inputs, **self.beside(number, piece, known), **by_carried}
             given |= {name: inputs[name][turn : turn + 1] for name in carried}
             given |= {name: _cut(array, piece) for name, array in of_tokens.items()}
             answer = self._blocks.run(number, PREFILL_BACKWARD, given)
             by_carried = {name: answer[name].copy() for name in by_carried}
-            found["slope"][:, piece] = answer["slope"]
+            found["grad_hidden_states"][:, piece] = answer["grad_hidden_states"]
             past = slice(self._first_seen(number, piece.start), piece.start)
             size = past.stop - past.start
             for name, whole in by_past.items():
                 whole[:, past] += answer[_SLOPES_OF_PAST[name]][:, -size:][:, :size]
             for name, array in answer.items():
-                if name.startswith("gradient"):
+                if name.startswith("grad_lora"):
                     found[name] = found[name] + array if name in found else array.copy()
-                elif name.startswith(f"slope_{TAKEN}"):
+                elif name.startswith(f"grad_{SHARED_IN}"):
                     found[name][:, piece] += array
             self._release(answer)
         return found
@@ -190,12 +194,12 @@ class Pieces:
         return {name: np.empty((heads.count, length, width), np.float32) for name, width in widths.items()}
 
     def _taken_keys(self, number: int, taken: Arrays) -> Arrays:
-        """The same of one that takes them, of [1, tokens, heads x width]; with `d_` before the name their
+        """The same of one that takes them, of [1, tokens, heads x width]; with `tangent_` before the name their
         tangents."""
         found: Arrays = {}
         for name, place in zip((KEYS, VALUES), self._chain.blocks[number].past, strict=False):
-            for kind in ("", "d_"):
-                if (array := taken.get(f"{kind}{TAKEN}{place}")) is not None:
+            for kind in ("", "tangent_"):
+                if (array := taken.get(f"{kind}{SHARED_IN}{place}")) is not None:
                     found[f"{kind}{name}"] = by_heads(array[..., 0, :, :], self._blocks.heads(number).count)
         return found
 
@@ -221,14 +225,14 @@ class Pieces:
             number: of the block.
             piece: places of its tokens in the row.
             known: `keys` and `values` [heads, tokens, width] of a row, read before the piece,
-                with `d_` before the name their tangents [queries, heads, tokens, width].
+                with `tangent_` before the name their tangents [queries, heads, tokens, width].
         """
         tables, size = self._blocks.tables, piece.stop - piece.start
         given: Arrays = {"ones": np.ones((1, size, 1), np.float32)}
         for index, table in enumerate(self._chain.blocks[number].tables):
             if self._chain.tables[table].kind == "causal":
                 # What a piece's tokens see of each other is the same wherever it begins.
-                given[CAUSAL] = tables.of(table, size).reshape(-1, size)
+                given[CAUSAL_MASK] = tables.of(table, size).reshape(-1, size)
             else:
                 given[f"{TABLE}{index}"] = tables.of(table, size, piece.start)
         mask = self._chain.causal_table(number)
@@ -237,7 +241,9 @@ class Pieces:
         first = self._first_seen(number, piece.start)
         past = max(piece.start - first, FEWEST_TOKENS)
         names = {PAST_KEYS: KEYS, PAST_VALUES: VALUES}
-        names |= {f"d_{past}": f"d_{name}" for past, name in names.items() if f"d_{name}" in known}
+        names |= {
+            f"tangent_{past}": f"tangent_{name}" for past, name in names.items() if f"tangent_{name}" in known
+        }
         for past_name, name in names.items():
             *lead, _, width = known[name].shape
             array = given[past_name] = np.zeros((*lead, past, width), np.float32)
@@ -249,7 +255,7 @@ class Pieces:
             before = np.arange(piece.start - past, piece.start)
             behind = np.arange(piece.start, piece.stop)[:, None] - before >= mask.window
             seen[:, behind] = MASKED
-        given[SEEN] = seen.reshape(-1, past)
+        given[PAST_MASK] = seen.reshape(-1, past)
         return given
 
     def _release(self, values: Arrays) -> None:
@@ -264,7 +270,9 @@ def by_heads(array: FloatArray, heads: int) -> FloatArray:
 
 def _is_of_tokens(name: str) -> bool:
     """Whether an input has a row for each token."""
-    return name in ("state", "d_state", "slope") or name.startswith(_OF_TOKENS)
+    return name in ("hidden_states", "tangent_hidden_states", "grad_hidden_states") or name.startswith(
+        _OF_TOKENS
+    )
 
 
 def _cut(array: FloatArray, piece: slice) -> FloatArray:

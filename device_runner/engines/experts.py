@@ -39,9 +39,11 @@ class Experts:
 
         def run(expert: int, state: FloatArray, *d_state: FloatArray) -> list[FloatArray]:
             if not d_state:
-                return self._run(first + expert, FORWARD, {"state": state[None, None]}, "state")
-            given = {"state": state[None], "d_state": d_state[0][:, None]}
-            return self._run(first + expert, JVP, given, "state", "d_state")
+                return self._run(
+                    first + expert, FORWARD, {"hidden_states": state[None, None]}, "hidden_states"
+                )
+            given = {"hidden_states": state[None], "tangent_hidden_states": d_state[0][:, None]}
+            return self._run(first + expert, JVP, given, "hidden_states", "tangent_hidden_states")
 
         flat = [_joined(states), *([_joined(tangents, 1)] if tangents else [])]
         found = self._blocks.routing(first).forward(flat[0], run, *flat[1:])
@@ -62,18 +64,23 @@ class Experts:
         """
 
         def run(expert: int, state: FloatArray, slope: FloatArray) -> list[FloatArray]:
-            return self._run(first + expert, BACKWARD, {"state": state[None], "slope": slope[None]}, "slope")
+            return self._run(
+                first + expert,
+                BACKWARD,
+                {"hidden_states": state[None], "grad_hidden_states": slope[None]},
+                "grad_hidden_states",
+            )
 
         found = self._blocks.routing(first).backward(_joined(states), _joined(slopes), run)
         return _parted(found, states)
 
     def _run(self, number: int, role: str, given: dict[str, Array], *names: str) -> list[FloatArray]:
         """What an expert answers of some tokens, [..., tokens, numbers] each without axes of 1."""
-        count = given["state"].shape[-2]
+        count = given["hidden_states"].shape[-2]
         found: list[list[FloatArray]] = [[] for _ in names]
         for some in slices(count, self._most):
             inputs = {name: at_least_two(array[..., some, :], -2) for name, array in given.items()}
-            ones = np.ones((1, inputs["state"].shape[-2], 1), np.float32)
+            ones = np.ones((1, inputs["hidden_states"].shape[-2], 1), np.float32)
             answers = self._blocks.run(number, role, {**inputs, "ones": ones})
             for parts, name in zip(found, names, strict=True):
                 told = answers[name][..., 0, : some.stop - some.start, :]

@@ -23,8 +23,8 @@ from device_runner.engines.shared_values import SharedValues, beside, parted
 from device_runner.engines.trunk_cache import TrunkCache
 from prge.engine import Array, Call, Directions, FloatArray, IntArray
 from prge.formats.adapter import views
-from prge.formats.chain import GIVEN, TABLE
-from prge.formats.signatures import BACKWARD, KEYS, FORWARD_SAVE, FORWARD, JVP, VALUES
+from prge.formats.chain import SHARED_OUT, TABLE
+from prge.formats.signatures import BACKWARD, FORWARD, FORWARD_SAVE, JVP, KEYS, VALUES
 from prge.model_spec import Matrix
 
 _NOTHING: Mapping[str, Array] = MappingProxyType({})
@@ -87,9 +87,9 @@ class Forward:
         """The same rows with tangents of 0 along some queries' directions."""
         found = []
         for part in parts:
-            state, rows = part.values["state"][0].copy(), part.rows[0]
+            state, rows = part.values["hidden_states"][0].copy(), part.rows[0]
             tangents = np.zeros((mine.stop - mine.start, *state.shape), np.float32)
-            moved = part.of_one_copy({"state": state, "d_state": tangents})
+            moved = part.of_one_copy({"hidden_states": state, "tangent_hidden_states": tangents})
             moved.directions = {
                 name: np.ascontiguousarray(array[mine][:, rows]) for name, array in directions.items()
             }
@@ -101,7 +101,7 @@ class Forward:
         state, *entering = parted(states.reshape(*rows.shape, *states.shape[1:]), self._widths)
         shared = SharedValues(self.chain)
         shared.values = dict(zip(self._entering, entering, strict=True))
-        return self._new_part(rows, copy, {"state": state}, shared)
+        return self._new_part(rows, copy, {"hidden_states": state}, shared)
 
     def _new_part(self, rows: IntArray, copy: IntArray, values: Arrays, shared: SharedValues) -> Part:
         length = int(self.lengths[rows.flat[0]])
@@ -138,7 +138,7 @@ class Forward:
         found: dict[int, FloatArray] = {}
         for part in parts:
             shared = [part.shared.values[value] for value in self._entering]
-            states = beside(part.values["state"], shared)
+            states = beside(part.values["hidden_states"], shared)
             found |= {int(number): states[place].copy() for place, number in np.ndenumerate(part.rows)}
             self.release(part.values)
         return found
@@ -168,7 +168,7 @@ class Forward:
             for index, part in enumerate(parts):
                 residuals = store.residuals(number, index) if store else {}
                 if residuals:
-                    alone = part.of_one_copy({"state": part.values["state"][0]})
+                    alone = part.of_one_copy({"hidden_states": part.values["hidden_states"][0]})
                     answer = self.run(number, FORWARD_SAVE, alone, into=outputs_of(residuals))
                     found = {name: array[None] for name, array in answer.items() if name not in residuals}
                 else:
@@ -179,18 +179,22 @@ class Forward:
                 if store is None:
                     part.shared.leave(number, self.blocks.release)
                 else:
-                    store.keep(index, {**needed, "state": part.values["state"]})
+                    store.keep(index, {**needed, "hidden_states": part.values["hidden_states"]})
                 self.release(part.values)
                 part.values = found
 
     def _through_experts(self, number: int, parts: Sequence[Part], store: ActivationStore | None) -> None:
         """All parts at once, so that an expert is loaded once."""
-        names = ("state", "d_state") if "d_state" in parts[0].values else ("state",)
+        names = (
+            ("hidden_states", "tangent_hidden_states")
+            if "tangent_hidden_states" in parts[0].values
+            else ("hidden_states",)
+        )
         given = [[part.values[name] for part in parts] for name in names]
         if store is not None:
             read = self.blocks.routing(number).read
             for index, state in enumerate(given[0]):
-                store.keep(index, {"state": state[..., :read]})
+                store.keep(index, {"hidden_states": state[..., :read]})
         found = self._experts.forward(number, *given)
         for turn, part in enumerate(parts):
             self.release(part.values)
@@ -208,7 +212,11 @@ class Forward:
         inputs: Arrays = {**part.values, **part.beside, **part.shared.inputs(number), **more}
         inputs |= self._adapter_inputs(number, role, part)
         if self.in_pieces(part):
-            in_pieces = {FORWARD: self._pieces.forward, JVP: self._pieces.jvp, BACKWARD: self._pieces.backward}
+            in_pieces = {
+                FORWARD: self._pieces.forward,
+                JVP: self._pieces.jvp,
+                BACKWARD: self._pieces.backward,
+            }
             found = in_pieces[role](number, inputs)
         else:
             for index, table in enumerate(self.chain.blocks[number].tables):
@@ -216,7 +224,7 @@ class Forward:
             found = self.blocks.run(number, role, inputs, into)
         if role == FORWARD and number < self.chain.end:
             for name, array in found.items():
-                if name == "state" or name.startswith(GIVEN):
+                if name == "hidden_states" or name.startswith(SHARED_OUT):
                     found[name] = array.reshape(*part.rows.shape, *array.shape[1:])
         return found
 

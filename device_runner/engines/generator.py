@@ -29,9 +29,9 @@ from prge.engine import Array, EngineName, FloatArray
 from prge.errors import BundleError, EngineError
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle
-from prge.formats.chain import FEWEST_TOKENS, GIVEN, MASKED, TABLE, TAKEN
+from prge.formats.chain import FEWEST_TOKENS, MASKED, SHARED_IN, SHARED_OUT, TABLE
 from prge.formats.relations import RELATIONS
-from prge.formats.signatures import DECODE, KEYS, OWN, PAST_KEYS, PAST_VALUES, PREFILL, SEEN, VALUES
+from prge.formats.signatures import DECODE, KEYS, OWN_MASK, PAST_KEYS, PAST_MASK, PAST_VALUES, PREFILL, VALUES
 
 # Tokens that pass the blocks together: more aren't faster, and take memory for their scores, of which each
 # has one with every token of the past.
@@ -257,7 +257,7 @@ class ChainSpeaker:
         if not self._chain.attends(number):
             return []
         block = self._chain.blocks[number]
-        keys = [(TAKEN, block.takes[place]) for place in block.past]
+        keys = [(SHARED_IN, block.takes[place]) for place in block.past]
         return [*zip((KEYS, VALUES), keys or [(KEYS, number), (VALUES, number)], strict=True)]
 
     def _forget(self, sequence: _Sequence, before: int) -> None:
@@ -313,7 +313,9 @@ class ChainSpeaker:
                 answers |= self._attending(step, number, given)
             answers |= self._giving(step, number, values)
             if number < chain.end:
-                answers["state"] = state = np.empty((rows, 1, self._blocks.width(number + 1)), np.float32)
+                answers["hidden_states"] = state = np.empty(
+                    (rows, 1, self._blocks.width(number + 1)), np.float32
+                )
             else:
                 answers["logits"] = pieces[number - chain.end]
             interface = self._blocks.interface(number, DECODE)
@@ -330,8 +332,8 @@ class ChainSpeaker:
     ) -> dict[str, Array]:
         """What a block takes of a step: the state, shared values, tables, and the sequences' adapters."""
         chain, block, rows = self._chain, self._chain.blocks[number], len(step.sequences)
-        given: dict[str, Array] = {"tokens": state, "state": state}
-        given |= {f"{TAKEN}{index}": values[value] for index, value in enumerate(block.takes)}
+        given: dict[str, Array] = {"tokens": state, "hidden_states": state}
+        given |= {f"{SHARED_IN}{index}": values[value] for index, value in enumerate(block.takes)}
         for index, table in enumerate(block.tables):
             if chain.tables[table].kind in ("causal", *RELATIONS):
                 continue
@@ -364,8 +366,8 @@ class ChainSpeaker:
         given |= {
             PAST_KEYS: self._past(step, number, PAST_KEYS, caches[KEYS]),
             PAST_VALUES: self._past(step, number, PAST_VALUES, caches[VALUES]),
-            SEEN: step.seen[key],
-            OWN: np.eye(1, places, dtype=np.float32)[None],
+            PAST_MASK: step.seen[key],
+            OWN_MASK: np.eye(1, places, dtype=np.float32)[None],
         }
         answers: dict[str, Array] = {}
         if not self._chain.blocks[number].past:
@@ -393,8 +395,8 @@ class ChainSpeaker:
         rows, answers = len(step.sequences), dict[str, Array]()
         for index, value in enumerate(self._chain.gives(number)):
             width = self._blocks.shared_width(value)
-            answers[f"{GIVEN}{index}"] = values[value] = np.empty((rows, 1, width), np.float32)
-            if (cache := self._caches.get((TAKEN, value))) is not None:
+            answers[f"{SHARED_OUT}{index}"] = values[value] = np.empty((rows, 1, width), np.float32)
+            if (cache := self._caches.get((SHARED_IN, value))) is not None:
                 step.kept.append((cache, values[value].reshape(rows, cache.shape[1], -1)))
         return answers
 
@@ -415,7 +417,7 @@ class ChainSpeaker:
                 self._blocks.release(entering)
                 continue
             known = {name: self._caches[place][slot, :, 1:] for name, place in self._kept(number)}
-            given = {"tokens": state, "state": state, **self._pieces.beside(number, piece, known)}
+            given = {"tokens": state, "hidden_states": state, **self._pieces.beside(number, piece, known)}
             given |= shared.inputs(number)
             carried = self._carried[number]
             given |= {name: array[slot : slot + 1] for name, array in carried.items()}
@@ -425,7 +427,7 @@ class ChainSpeaker:
             found = self._blocks.run(number, PREFILL, given)
             if number:
                 self._blocks.release(state)
-            state = found["state"]
+            state = found["hidden_states"]
             for name, whole in known.items():
                 if name in found:
                     whole[:, piece] = found[name]
@@ -435,7 +437,7 @@ class ChainSpeaker:
                 self._blocks.release(found[name])
             shared.keep(number, found)
             for value in chain.gives(number):
-                if (cache := self._caches.get((TAKEN, value))) is not None:
+                if (cache := self._caches.get((SHARED_IN, value))) is not None:
                     cache[slot, :, 1:][:, piece] = by_heads(shared.values[value][0], cache.shape[1])
             shared.leave(number, self._blocks.release)
         sequence.length = piece.stop
@@ -447,7 +449,7 @@ class ChainSpeaker:
         """Logits f32 [tokens, vocabulary] of states f32 [tokens, 1, width]."""
         pieces = []
         for number in range(self._chain.end, len(self._chain.blocks)):
-            found = self._blocks.run(number, DECODE, {"state": states})["logits"]
+            found = self._blocks.run(number, DECODE, {"hidden_states": states})["logits"]
             pieces.append(found.reshape(len(states), -1).copy())
             self._blocks.release(found)
         return np.concatenate(pieces, axis=1)

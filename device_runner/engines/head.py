@@ -17,7 +17,7 @@ from device_runner.engines.blocks import Blocks
 from device_runner.engines.planning import at_least_two, slices
 from prge.engine import Array, FloatArray, IntArray
 from prge.formats.chain import FEWEST_TOKENS
-from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD_SAVE, FORWARD, JVP
+from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD, FORWARD_SAVE, JVP
 from prge.numerics.vocabulary_shards import Reading
 
 # Rows of logits that the way back holds at once for each question: the slopes, large and small ones, twice.
@@ -80,10 +80,12 @@ class VocabularyHead:
                 slope = np.stack([slopes[mine] * has, -slopes[mine]], -1)
                 shift = reading.log_total[mine].astype(np.float32)
                 more = {
-                    "slope": slope,
+                    "grad_parts": slope,
                     **{name: array[0] for name, array in values_of(residuals, mine).items()},
                 }
-                result[mine] += self._run(piece, role, states[mine], targets, shift, more)["slope"]
+                result[mine] += self._run(piece, role, states[mine], targets, shift, more)[
+                    "grad_hidden_states"
+                ]
         return result
 
     def _residuals(self, piece: int, store: ActivationStore | None) -> Residuals:
@@ -102,8 +104,10 @@ class VocabularyHead:
         if not moved:
             role = FORWARD_SAVE if into else FORWARD
             return self._run(piece, role, state, targets, shift, into=into)["parts"], None
-        found = [self._run(piece, JVP, state, targets, shift, {"d_state": some}) for some in moved]
-        return found[0]["parts"], np.concatenate([answer["d_parts"] for answer in found])
+        found = [
+            self._run(piece, JVP, state, targets, shift, {"tangent_hidden_states": some}) for some in moved
+        ]
+        return found[0]["parts"], np.concatenate([answer["tangent_parts"] for answer in found])
 
     def _run(
         self,
@@ -118,12 +122,13 @@ class VocabularyHead:
         """Answers [..., questions, numbers] of a piece, for questions [questions]; but for those that go
         `into` memory."""
         given = {
-            "state": at_least_two(state)[None],
+            "hidden_states": at_least_two(state)[None],
             "targets": at_least_two(targets)[None],
             "shift": at_least_two(shift)[None, :, None],
         }
         given |= {
-            name: array if name == "d_state" else at_least_two(array)[None] for name, array in more.items()
+            name: array if name == "tangent_hidden_states" else at_least_two(array)[None]
+            for name, array in more.items()
         }
         found = self._blocks.run(self._blocks.chain.end + piece, role, given, into)
         answered = {name: array for name, array in found.items() if name not in into}

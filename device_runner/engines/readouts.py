@@ -83,14 +83,14 @@ class LogProbabilities(Readout):
     def forward(self, parts: Sequence[Part], outputs: FloatArray) -> None:
         """See Readout."""
         copies, asked = self._asked(parts)
-        states = self._picked(parts, "state")
+        states = self._picked(parts, "hidden_states")
         if len(asked):
             outputs[copies, asked] = self._head.read(states, self._tokens[asked]).logprobs
 
     def jvp(self, parts: Sequence[Part], outputs: FloatArray, derivatives: FloatArray) -> None:
         """See Readout."""
         _, asked = self._asked(parts)
-        states, tangents = self._picked(parts, "state"), self._picked(parts, "d_state")
+        states, tangents = self._picked(parts, "hidden_states"), self._picked(parts, "tangent_hidden_states")
         if len(asked):
             reading = self._head.read(states, self._tokens[asked], tangents)
             outputs[asked], derivatives[:, asked] = reading.logprobs, reading.changes
@@ -100,7 +100,7 @@ class LogProbabilities(Readout):
     ) -> tuple[FloatArray, list[FloatArray]]:
         """See Readout."""
         _, asked = self._asked(parts)
-        states, outputs = self._picked(parts, "state"), self.empty()
+        states, outputs = self._picked(parts, "hidden_states"), self.empty()
         reading = self._head.read(states, self._tokens[asked], store=store)
         outputs[asked] = reading.logprobs
         picked = self._head.backward(states, reading, grad_fn(outputs)[asked], store)
@@ -130,7 +130,7 @@ class LogProbabilities(Readout):
         for part in parts:
             values = part.values.pop(name)
             # Rows are the axes before tokens and width; what is before them are queries.
-            lead = values.shape[: 1 if name == "d_state" else 0]
+            lead = values.shape[: 1 if name == "tangent_hidden_states" else 0]
             rows = values.reshape(*lead, part.rows.size, *values.shape[-2:])
             for row, number in enumerate(part.rows.ravel().tolist()):
                 positions = self._positions[self._ends[number] : self._ends[number + 1]]
@@ -149,7 +149,7 @@ class PooledStates(Readout):
         """What attention adds to the scores of keys, f32 [copies, batch, 1, 1, length]: 0 for a token."""
         counts = [len(self._sequences[number].tokens) for number in rows.ravel().tolist()]
         ends = np.array(counts).reshape(*rows.shape, 1, 1, 1)
-        return {"padding": np.where(np.arange(length) < ends, np.float32(0), np.float32(MASKED))}
+        return {"padding_mask": np.where(np.arange(length) < ends, np.float32(0), np.float32(MASKED))}
 
     def empty(self, *lead: int) -> FloatArray:
         """See Readout."""
@@ -159,7 +159,7 @@ class PooledStates(Readout):
     def forward(self, parts: Sequence[Part], outputs: FloatArray) -> None:
         """See Readout."""
         for part in parts:
-            states = part.values.pop("state")
+            states = part.values.pop("hidden_states")
             for (place, column), number in np.ndenumerate(part.rows):
                 pooled = self._pooled(states[place, column], number)
                 outputs[part.copy[place], number] = pooled
@@ -168,7 +168,7 @@ class PooledStates(Readout):
     def jvp(self, parts: Sequence[Part], outputs: FloatArray, derivatives: FloatArray) -> None:
         """See Readout."""
         for part in parts:
-            states, tangents = part.values.pop("state"), part.values.pop("d_state")
+            states, tangents = part.values.pop("hidden_states"), part.values.pop("tangent_hidden_states")
             for row, number in enumerate(part.rows.ravel().tolist()):
                 outputs[number] = self._pooled(states[row], number)
                 derivatives[:, number] = self._pooled(tangents[:, row], number)

@@ -12,8 +12,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from device_runner.engines.tables import Tables
-from prge.formats.chain import GIVEN, TABLE, TAKEN, Block, Bounds, Chain, Interface, Kind, TensorSpec
-from prge.formats.signatures import CARRIED, DECODE, PAST_KEYS, PAST_VALUES, PREFILL, FORWARD_SAVE, FORWARD
+from prge.formats.chain import SHARED_IN, SHARED_OUT, TABLE, Block, Bounds, Chain, Interface, Kind, TensorSpec
+from prge.formats.signatures import (
+    DECODE,
+    FORWARD,
+    FORWARD_SAVE,
+    PAST_KEYS,
+    PAST_VALUES,
+    PREFILL,
+    RECURRENT_STATE,
+)
 from prge.model_spec import LARGEST_SIZE
 from prge.numerics.expert_routing import Routing
 
@@ -94,14 +102,17 @@ class Shapes:
         self.routings = read_routings(chain, self.widths)
         self.heads = [_heads(chain, block) for block in chain.blocks]
         self.saved = [
-            {name: _last(_method(chain, block, FORWARD_SAVE).sizes(name, True)) for name in chain.saved(number)}
+            {
+                name: _last(_method(chain, block, FORWARD_SAVE).sizes(name, True))
+                for name in chain.saved(number)
+            }
             for number, block in enumerate(chain.blocks)
         ]
         self.carried = [_carried(chain, number) for number in range(len(chain.blocks))]
         self.shared = [
             _last(
                 _method(chain, chain.blocks[maker], FORWARD).sizes(
-                    f"{GIVEN}{chain.gives(maker).index(value)}", True
+                    f"{SHARED_OUT}{chain.gives(maker).index(value)}", True
                 )
             )
             for value, maker in enumerate(chain.shared)
@@ -130,14 +141,14 @@ class Shapes:
         if chain.is_head(number):
             numbers["words"] = chain.piece_words
         if name in self.saved[number]:
-            numbers["saved"] = self.saved[number][name]
-        elif CARRIED in name:
-            shape = self.carried[number].get(name[name.index(CARRIED) :], (0, 0))
+            numbers["residual"] = self.saved[number][name]
+        elif RECURRENT_STATE in name:
+            shape = self.carried[number].get(name[name.index(RECURRENT_STATE) :], (0, 0))
             numbers |= {"high": shape[0], "wide": shape[1]}
-        elif TAKEN in name:
-            numbers["taken"] = self.shared[block.takes[_index(name)]]
-        elif GIVEN in name:
-            numbers["given"] = self.shared[chain.gives(number)[_index(name)]]
+        elif SHARED_IN in name:
+            numbers["shared_in"] = self.shared[block.takes[_index(name)]]
+        elif SHARED_OUT in name:
+            numbers["shared_out"] = self.shared[chain.gives(number)[_index(name)]]
         elif "." in name:
             module = chain.modules[block.modules[_index(name)]]
             numbers |= {"rank": module.rank, "in": module.in_features, "out": module.out_features}
@@ -170,7 +181,7 @@ def _last(sizes: tuple[int, ...]) -> int:
 
 
 def _widths(method: Interface) -> tuple[int, int]:
-    return _last(method.sizes("state")), _last(method.sizes("state", True))
+    return _last(method.sizes("hidden_states")), _last(method.sizes("hidden_states", True))
 
 
 def _heads(chain: Chain, block: Block) -> AttentionHeads:

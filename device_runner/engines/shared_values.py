@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prge.engine import Array, FloatArray
-from prge.formats.chain import GIVEN, TAKEN, Chain
+from prge.formats.chain import SHARED_IN, SHARED_OUT, Chain
 
 Arrays = dict[str, Array]
-_TANGENT, _SLOPE = "d_", "slope_"
+_TANGENT, _GRAD = "tangent_", "grad_"
 
 
 @dataclass
@@ -31,25 +31,25 @@ class SharedValues:
         """What a block may be given of them, by its programs' names."""
         found: Arrays = {}
         for place, value in enumerate(self.chain.blocks[number].takes):
-            found[f"{TAKEN}{place}"] = self.values[value]
+            found[f"{SHARED_IN}{place}"] = self.values[value]
             if value in self.tangents:
-                found[f"{_TANGENT}{TAKEN}{place}"] = self.tangents[value]
+                found[f"{_TANGENT}{SHARED_IN}{place}"] = self.tangents[value]
         for place, value in enumerate(self.chain.gives(number)):
             if value in self.slopes:
-                found[f"{_SLOPE}{GIVEN}{place}"] = self.slopes[value]
+                found[f"{_GRAD}{SHARED_OUT}{place}"] = self.slopes[value]
         return found
 
     def keep(self, number: int, found: Arrays) -> None:
         """Take what a block answered of them out of its answers."""
         for place, value in enumerate(self.chain.gives(number)):
             for name, kept in (
-                (f"{GIVEN}{place}", self.values),
-                (f"{_TANGENT}{GIVEN}{place}", self.tangents),
+                (f"{SHARED_OUT}{place}", self.values),
+                (f"{_TANGENT}{SHARED_OUT}{place}", self.tangents),
             ):
                 if name in found:
                     kept[value] = found.pop(name)
         for place, value in enumerate(self.chain.blocks[number].takes):
-            slope = found.pop(f"{_SLOPE}{TAKEN}{place}", None)
+            slope = found.pop(f"{_GRAD}{SHARED_IN}{place}", None)
             if slope is not None:
                 self.slopes[value] = self.slopes[value] + slope if value in self.slopes else slope.copy()
 

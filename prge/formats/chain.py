@@ -21,19 +21,19 @@ from prge.formats.relations import RELATIONS
 from prge.formats.signatures import (
     ALL_ROLES,
     BACKWARD_SAVED,
-    CARRIED,
-    DECODE,
     CHUNK_ROLE,
-    PADDING,
+    DECODE,
+    FORWARD,
+    FORWARD_SAVE,
+    PADDING_MASK,
     PAST_KEYS,
     PAST_VALUES,
     PREFILL,
     PREFILL_BACKWARD,
     PREFILL_JVP,
+    RECURRENT_STATE,
+    RESIDUAL,
     ROLE_OF,
-    FORWARD_SAVE,
-    SAVED,
-    FORWARD,
     STEP_ROLES,
     BlockPorts,
     Signature,
@@ -47,7 +47,7 @@ STORED_TABLES = ("rotary", "relative")
 # Of a checkpoint's own head each token has what its last layer reads.
 OWN_HEAD = "head"
 POOLINGS = ("mean", "first", OWN_HEAD)
-TABLE, TAKEN, GIVEN = "table.", "taken.", "given."
+TABLE, SHARED_IN, SHARED_OUT = "table.", "shared_in.", "shared_out."
 _PAST = (PAST_KEYS, PAST_VALUES)
 _MOST_BLOCKS = 1 << 14
 _MOST_SHARED = 4096
@@ -365,7 +365,7 @@ class Chain:
             allowed = {*expected.allowed}
             if not self.is_head(number):
                 allowed |= {f"{TABLE}{n}" for n in range(len(block.tables))}
-            allowed -= set() if self.is_encoder else {PADDING}
+            allowed -= set() if self.is_encoder else {PADDING_MASK}
             if not expected.needed <= asked <= allowed or len(asked) < len(method.inputs):
                 yield f"block {number} takes {shown(method.inputs)} in the role {role}"
             if sorted(method.outputs) != sorted(expected.answers):
@@ -397,7 +397,9 @@ class Chain:
         """Names of what a block carries from call to call, whatever the role."""
         methods = self.kinds[self.blocks[number].kind].methods
         inputs = [methods[role].inputs for role in (PREFILL, DECODE) if role in methods]
-        return [name for name in (inputs or [()])[0] if name.startswith(f"{CARRIED}.")][: _MOST_CARRIED + 1]
+        return [name for name in (inputs or [()])[0] if name.startswith(f"{RECURRENT_STATE}.")][
+            : _MOST_CARRIED + 1
+        ]
 
     def gives(self, number: int) -> list[int]:
         """Numbers of the shared values that a block makes."""
@@ -415,7 +417,7 @@ class Chain:
     def _saved(self, number: int) -> list[str]:
         method = self.kinds[self.blocks[number].kind].methods.get(FORWARD_SAVE)
         outputs = method.outputs[: _MOST_SAVED + 1 + len(self.shared)] if method else ()
-        return [name for name in outputs if name.startswith(f"{SAVED}.")]
+        return [name for name in outputs if name.startswith(f"{RESIDUAL}.")]
 
     def is_head(self, number: int) -> bool:
         """Whether a block is a decoder's head."""

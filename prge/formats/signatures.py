@@ -98,13 +98,13 @@ CHUNK_ROLE = {
 # Roles of steps: of an adapter they have an input for what is trained, and no other.
 TRAINING_ROLES = tuple(role for role in ALL_ROLES if role not in (PREFILL, DECODE))
 
-STATE, TOKENS, TABLE, ONES, PADDING = "state", "tokens", "table", "ones", "padding"
+HIDDEN_STATES, TOKENS, TABLE, ONES, PADDING_MASK = "hidden_states", "tokens", "table", "ones", "padding_mask"
 TARGETS, SHIFT, PARTS, LOGITS = "targets", "shift", "parts", "logits"
 LORA_A, LORA_B = "lora_a", "lora_b"
-TAKEN, GIVEN, CARRIED, SAVED = "taken", "given", "carried", "saved"
+SHARED_IN, SHARED_OUT, RECURRENT_STATE, RESIDUAL = "shared_in", "shared_out", "recurrent_state", "residual"
 KEYS, VALUES, PAST_KEYS, PAST_VALUES, PAST_ONES = "keys", "values", "past_keys", "past_values", "past_ones"
 # What is added to the scores of the tokens before, of the call's own tokens, and of the one token.
-SEEN, CAUSAL, OWN = "seen", "causal", "own"
+PAST_MASK, CAUSAL_MASK, OWN_MASK = "past_mask", "causal_mask", "own_mask"
 _INTEGERS = (TOKENS, TARGETS)
 
 
@@ -142,7 +142,7 @@ class Port:
     @property
     def name(self) -> str:
         """Its name in a manifest, such as `lora_b.0`."""
-        return self._word if self.index is None else f"{self._word}.{self.index}"
+        return self._stem if self.index is None else f"{self._stem}.{self.index}"
 
     @property
     def is_adapter(self) -> bool:
@@ -173,19 +173,16 @@ class Port:
         return tuple(math.prod(_number(word, sizes) for word in size.split("*")) for size in self.sizes)
 
     @property
-    def _word(self) -> str:
-        letter = "_a" if self.kind == LORA_A else ""
+    def _stem(self) -> str:
         match self.part:
             case Part.VALUE:
                 return self.kind
             case Part.TANGENT:
-                return f"d_{self.kind}"
-            case Part.GRADIENT if self.is_adapter:
-                return f"gradient{letter}"
+                return f"tangent_{self.kind}"
             case Part.GRADIENT:
-                return "slope" if self.kind in (STATE, PARTS) else f"slope_{self.kind}"
+                return f"grad_{self.kind}"
             case _:
-                return f"{self.part.name.lower()}{letter}"
+                return f"{self.part.name.lower()}_a" if self.kind == LORA_A else self.part.name.lower()
 
 
 @dataclass(frozen=True)
@@ -257,11 +254,11 @@ def signature(block: BlockPorts, role: Role) -> Signature:
 
 def _of_head(view: View) -> Signature:
     if view is View.TOKEN:
-        state = Port(STATE, sizes=("sequences", "1", "entering"))
+        state = Port(HIDDEN_STATES, sizes=("sequences", "1", "entering"))
         return Signature((state,), (Port(LOGITS, sizes=("sequences", "1", "words")),))
     asked = ("1", "states")
     inputs = (
-        Port(STATE, sizes=(*asked, "entering"), changes=True),
+        Port(HIDDEN_STATES, sizes=(*asked, "entering"), changes=True),
         Port(TARGETS, sizes=asked),
         Port(SHIFT, sizes=(*asked, "1")),
     )
@@ -284,12 +281,14 @@ def _of_block(block: BlockPorts, view: View, derivative: Derivative) -> Signatur
         copies = ()
     tokens = (*rows, "1" if view is View.TOKEN else "tokens")
     answered = ("*".join(rows), tokens[-1])
-    entering = Port(STATE, sizes=(*tokens, "entering"), changes=True)
+    entering = Port(HIDDEN_STATES, sizes=(*tokens, "entering"), changes=True)
     inputs = [Port(TOKENS, sizes=tokens) if block.is_first else entering]
-    outputs = [Port(STATE, sizes=(*answered, "leaving"), changes=True)]
-    outputs += [Port(GIVEN, n, sizes=(*answered, "given"), changes=True) for n in range(block.gives)]
+    outputs = [Port(HIDDEN_STATES, sizes=(*answered, "leaving"), changes=True)]
+    outputs += [
+        Port(SHARED_OUT, n, sizes=(*answered, "shared_out"), changes=True) for n in range(block.gives)
+    ]
     for number, changes in enumerate(block.takes):
-        inputs.append(Port(TAKEN, number, sizes=(*tokens, "taken"), changes=changes))
+        inputs.append(Port(SHARED_IN, number, sizes=(*tokens, "shared_in"), changes=changes))
     # Texts may be written with any adapter: `lora_a` is an input there, whatever is trained.
     has_lora_a = block.trains_a or (is_value and view is not View.BATCH)
     for number in range(block.modules):
@@ -298,9 +297,11 @@ def _of_block(block: BlockPorts, view: View, derivative: Derivative) -> Signatur
             inputs.append(Port(kind, number, sizes=sizes, changes=True, optional=True))
     inputs.append(Port(ONES, sizes=("1", tokens[-1], "1"), optional=True))
     if view is View.BATCH:
-        inputs.append(Port(PADDING, sizes=(*rows, "1", "1", "tokens"), optional=True))
+        inputs.append(Port(PADDING_MASK, sizes=(*rows, "1", "1", "tokens"), optional=True))
         return Signature(tuple(inputs), tuple(outputs))
-    carried = [Port(CARRIED, n, sizes=(*rows, "high", "wide"), changes=True) for n in range(block.carried)]
+    carried = [
+        Port(RECURRENT_STATE, n, sizes=(*rows, "high", "wide"), changes=True) for n in range(block.carried)
+    ]
     of_past = _of_past(block, view, derivative) if block.attends else Signature((), ())
     return Signature((*inputs, *carried, *of_past.inputs), (*outputs, *carried, *of_past.outputs))
 
@@ -315,10 +316,10 @@ def _of_past(block: BlockPorts, view: View, derivative: Derivative) -> Signature
         Port(PAST_VALUES, sizes=(heads, "past", "value"), changes=changes),
     ]
     if is_token:
-        inputs += [Port(SEEN, sizes=(heads, "1", "past")), Port(OWN, sizes=("1", "1", "past"))]
+        inputs += [Port(PAST_MASK, sizes=(heads, "1", "past")), Port(OWN_MASK, sizes=("1", "1", "past"))]
     else:
         seen, causal = ("members*tokens", "past"), ("members*tokens", "tokens")
-        inputs += [Port(SEEN, sizes=seen), Port(CAUSAL, sizes=causal)]
+        inputs += [Port(PAST_MASK, sizes=seen), Port(CAUSAL_MASK, sizes=causal)]
     if derivative is Derivative.JVP:
         inputs.append(Port(PAST_ONES, sizes=("1", "past", "1"), optional=True))
     made = ((KEYS, "key"), (VALUES, "value")) if not block.past else ()
@@ -329,7 +330,9 @@ def _of_past(block: BlockPorts, view: View, derivative: Derivative) -> Signature
 def _with_derivative(of_block: Signature, derivative: Derivative, saved: int) -> Signature:
     """The signature of a derivative of a block whose value has this one."""
     inputs, outputs = of_block.inputs, of_block.outputs
-    residuals = tuple(Port(SAVED, number, sizes=(*outputs[0].sizes[:-1], "saved")) for number in range(saved))
+    residuals = tuple(
+        Port(RESIDUAL, number, sizes=(*outputs[0].sizes[:-1], "residual")) for number in range(saved)
+    )
     match derivative:
         case Derivative.JVP:
             tangents = tuple(
@@ -366,7 +369,7 @@ def _tangents(port: Port, inputs: Collection[Port]) -> Iterator[Port]:
     if not port.is_adapter:
         yield port.tangent
         return
-    rows = next(each.sizes[0] for each in inputs if each.kind in (STATE, TOKENS))
+    rows = next(each.sizes[0] for each in inputs if each.kind in (HIDDEN_STATES, TOKENS))
     for part, width in zip((Part.U, Part.V), port.sizes[-2:], strict=True):
         yield replace(port.of(part), sizes=("queries", rows, width))
 

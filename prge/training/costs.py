@@ -21,7 +21,7 @@ from prge.errors import BundleError, ConfigError, shown
 from prge.formats.adapter import adapter_size
 from prge.formats.bundle import Bundle
 from prge.formats.chain import Bounds, Chain
-from prge.formats.signatures import BACKWARD, DECODE, PREFILL, FORWARD_SAVE, FORWARD, STEP_ROLES, JVP
+from prge.formats.signatures import BACKWARD, DECODE, FORWARD, FORWARD_SAVE, JVP, PREFILL, STEP_ROLES
 from prge.model_spec import AdaptedModule, ModelSpec, matrices
 from prge.numerics.vocabulary_shards import pieces_of
 from prge.objectives.examples import Example, sequences_of

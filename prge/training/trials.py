@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prge.formats.signatures import BACKWARD, DECODE, PREFILL, FORWARD
+from prge.formats.signatures import BACKWARD, DECODE, FORWARD, PREFILL
 
 QUERY_AND_VALUE = ("q_proj", "v_proj")
 ALL_LINEAR = "all-linear"

@@ -32,7 +32,7 @@ from reports import in_turns, median, parser_of, report_models
 from stock_runner import make_program, stock_runner
 from timing import export
 
-from prge.formats.signatures import DECODE, PREFILL, FORWARD
+from prge.formats.signatures import DECODE, FORWARD, PREFILL
 from server_export.checkpoint.random_models import CONFIGURATIONS
 
 _SEQUENCES = 8

@@ -123,14 +123,14 @@ def _example(
     """Random inputs of these shapes, by name."""
     generator = torch.Generator().manual_seed(0)
     values = dict[str, torch.Tensor]()
-    tokens = shapes["tokens"][-1] if "tokens" in shapes else shapes["state"][-2]
+    tokens = shapes["tokens"][-1] if "tokens" in shapes else shapes["hidden_states"][-2]
     for name, shape in shapes.items():
         if name in ("tokens", "targets"):
             most = len(chain.head_rows[0]) if name == "targets" else chain.vocabulary_size
             values[name] = torch.randint(0, most, shape, generator=generator)
         elif name == "ones":
             values[name] = torch.ones(shape)
-        elif name == "padding":
+        elif name == "padding_mask":
             values[name] = torch.zeros(shape)
         elif name.startswith(TABLE):
             table = chain.tables.all[tables[int(name.removeprefix(TABLE))]]

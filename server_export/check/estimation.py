@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prge.errors import ConfigError
-from prge.formats.signatures import DECODE, PREFILL, FORWARD
+from prge.formats.signatures import DECODE, FORWARD, PREFILL
 from prge.model_spec import ModelSpec
 from prge.system.atomic import check_place
 from prge.system.memory import available_memory, memory_info

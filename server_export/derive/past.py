@@ -26,17 +26,17 @@ from torch.fx.node import map_aggregate
 
 from prge.errors import BundleError
 from prge.formats.signatures import (
-    CARRIED,
-    CAUSAL,
+    CAUSAL_MASK,
     KEYS,
     LOGITS,
     LORA_A,
-    OWN,
+    OWN_MASK,
     PAST_KEYS,
+    PAST_MASK,
     PAST_VALUES,
-    SEEN,
+    RECURRENT_STATE,
+    SHARED_IN,
     TABLE,
-    TAKEN,
     VALUES,
     Port,
 )
@@ -117,7 +117,7 @@ def taken_past(one_row: Block) -> tuple[int, ...]:
     """
     for _, masked in _attentions(one_row.graph_module):
         sources = [origin(node, _LAYOUTS) for node in _keys_and_values(masked)]
-        taken = [is_input(source[0], TAKEN) for source in sources]
+        taken = [is_input(source[0], SHARED_IN) for source in sources]
         if any(taken):
             if not all(taken) or not all(_is_in_order(*source) for source in sources):
                 raise BundleError(
@@ -172,7 +172,7 @@ def logits(head: Block) -> Block:
 def _carry(graph_module: GraphModule, rows: int) -> list[Port]:
     """Write recurrences that go on with their states, and answer these, in place; returns their ports."""
     shapes = memories(graph_module, rows)
-    ports = [Port(CARRIED, number, changes=True) for number in range(len(shapes))]
+    ports = [Port(RECURRENT_STATE, number, changes=True) for number in range(len(shapes))]
     given = {
         node: _given(graph_module, port, *shape)
         for port, (node, shape) in zip(ports, shapes.items(), strict=True)
@@ -261,14 +261,16 @@ def _attend(
     members = table.meta["val"].shape[0]
     given = partial(_given, graph_module)
     taken = [
-        source for source, _ in (origin(node, _LAYOUTS) for node in (keys, values)) if is_input(source, TAKEN)
+        source
+        for source, _ in (origin(node, _LAYOUTS) for node in (keys, values))
+        if is_input(source, SHARED_IN)
     ]
     changes = all(source.meta[PORT].changes for source in taken)
     past_keys = given(Port(PAST_KEYS, changes=changes), heads, past, width)
     past_values = given(Port(PAST_VALUES, changes=changes), heads, past, value_width)
-    seen = given(Port(SEEN), *((members * tokens, past) if rows == 1 else (heads, 1, past)))
-    causal = given(Port(CAUSAL), members * tokens, tokens) if rows == 1 else None
-    own = given(Port(OWN), 1, 1, past) if rows != 1 else None
+    seen = given(Port(PAST_MASK), *((members * tokens, past) if rows == 1 else (heads, 1, past)))
+    causal = given(Port(CAUSAL_MASK), members * tokens, tokens) if rows == 1 else None
+    own = given(Port(OWN_MASK), 1, 1, past) if rows != 1 else None
 
     def scores_of_past(writer: Writer) -> Node:
         # XNNPACK packs keys from where they lie: a transposition before a product is none of its own.

@@ -12,8 +12,8 @@ from prge.formats.signatures import (
     ALL_ROLES,
     ONES,
     PAST_ONES,
+    RESIDUAL,
     ROLE_OF,
-    SAVED,
     SHIFT,
     TARGETS,
     Derivative,
@@ -147,7 +147,7 @@ def _in_parts(block: Block, rows: int) -> dict[Derivative, Block]:
     # A head is read with a shift by what is known of the words so far, and goes back with one by all.
     parts = partition(joint.graph_module, rows, TOKENS, [SHIFT], len(answers))
     saved = len(parts.save.graph.output_node().args[0]) - len(answers)
-    residuals = (Port(SAVED, number) for number in range(saved))
+    residuals = (Port(RESIDUAL, number) for number in range(saved))
     of_gradients = joint.outputs[len(answers) :]
     return {
         Derivative.BACKWARD: Block(parts.back, of_gradients),

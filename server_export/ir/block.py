@@ -1,7 +1,7 @@
 """A block: a stretch of a model as a graph of marked sizes, with what enters and leaves it.
 
-    block = Block(graph_module, outputs=(Port(STATE),), weights=("model.layers.0.mlp.up_proj.weight", ...))
-    block.call({"state": state, "table.0": mask}, tensors)  ->  {"state": next_state}
+    block = Block(graph_module, outputs=(Port(HIDDEN_STATES),), weights=("model.layers.0.mlp.up_proj.weight", ...))
+    block.call({"hidden_states": state, "table.0": mask}, tensors)  ->  {"hidden_states": next_state}
 
 An input's node has its port in `meta["port"]`. What derives a graph from a block gives new inputs ports of
 their own; names such as `taken.3` are made of ports when a program is written.

@@ -13,7 +13,7 @@ from prge.formats import chain as manifest
 from prge.formats.bundle import PROGRAMS, TABLES, WEIGHTS
 from prge.formats.chain import Bounds
 from prge.formats.layers import StoredLayer
-from prge.formats.signatures import DECODE, CHUNK_ROLE, TRAINING_ROLES, PREFILL, FORWARD, STEP_ROLES, JVP
+from prge.formats.signatures import CHUNK_ROLE, DECODE, FORWARD, JVP, PREFILL, STEP_ROLES, TRAINING_ROLES
 from server_export.derive.jvp.transform import check_rules
 from server_export.lower.block_type import WeightsFile
 from server_export.lower.cache import ProgramCache

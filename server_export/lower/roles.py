@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from prge.formats.chain import Bounds
-from prge.formats.signatures import DECODE, PREFILL, ROLE_OF, TAKEN, Derivative, View
+from prge.formats.signatures import DECODE, PREFILL, ROLE_OF, SHARED_IN, Derivative, View
 from server_export.derive.backward.layers import transposed_names, with_transposed
 from server_export.derive.past import taken_past
 from server_export.derive.roles import derive, is_head
@@ -91,7 +91,7 @@ def past_of(block: Block, roles: Collection[str]) -> tuple[int, ...]:
     Raises:
         BundleError: its attention reads some of them in a way that isn't known here.
     """
-    if not block.has(TAKEN) or not {PREFILL, DECODE}.intersection(roles):
+    if not block.has(SHARED_IN) or not {PREFILL, DECODE}.intersection(roles):
         return ()
     return taken_past(block.sized((COPIES, 1), (BATCH, 1)))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from prge.formats.signatures import STATE, Port
+from prge.formats.signatures import HIDDEN_STATES, Port
 from prge.model_spec import AdaptedModule
 from server_export.checkpoint.weights import Weights
 from server_export.ir.block import Block
@@ -118,7 +118,7 @@ class ModelChain:
     def state_widths(self, number: int) -> tuple[int, int]:
         """Widths of what enters and leaves a block with a state."""
         block = self.blocks[number]
-        entering, leaving = block.inputs[Port(STATE)].meta["val"], block.value(block.outputs[0])
+        entering, leaving = block.inputs[Port(HIDDEN_STATES)].meta["val"], block.value(block.outputs[0])
         return entering.shape[-1], leaving.shape[-1]
 
     def turns(self, count: int) -> list[range]:

@@ -10,7 +10,16 @@ import torch
 from torch.fx import Node
 
 from prge.engine import FloatArray
-from prge.formats.signatures import PADDING, SHIFT, STATE, TABLE, TAKEN, TARGETS, TOKENS, Port
+from prge.formats.signatures import (
+    HIDDEN_STATES,
+    PADDING_MASK,
+    SHARED_IN,
+    SHIFT,
+    TABLE,
+    TARGETS,
+    TOKENS,
+    Port,
+)
 from prge.numerics.expert_routing import Routing
 from server_export.ir.block import Watch
 from server_export.model.chain import ModelChain
@@ -66,9 +75,15 @@ class EagerBlock:
                 return adapter.get(name, torch.zeros(1, *node.meta["val"].shape[1:]))
             if port.kind == TABLE:
                 return self._chain.tables.all[block.tables[number]].of(length)
-            if port.kind == TAKEN:
+            if port.kind == SHARED_IN:
                 return shared[block.takes[number]]
-            given = {STATE: state, TOKENS: state, PADDING: beside, TARGETS: beside, SHIFT: shift}[port.kind]
+            given = {
+                HIDDEN_STATES: state,
+                TOKENS: state,
+                PADDING_MASK: beside,
+                TARGETS: beside,
+                SHIFT: shift,
+            }[port.kind]
             assert given is not None
             return given
 

@@ -23,14 +23,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from prge.formats.signatures import (
-    GIVEN,
+    HIDDEN_STATES,
     LORA_A,
     LORA_B,
-    PADDING,
+    PADDING_MASK,
     PARTS,
-    STATE,
+    SHARED_IN,
+    SHARED_OUT,
     TABLE,
-    TAKEN,
     TARGETS,
     TOKENS,
     Port,
@@ -105,7 +105,7 @@ def cut(graph_module: GraphModule, adapter: Mapping[str, Matrix], table: Any) ->
 def _with_changes(block: ModelBlock, changes: Sequence[bool]) -> ModelBlock:
     """The block whose ports say which of the values that it takes an adapter may change."""
     for port, node in block.inputs.items():
-        if port.kind == TAKEN and port.index is not None:
+        if port.kind == SHARED_IN and port.index is not None:
             node.meta[PORT] = replace(port, changes=changes[port.index])
     return replace(block, signature=(tuple(changes), *block.signature))
 
@@ -243,7 +243,7 @@ def _block(
     if stretch.starts == (source,):
         values[source] = new_input(graph, Port(TOKENS), source.meta["val"])
     else:
-        packed.append((packing.input(Port(STATE, changes=True), stretch.starts), stretch.starts))
+        packed.append((packing.input(Port(HIDDEN_STATES, changes=True), stretch.starts), stretch.starts))
     for node in given:
         if node not in trained:
             values[node] = new_input(graph, _own_port(node), node.meta["val"])
@@ -256,7 +256,7 @@ def _block(
                 tables[number] = new_input(graph, Port(TABLE, len(tables)), node.meta["val"])
             values[node] = tables[number]
     for number, taken in enumerate(stretch.takes):
-        packed.append((packing.input(Port(TAKEN, number), (taken,)), (taken,)))
+        packed.append((packing.input(Port(SHARED_IN, number), (taken,)), (taken,)))
     modules = list(dict.fromkeys(matrix.of for matrix in trained.values()))
     for node, matrix in trained.items():
         kind = LORA_A if matrix.letter == "a" else LORA_B
@@ -271,10 +271,10 @@ def _block(
     answers += [packing.side_by_side((value,), values) for value in stretch.gives]
     graph.output(tuple(answers))
     takes, gives = (tuple(map(shared.__getitem__, each)) for each in (stretch.takes, stretch.gives))
-    answer = PARTS if end.target is SOFTMAX_PARTS else STATE
+    answer = PARTS if end.target is SOFTMAX_PARTS else HIDDEN_STATES
     return replace(
         whole_block(as_module(graph_module, graph)),
-        outputs=(Port(answer, changes=True), *(Port(GIVEN, n, changes=True) for n in range(len(gives)))),
+        outputs=(Port(answer, changes=True), *(Port(SHARED_OUT, n, changes=True) for n in range(len(gives)))),
         tables=tuple(tables),
         modules=tuple(modules),
         takes=takes,
@@ -287,7 +287,7 @@ def _own_port(node: Node) -> Port:
     """The port of what a model's graph takes besides its tokens and its adapter."""
     if str(node.target) != "beside":
         return Port(str(node.target))
-    return Port(PADDING if node.meta["val"].is_floating_point() else TARGETS)
+    return Port(PADDING_MASK if node.meta["val"].is_floating_point() else TARGETS)
 
 
 def _copy(graph: Graph, order: Sequence[Node], values: dict[Node, Node]) -> None:
@@ -304,10 +304,10 @@ def whole_block(graph_module: GraphModule) -> ModelBlock:
     """A graph that is a block as it is, without tables and adapter; an input without a port is its state."""
     graph = graph_module.graph
     for node in graph.find_nodes(op="placeholder"):
-        node.meta.setdefault(PORT, Port(STATE, changes=True))
+        node.meta.setdefault(PORT, Port(HIDDEN_STATES, changes=True))
     weights = tuple(dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"))
     signature = _signature(graph_module, graph)
-    return ModelBlock(graph_module, (Port(STATE, changes=True),), weights, signature)
+    return ModelBlock(graph_module, (Port(HIDDEN_STATES, changes=True),), weights, signature)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prge.errors import ConfigError
-from prge.formats.signatures import DECODE, PREFILL, FORWARD
+from prge.formats.signatures import DECODE, FORWARD, PREFILL
 from prge.system.progress import duration
 from prge.training.costs import BYTES_OF_A_NUMBER, bytes_text, megabytes
 from prge.training.estimators.table import ESTIMATORS, EstimatorName

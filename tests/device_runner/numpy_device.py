@@ -70,19 +70,24 @@ class Device:
     def chain(self) -> Chain:
         """The model as blocks whose programs are only names."""
         model = _Engine(self, FORWARD).model
-        state, targets = ("tokens",), ("state", "targets", "shift")
+        state, targets = ("tokens",), ("hidden_states", "targets", "shift")
         roles = {
-            FORWARD: Interface(("state", "lora_b.0"), ("state",)),
-            JVP: Interface(("state", "d_state", "lora_b.0", "u.0", "v.0"), ("state", "d_state")),
-            BACKWARD: Interface(("state", "slope", "lora_b.0"), ("slope", "gradient.0")),
+            FORWARD: Interface(("hidden_states", "lora_b.0"), ("hidden_states",)),
+            JVP: Interface(
+                ("hidden_states", "tangent_hidden_states", "lora_b.0", "u.0", "v.0"),
+                ("hidden_states", "tangent_hidden_states"),
+            ),
+            BACKWARD: Interface(
+                ("hidden_states", "grad_hidden_states", "lora_b.0"), ("grad_hidden_states", "grad_lora_b.0")
+            ),
         }
         head = {
             FORWARD: Interface(targets, ("parts",)),
-            JVP: Interface((*targets, "d_state"), ("parts", "d_parts")),
-            BACKWARD: Interface((*targets, "slope"), ("slope",)),
+            JVP: Interface((*targets, "tangent_hidden_states"), ("parts", "tangent_parts")),
+            BACKWARD: Interface((*targets, "grad_parts"), ("grad_hidden_states",)),
         }
         chosen = [FORWARD, *[JVP] * self.has_tangents, *[BACKWARD] * self.has_back]
-        kinds = [Kind("programs/0.pte", {FORWARD: Interface(state, ("state",))})]
+        kinds = [Kind("programs/0.pte", {FORWARD: Interface(state, ("hidden_states",))})]
         kinds += [
             Kind(f"programs/{number}.pte", {role: methods[role] for role in chosen})
             for number, methods in ((1, roles), (2, head))

@@ -221,7 +221,9 @@ def lines_of(folder: Path) -> list[str]:
 
 @pytest.mark.timeout(600)
 @needs_compiler
-@pytest.mark.parametrize("instant", ["backward", *rest(*(instant for instant in INSTANTS if instant != "backward"))])
+@pytest.mark.parametrize(
+    "instant", ["backward", *rest(*(instant for instant in INSTANTS if instant != "backward"))]
+)
 def test_killed_between_blocks_an_exact_run_ends_in_the_same_bits(
     workshop: Path, tmp_path: Path, instant: str
 ) -> None:

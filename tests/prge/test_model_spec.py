@@ -45,7 +45,7 @@ def test_matrices_of_a_module() -> None:
         "lora_a.7",
         "u_a.7",
         "v_a.7",
-        "gradient_a.7",
+        "grad_lora_a.7",
     )
-    assert (lora_b.name, lora_b.u, lora_b.v, lora_b.gradient) == ("lora_b.7", "u.7", "v.7", "gradient.7")
+    assert (lora_b.name, lora_b.u, lora_b.v, lora_b.gradient) == ("lora_b.7", "u.7", "v.7", "grad_lora_b.7")
     assert (lora_a.width, lora_b.width) == (2, 3)

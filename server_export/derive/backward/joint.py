@@ -31,7 +31,9 @@ from server_export.ir.walks import ancestors
 
 REMEDY = "leave back out of --roles, and please report it with the name of the model"
 
-SLOPE = "slope"
+# What names of gradients begin with.
+GRAD = "grad_"
+GRAD_OUTPUT = f"{GRAD}output"
 
 
 def backpropagate(
@@ -39,7 +41,7 @@ def backpropagate(
     wanted: Sequence[str],
     adapter: Sequence[str],
     tokens: int,
-    slopes: Sequence[str] = (SLOPE,),
+    slopes: Sequence[str] = (GRAD_OUTPUT,),
     with_answer: bool = False,
 ) -> GraphModule:
     """Make a graph that goes through a block and back; it computes the forward pass again.

@@ -22,8 +22,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from prge.errors import refused_as
-from prge.formats.signatures import SAVED, Port
-from server_export.derive.backward.joint import REMEDY, SLOPE
+from prge.formats.signatures import RESIDUAL, Port
+from server_export.derive.backward.joint import GRAD, REMEDY
 from server_export.derive.backward.rules import ONES
 from server_export.ir.block import new_input
 from server_export.ir.modules import as_module
@@ -88,7 +88,7 @@ def _smallest_cut(
     graph: Graph, slopes: Sequence[Node], layers: Sequence[Node], may_be_saved: Callable[[Node], bool]
 ) -> list[Node]:
     """The values to save, in order, so that no layer is computed again."""
-    of_slope = descendants(filter(_is_slope, graph.nodes)) - {graph.output_node()}
+    of_slope = descendants(filter(_is_gradient, graph.nodes)) - {graph.output_node()}
     inside = (descendants(layers) & ancestors(slopes)) - of_slope
     flow: Any = networkx.DiGraph()
     flow.add_nodes_from((_FORWARD, _BACK))
@@ -119,9 +119,9 @@ def _is_layer(node: Node, rows: int) -> bool:
     return is_constant and value.dim() < 4 and 1 < value.shape[-1] == value.numel() // rows
 
 
-def _is_slope(node: Node) -> bool:
+def _is_gradient(node: Node) -> bool:
     """Whether it is an input that only a way back has."""
-    return node.op == "placeholder" and str(node.target).startswith(SLOPE)
+    return node.op == "placeholder" and str(node.target).startswith(GRAD)
 
 
 def _part(
@@ -137,10 +137,10 @@ def _part(
     graph, copies = Graph(), dict[Node, Node]()
     needed = ancestors(outputs, without=given)
     for node in joint.graph.find_nodes(op="placeholder"):
-        if node in needed or not (node.target == ONES or _is_slope(node)):
+        if node in needed or not (node.target == ONES or _is_gradient(node)):
             copies[node] = graph.node_copy(node)
     inputs = [
-        new_input(graph, Port(SAVED, number), torch.empty(shape, device="meta"))
+        new_input(graph, Port(RESIDUAL, number), torch.empty(shape, device="meta"))
         for number, shape in enumerate(given.values())
     ]
     for source, node in zip(inputs, given, strict=True):

@@ -48,7 +48,7 @@ def differentiate(
 ) -> GraphModule:
     """Make a graph that computes a block's answers and their derivatives along several directions.
 
-        seeds = {"state": Dense(), "lora_b": RankOne(rows=8)}
+        seeds = {"hidden_states": Dense(), "lora_b": RankOne(rows=8)}
         graph = differentiate(block, seeds, queries=2, ones={"ones": 128})
         state, tangents = graph(state, table, ones, lora_b, d_state, u_lora_b, v_lora_b)
 
@@ -111,7 +111,7 @@ def _differentiated(writer: Tangents, copies: Mapping[Node, Node], seeds: Mappin
 def _seeded(writer: Tangents, node: Node, copy: Node, seed: Seed) -> Dual | Factors:
     name, shape = str(node.target), tuple(node.meta["val"].shape)
     if isinstance(seed, Dense):
-        tangents = _input(writer.graph, f"d_{name}", node, writer.queries, *shape)
+        tangents = _input(writer.graph, f"tangent_{name}", node, writer.queries, *shape)
         _give_port(tangents, node, Part.TANGENT)
         return Dual(writer, writer.one_of(copy), tangents)
     u, v = (

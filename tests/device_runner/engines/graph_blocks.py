@@ -20,13 +20,13 @@ from prge.formats.signatures import (
     ALL_ROLES,
     BACKWARD,
     DECODE,
-    RESIDUAL_ROLES,
+    FORWARD,
+    JVP,
     PAST_KEYS,
     PAST_VALUES,
     PREFILL,
-    FORWARD,
+    RESIDUAL_ROLES,
     STEP_ROLES,
-    JVP,
     Port,
 )
 from prge.numerics.expert_routing import Routing
@@ -116,7 +116,7 @@ class GraphBlocks:
     def shared_width(self, value: int) -> int:
         maker = self._model.shared[value]
         block = self._blocks[self._model.kind_of[maker]][FORWARD]
-        return block.value(Port("given", self.chain.gives(maker).index(value))).shape[-1]
+        return block.value(Port("shared_out", self.chain.gives(maker).index(value))).shape[-1]
 
     def saved_widths(self, number: int) -> dict[str, int]:
         block = self._blocks[self._model.kind_of[number]].get("forward_save")
@@ -131,7 +131,7 @@ class GraphBlocks:
 
     def carried(self, number: int) -> dict[str, tuple[int, ...]]:
         shapes = self._before(number).items()
-        return {name: shape[1:] for name, shape in shapes if name.startswith("carried.")}
+        return {name: shape[1:] for name, shape in shapes if name.startswith("recurrent_state.")}
 
     def _before(self, number: int) -> dict[str, tuple[int, ...]]:
         """Shapes of what a piece of a row is given."""

@@ -22,7 +22,7 @@ from prge.engine import Call, FloatArray, Target, TokenSequence
 from prge.errors import RunError
 from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.chain import Bounds
-from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, RESIDUAL_ROLES, FORWARD_SAVE, FORWARD
+from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD, FORWARD_SAVE, RESIDUAL_ROLES
 from tests.bundles import read_json, write_manifest
 from tests.compilers import needs_compiler
 from tests.device_runner.engines.chains import TOKENS, bits, call_of, computed, export_chain, opened
@@ -44,11 +44,11 @@ def restored(store: ActivationStore, states: list[FloatArray]) -> list[FloatArra
     """States of one part of a call, as its backward pass has them."""
     store.begin([state.size for state in states], [], 0)
     for state in states:
-        store.keep(0, {"state": state})
+        store.keep(0, {"hidden_states": state})
     found = []
     for _ in states:
         with store.restored(0) as arrays:
-            found.insert(0, arrays["state"].copy())
+            found.insert(0, arrays["hidden_states"].copy())
     return found
 
 
@@ -64,20 +64,20 @@ def test_checkpoints_are_kept_to_the_bit(tmp_path: Path, most: int | None) -> No
 def test_a_state_may_change_once_it_is_kept() -> None:
     store, state = new_store(), STATES[0].copy()
     store.begin([state.size], [], 0)
-    store.keep(0, {"state": state})
+    store.keep(0, {"hidden_states": state})
     state[:] = 0
     with store.restored(0) as arrays:
-        assert np.array_equal(arrays["state"], STATES[0])
+        assert np.array_equal(arrays["hidden_states"], STATES[0])
 
 
 def test_parts_of_a_call_have_checkpoints_of_their_own() -> None:
     store = new_store()
     store.begin([state.size for state in STATES[:4]], [], 0)
     for number, state in enumerate(STATES[:4]):
-        store.keep(number % 2, {"state": state})
+        store.keep(number % 2, {"hidden_states": state})
     for number in (3, 2, 1, 0):
         with store.restored(number % 2) as arrays:
-            assert np.array_equal(arrays["state"], STATES[number])
+            assert np.array_equal(arrays["hidden_states"], STATES[number])
 
 
 def test_half_the_memory_rounds() -> None:

@@ -16,7 +16,7 @@ from prge.engine import Call
 from prge.errors import BundleError, EngineError
 from prge.formats import chain
 from prge.formats.bundle import Bundle, open_bundle
-from prge.formats.signatures import BACKWARD, PREFILL, PREFILL_BACKWARD, PREFILL_JVP, FORWARD, JVP
+from prge.formats.signatures import BACKWARD, FORWARD, JVP, PREFILL, PREFILL_BACKWARD, PREFILL_JVP
 from prge.model_spec import matrices
 from server_export.export import ExportConfig, export
 from tests.compilers import needs_compiler

@@ -116,7 +116,13 @@ def test_through_thirty_quantized_layers_it_points_where_autograds_does(
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize(
     ("role", "name"),
-    [(BACKWARD, "slope"), (BACKWARD, "state"), (FORWARD, "state"), (BACKWARD_SAVED, "slope"), (BACKWARD_SAVED, "state")],
+    [
+        (BACKWARD, "grad_hidden_states"),
+        (BACKWARD, "hidden_states"),
+        (FORWARD, "hidden_states"),
+        (BACKWARD_SAVED, "grad_hidden_states"),
+        (BACKWARD_SAVED, "hidden_states"),
+    ],
 )
 def test_a_number_that_is_none_shows_through_layers_that_round(
     deep: Path, monkeypatch: pytest.MonkeyPatch, bad: float, role: str, name: str

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from prge.errors import BundleError
 from prge.formats.bundle import open_bundle
 from prge.formats.chain import Bounds, Chain
-from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, RESIDUAL_ROLES, FORWARD_SAVE, FORWARD, STEP_ROLES, JVP
+from prge.formats.signatures import (
+    BACKWARD,
+    BACKWARD_SAVED,
+    FORWARD,
+    FORWARD_SAVE,
+    JVP,
+    RESIDUAL_ROLES,
+    STEP_ROLES,
+)
 from prge.model_spec import LARGEST_SIZE
 from tests.bundles import make_bundle, make_chain
 
@@ -66,8 +74,8 @@ MAY_LACK = ("piece", "shared", "takes", "past", "experts", "input_specs", "outpu
 
 def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
     method = Chain.from_json(block_of()).kinds[0].methods[FORWARD]
-    assert method.has_specs and method.sizes("tokens") == (8, 4, 16) and method.sizes("state") == ()
-    assert method.sizes("state", is_output=True) == (32, 16, 8)
+    assert method.has_specs and method.sizes("tokens") == (8, 4, 16) and method.sizes("hidden_states") == ()
+    assert method.sizes("hidden_states", is_output=True) == (32, 16, 8)
     old = Chain.from_json(json.loads(json.dumps(make_chain().to_json()))).kinds[0].methods[FORWARD]
     assert not old.has_specs and old.sizes("tokens") == ()
     for lacking in ("input_specs", "output_specs"):
@@ -173,7 +181,7 @@ def test_a_mutated_chain_is_read_or_refused_in_our_words(data: st.DataObject) ->
     block = block_of()
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from([*places(block)]))
-        value = data.draw(st.sampled_from([*OTHERS, "state", "lora_b.0", *range(20)]))
+        value = data.draw(st.sampled_from([*OTHERS, "hidden_states", "lora_b.0", *range(20)]))
         change = data.draw(st.sampled_from(["replace", "remove", "repeat"]))
         holder = at(block, path[:-1])
         if change == "replace":
@@ -242,24 +250,36 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
         ),
         (lambda b: _of(1, FORWARD)(b).update(inputs=["tokens"]), r"block 1 takes \('tokens',\) in the ro"),
         (
-            lambda b: _of(0, FORWARD)(b).update(inputs=["state"]),
-            r"block 0 takes \('state',\) in the role",
+            lambda b: _of(0, FORWARD)(b).update(inputs=["hidden_states"]),
+            r"block 0 takes \('hidden_states',\) in the role",
         ),
         (lambda b: _of(1, FORWARD)(b)["inputs"].append("lora_b.2"), "block 1 takes .* in the role stack"),
         (lambda b: _of(1, FORWARD)(b)["inputs"].append("u.0"), "block 1 takes .* in the role stack"),
-        (lambda b: _of(1, FORWARD)(b)["inputs"].append("padding"), "block 1 takes .* in the role stack"),
-        (lambda b: _of(1, JVP)(b)["inputs"].append("state"), "block 1 takes .* in the role tangent"),
-        (lambda b: _of(1, JVP)(b)["inputs"].remove("d_state"), "block 1 takes .* in the role tangent"),
-        (lambda b: _of(1, BACKWARD)(b)["outputs"].remove("gradient.1"), "block 1 answers .* in the role back"),
-        (lambda b: _of(1, BACKWARD)(b)["outputs"].append("slope"), "block 1 answers .* in the role back"),
-        (lambda b: b["kinds"][1]["methods"].pop(FORWARD_SAVE), "block 1 takes .* in the role back_saved"),
-        (lambda b: _of(1, FORWARD_SAVE)(b)["outputs"].append("saved.3"), "block 1 answers .* in the role save"),
+        (lambda b: _of(1, FORWARD)(b)["inputs"].append("padding_mask"), "block 1 takes .* in the role stack"),
+        (lambda b: _of(1, JVP)(b)["inputs"].append("hidden_states"), "block 1 takes .* in the role tangent"),
         (
-            lambda b: _of(1, FORWARD_SAVE)(b)["outputs"].append("saved.2"),
+            lambda b: _of(1, JVP)(b)["inputs"].remove("tangent_hidden_states"),
+            "block 1 takes .* in the role tangent",
+        ),
+        (
+            lambda b: _of(1, BACKWARD)(b)["outputs"].remove("grad_lora_b.1"),
+            "block 1 answers .* in the role back",
+        ),
+        (
+            lambda b: _of(1, BACKWARD)(b)["outputs"].append("grad_hidden_states"),
+            "block 1 answers .* in the role back",
+        ),
+        (lambda b: b["kinds"][1]["methods"].pop(FORWARD_SAVE), "block 1 takes .* in the role back_saved"),
+        (
+            lambda b: _of(1, FORWARD_SAVE)(b)["outputs"].append("residual.3"),
+            "block 1 answers .* in the role save",
+        ),
+        (
+            lambda b: _of(1, FORWARD_SAVE)(b)["outputs"].append("residual.2"),
             "block 1 takes .* in the role back_saved",
         ),
         (
-            lambda b: _of(2, FORWARD_SAVE)(b)["outputs"].extend(f"saved.{n}" for n in range(1, 10**5)),
+            lambda b: _of(2, FORWARD_SAVE)(b)["outputs"].extend(f"residual.{n}" for n in range(1, 10**5)),
             "block 3 has 100001 outputs in the role save",
         ),
         (lambda b: _of(2, FORWARD)(b)["inputs"].append("ones"), "block 3 takes .*'ones'.* in the role stack"),
@@ -273,7 +293,7 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
         (lambda b: b.update(shared=[4]), r"its 1 shared values come from the blocks \(4,\)"),
         (lambda b: b.update(shared=[1] * 5000), "its 5000 shared values come from"),
         (lambda b: b.update(shared=[3]), "block 3, a head, shares values"),
-        (lambda b: b.update(shared=[1]), r"block 1 answers \('state',\) in the role stack"),
+        (lambda b: b.update(shared=[1]), r"block 1 answers \('hidden_states',\) in the role stack"),
         (lambda b: b["blocks"][1].update(takes=[0]), r"block 1 takes the values \(0,\) of 0"),
         (lambda b: b["blocks"][2].update(past=[0, 1]), r"block 2 has its past in \(0, 1\) of 0 values"),
         (_adapt_nothing, "no block has an adapted module: there is nothing to train"),

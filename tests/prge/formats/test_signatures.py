@@ -10,17 +10,17 @@ from prge.formats.signatures import (
     ALL_ROLES,
     BACKWARD,
     BACKWARD_SAVED,
-    DECODE,
     CHUNK_ROLE,
-    RESIDUAL_ROLES,
+    DECODE,
+    FORWARD,
+    FORWARD_SAVE,
+    JVP,
     PREFILL,
     PREFILL_BACKWARD,
     PREFILL_JVP,
+    RESIDUAL_ROLES,
     ROLE_OF,
-    FORWARD_SAVE,
-    FORWARD,
     STEP_ROLES,
-    JVP,
     BlockPorts,
     Derivative,
     Part,
@@ -32,7 +32,7 @@ from prge.formats.signatures import (
 SIZES = {"copies": 3, "batch": 2, "queries": 5, "tokens": 7, "entering": 11, "leaving": 13}
 SIZES |= {"rank": 4, "in": 11, "out": 6, "sequences": 2, "states": 9, "words": 30}
 SIZES |= {"heads": 2, "key": 8, "value": 9, "members": 3, "past": 17, "high": 5, "wide": 4}
-SIZES |= {"saved": 20, "taken": 21, "given": 22}
+SIZES |= {"residual": 20, "shared_in": 21, "shared_out": 22}
 
 # Values that a block takes from another, with those that are keys and values of its attention.
 SHARED = [((), ()), ((True,), ()), ((False, False), (0, 1)), ((True, False, True), (0, 2))]
@@ -79,34 +79,61 @@ def test_what_changes_has_a_tangent_in_forward_mode_and_a_gradient_in_reverse_mo
 @pytest.mark.parametrize(
     ("role", "inputs", "outputs"),
     [
-        (FORWARD, {"state": (3, 2, 7, 11), "lora_b.0": (3, 4, 6)}, {"state": (6, 7, 13)}),
+        (FORWARD, {"hidden_states": (3, 2, 7, 11), "lora_b.0": (3, 4, 6)}, {"hidden_states": (6, 7, 13)}),
         (
             JVP,
-            {"d_state": (5, 2, 7, 11), "lora_b.0": (4, 6), "u.0": (5, 2, 4), "v.0": (5, 2, 6)},
-            {"state": (2, 7, 13), "d_state": (5, 2, 7, 13)},
+            {"tangent_hidden_states": (5, 2, 7, 11), "lora_b.0": (4, 6), "u.0": (5, 2, 4), "v.0": (5, 2, 6)},
+            {"hidden_states": (2, 7, 13), "tangent_hidden_states": (5, 2, 7, 13)},
         ),
-        (BACKWARD, {"slope": (2, 7, 13), "lora_b.0": (2, 4, 6)}, {"slope": (2, 7, 11), "gradient.0": (2, 4, 6)}),
-        (FORWARD_SAVE, {"state": (2, 7, 11)}, {"state": (2, 7, 13), "saved.0": (2, 7, 20)}),
-        (BACKWARD_SAVED, {"saved.0": (2, 7, 20)}, {"slope": (2, 7, 11), "gradient.0": (2, 4, 6)}),
+        (
+            BACKWARD,
+            {"grad_hidden_states": (2, 7, 13), "lora_b.0": (2, 4, 6)},
+            {"grad_hidden_states": (2, 7, 11), "grad_lora_b.0": (2, 4, 6)},
+        ),
+        (
+            FORWARD_SAVE,
+            {"hidden_states": (2, 7, 11)},
+            {"hidden_states": (2, 7, 13), "residual.0": (2, 7, 20)},
+        ),
+        (
+            BACKWARD_SAVED,
+            {"residual.0": (2, 7, 20)},
+            {"grad_hidden_states": (2, 7, 11), "grad_lora_b.0": (2, 4, 6)},
+        ),
         (
             PREFILL,
-            {"past_keys": (2, 17, 8), "seen": (21, 17), "causal": (21, 7), "lora_a.0": (1, 4, 11)},
-            {"state": (1, 7, 13), "keys": (2, 7, 8), "values": (2, 7, 9)},
+            {"past_keys": (2, 17, 8), "past_mask": (21, 17), "causal_mask": (21, 7), "lora_a.0": (1, 4, 11)},
+            {"hidden_states": (1, 7, 13), "keys": (2, 7, 8), "values": (2, 7, 9)},
         ),
         (
             DECODE,
-            {"past_values": (4, 17, 9), "seen": (4, 1, 17), "own": (1, 1, 17), "lora_a.0": (2, 4, 11)},
-            {"state": (2, 1, 13), "keys": (4, 1, 8), "values": (4, 1, 9)},
+            {
+                "past_values": (4, 17, 9),
+                "past_mask": (4, 1, 17),
+                "own_mask": (1, 1, 17),
+                "lora_a.0": (2, 4, 11),
+            },
+            {"hidden_states": (2, 1, 13), "keys": (4, 1, 8), "values": (4, 1, 9)},
         ),
         (
             PREFILL_JVP,
-            {"d_past_keys": (5, 2, 17, 8), "lora_b.0": (4, 6), "u.0": (5, 1, 4), "past_ones": (1, 17, 1)},
-            {"state": (1, 7, 13), "d_state": (5, 1, 7, 13), "d_keys": (5, 2, 7, 8), "values": (2, 7, 9)},
+            {
+                "tangent_past_keys": (5, 2, 17, 8),
+                "lora_b.0": (4, 6),
+                "u.0": (5, 1, 4),
+                "past_ones": (1, 17, 1),
+            },
+            {
+                "hidden_states": (1, 7, 13),
+                "tangent_hidden_states": (5, 1, 7, 13),
+                "tangent_keys": (5, 2, 7, 8),
+                "values": (2, 7, 9),
+            },
         ),
         (
             PREFILL_BACKWARD,
-            {"slope_keys": (2, 7, 8), "slope_values": (2, 7, 9)},
-            {"slope": (1, 7, 11), "slope_past_keys": (2, 17, 8), "gradient.0": (1, 4, 6)},
+            {"grad_keys": (2, 7, 8), "grad_values": (2, 7, 9)},
+            {"grad_hidden_states": (1, 7, 11), "grad_past_keys": (2, 17, 8), "grad_lora_b.0": (1, 4, 6)},
         ),
     ],
 )
@@ -126,24 +153,34 @@ def test_of_what_a_block_takes_only_values_that_change_have_derivatives(role: st
     found = signature(
         BlockPorts(attends=True, takes=(False, True, True), gives=1, past=(1, 2)), ROLE_OF[role]
     )
-    assert {"taken.0", "taken.1", "taken.2"} < found.needed
-    assert ("given.0" in found.answers) == (not is_back)
-    assert ("d_taken.1" in found.needed, "d_given.0" in found.answers) == (is_tangent, is_tangent)
-    assert ("slope_given.0" in found.needed, "slope_taken.2" in found.answers) == (is_back, is_back)
-    assert not {"d_taken.0", "slope_taken.0", "slope_keys", "keys"} & {*found.needed, *found.answers}
+    assert {"shared_in.0", "shared_in.1", "shared_in.2"} < found.needed
+    assert ("shared_out.0" in found.answers) == (not is_back)
+    assert ("tangent_shared_in.1" in found.needed, "tangent_shared_out.0" in found.answers) == (
+        is_tangent,
+        is_tangent,
+    )
+    assert ("grad_shared_out.0" in found.needed, "grad_shared_in.2" in found.answers) == (is_back, is_back)
+    assert not {"tangent_shared_in.0", "grad_shared_in.0", "grad_keys", "keys"} & {
+        *found.needed,
+        *found.answers,
+    }
 
 
 def test_a_past_that_doesnt_change_has_no_derivative() -> None:
     block = BlockPorts(attends=True, takes=(False, False), past=(0, 1))
     tangent, back = (signature(block, ROLE_OF[role]) for role in (PREFILL_JVP, PREFILL_BACKWARD))
     assert "past_keys" in tangent.needed & back.needed
-    assert not {"d_past_keys", "slope_past_keys"} & {*tangent.needed, *back.answers}
+    assert not {"tangent_past_keys", "grad_past_keys"} & {*tangent.needed, *back.answers}
 
 
 def test_an_adapter_may_be_read_by_none_of_a_methods_operators() -> None:
     back = signature(BlockPorts(modules=2), ROLE_OF[BACKWARD])
-    assert back.needed == {"state", "slope"} and back.allowed >= {"lora_b.0", "lora_b.1", "padding"}
-    assert back.answers == ["slope", "gradient.0", "gradient.1"]
+    assert back.needed == {"hidden_states", "grad_hidden_states"} and back.allowed >= {
+        "lora_b.0",
+        "lora_b.1",
+        "padding_mask",
+    }
+    assert back.answers == ["grad_hidden_states", "grad_lora_b.0", "grad_lora_b.1"]
 
 
 def test_the_first_matrix_of_an_adapter_is_an_input_where_it_is_trained_or_texts_are_written() -> None:
@@ -151,13 +188,16 @@ def test_the_first_matrix_of_an_adapter_is_an_input_where_it_is_trained_or_texts
         has_a = "lora_a.0" in signature(BlockPorts(modules=1), ROLE_OF[role]).allowed
         assert has_a == (role in (PREFILL, DECODE))
     found = signature(BlockPorts(modules=1, trains_a=True), ROLE_OF[BACKWARD_SAVED])
-    assert found.answers == ["slope", "gradient_a.0", "gradient.0"]
+    assert found.answers == ["grad_hidden_states", "grad_lora_a.0", "grad_lora_b.0"]
 
 
 def test_the_backward_pass_takes_the_residuals_of_a_forward_pass() -> None:
     save, back = (signature(BlockPorts(saved=2), ROLE_OF[role]) for role in RESIDUAL_ROLES)
-    assert save.answers == ["state", "saved.0", "saved.1"] and back.needed >= {"saved.0", "saved.1"}
-    assert save.port("saved.1", is_output=True).sizes == back.port("saved.1").sizes
+    assert save.answers == ["hidden_states", "residual.0", "residual.1"] and back.needed >= {
+        "residual.0",
+        "residual.1",
+    }
+    assert save.port("residual.1", is_output=True).sizes == back.port("residual.1").sizes
 
 
 def test_only_a_block_with_attention_has_a_past() -> None:
@@ -168,6 +208,12 @@ def test_only_a_block_with_attention_has_a_past() -> None:
 def test_a_head_answers_parts_or_logits_and_goes_on_with_no_row() -> None:
     head = BlockPorts(is_head=True, saved=1)
     answers = [signature(head, ROLE_OF[role]).answers for role in (*STEP_ROLES, FORWARD_SAVE, DECODE)]
-    assert answers == [["parts"], ["parts", "d_parts"], ["slope"], ["parts", "saved.0"], ["logits"]]
+    assert answers == [
+        ["parts"],
+        ["parts", "tangent_parts"],
+        ["grad_hidden_states"],
+        ["parts", "residual.0"],
+        ["logits"],
+    ]
     assert not any(signature(head, ROLE_OF[role]).inputs for role in CHUNK_ROLE.values())
-    assert signature(head, ROLE_OF[BACKWARD]).port("slope").shape(SIZES) == (1, 9, 2)
+    assert signature(head, ROLE_OF[BACKWARD]).port("grad_parts").shape(SIZES) == (1, 9, 2)

@@ -102,9 +102,7 @@ def test_weights_are_mapped_by_the_native_engine_and_held_by_the_other() -> None
 
 
 def test_a_bound_of_memory_bounds_what_stays_loaded() -> None:
-    whole, bounded = (
-        run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native", memory) for memory in (None, 1000)
-    )
+    whole, bounded = (run_memory(OUTLINE, JVP, WEIGHTS, ROLES, "native", memory) for memory in (None, 1000))
     # The bound counts whole files, of which a run maps the part that its roles need.
     share = 1000 / (WEIGHTS.layers + WEIGHTS.transposed)
     assert whole.mapped - bounded.mapped == WEIGHTS.packed - round(share * WEIGHTS.packed)
@@ -158,7 +156,9 @@ def test_a_workspace_is_that_of_the_largest_delegate() -> None:
 
 def test_the_least_bound_is_the_largest_file_of_a_block() -> None:
     assert WEIGHTS.largest == 2 * 4 * 64_000
-    assert weights_of(replace(OUTLINE, head=None), "fp32", False, ["forward"]).largest == 4 * LAYER_NUMBERS // 2
+    assert (
+        weights_of(replace(OUTLINE, head=None), "fp32", False, ["forward"]).largest == 4 * LAYER_NUMBERS // 2
+    )
     many = replace(OUTLINE, layers=tuple(replace(layer, count=9 * layer.count) for layer in LAYERS))
     assert weights_of(many, "fp32", False, ROLES).largest == 2 * 9 * 4 * LAYER_NUMBERS // 2
 
@@ -235,7 +235,9 @@ def test_an_export_takes_more_with_a_larger_table_and_more_roles() -> None:
     tabled = replace(OUTLINE, table_numbers=OUTLINE.table_numbers + 10**8)
     assert export_memory(tabled, "fp32", ROLES) >= export_memory(OUTLINE, "fp32", ROLES) + 16 * 10**8
     assert export_memory(OUTLINE, "fp32", ["forward"]) < export_memory(OUTLINE, "fp32", ROLES)
-    assert export_seconds(OUTLINE, ["forward"]) < export_seconds(OUTLINE, ROLES) < export_seconds(large, ROLES)
+    assert (
+        export_seconds(OUTLINE, ["forward"]) < export_seconds(OUTLINE, ROLES) < export_seconds(large, ROLES)
+    )
 
 
 @pytest.mark.parametrize(

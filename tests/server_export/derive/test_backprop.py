@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from prge.errors import BundleError
-from server_export.derive.backward.joint import SLOPE, backpropagate
+from server_export.derive.backward.joint import GRAD_OUTPUT, backpropagate
 from server_export.derive.backward.layers import TRANSPOSED, with_transposed
 from server_export.derive.backward.rules import ONES, write_backward
 from server_export.ir.operators import rules
@@ -56,7 +56,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
 
 
 def answers(graph: GraphModule, state: torch.Tensor, lora_b: torch.Tensor, slope: torch.Tensor) -> Any:
-    given = {"state": state, ONES: torch.ones(1, LENGTH, 1), "lora_b": lora_b, SLOPE: slope}
+    given = {"state": state, ONES: torch.ones(1, LENGTH, 1), "lora_b": lora_b, GRAD_OUTPUT: slope}
     with torch.no_grad():
         return graph(*(given[name] for name in inputs_of(graph)))
 
@@ -81,7 +81,7 @@ def test_a_graph_answers_the_slopes_of_autograd() -> None:
     module = Adapted()
     forward = rewritten_graph(module, inputs()[:2])
     graph = backpropagate(forward, ["state", "lora_b"], ["lora_b"], LENGTH)
-    assert inputs_of(graph) == ["state", ONES, "lora_b", SLOPE]
+    assert inputs_of(graph) == ["state", ONES, "lora_b", GRAD_OUTPUT]
     for ours, theirs in zip(answers(graph, *inputs()), by_autograd(module), strict=True):
         assert relative_difference(ours, theirs) < 1e-5
     # The graph that it was made of is what it was, and what the forward pass reads keeps its name.
@@ -101,7 +101,7 @@ def test_nothing_goes_back_below_what_is_wanted() -> None:
 
 def test_ones_are_no_input_where_no_tokens_are_added_up() -> None:
     graph = backpropagate(rewritten_graph(Adapted(), inputs()[:2]), ["lora_b"], ["lora_b"], LENGTH)
-    assert inputs_of(graph) == ["state", "lora_b", SLOPE]
+    assert inputs_of(graph) == ["state", "lora_b", GRAD_OUTPUT]
 
 
 def test_a_blocks_transposed_weights_are_made_of_its_own() -> None:
@@ -243,7 +243,7 @@ def test_small_probabilities_go_back_through_a_quantized_head() -> None:
         head, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8, weight_granularity=PerAxis(0))
     )
     graph = backpropagate(rewritten_graph(head, (state, shift, index)), ["state"], [], Head.POSITIONS)
-    given = {"state": state, "shift": shift, "index": index, SLOPE: slope}
+    given = {"state": state, "shift": shift, "index": index, GRAD_OUTPUT: slope}
     with torch.no_grad():
         (found,) = graph(*(given[name] for name in inputs_of(graph)))
     straight_through(head)

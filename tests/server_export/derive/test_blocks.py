@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD_SAVE, FORWARD, JVP, Part, Port
+from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD, FORWARD_SAVE, JVP, Part, Port
 from server_export.adapter.layers import convert_conv1d, match_target_modules
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model
@@ -66,7 +66,7 @@ class Derived:
 
     @property
     def state(self) -> torch.Tensor:
-        return self.inputs["state"]
+        return self.inputs["hidden_states"]
 
 
 def chain_of(architecture: str, folder: Path, scheme: str, rank: int, trains_a: bool = False) -> ModelChain:
@@ -104,15 +104,15 @@ def with_weights(chain: ModelChain, number: int) -> Block:
 def derived(chain: ModelChain, number: int) -> Derived:
     block = with_weights(chain, number)
     blocks = derive(block, {FORWARD, JVP, BACKWARD})
-    width = block.inputs[Port("state")].meta["val"].shape[-1]
+    width = block.inputs[Port("hidden_states")].meta["val"].shape[-1]
     state = random(1 if is_head(block) else ROWS, TOKENS, width, dtype=torch.float32)
     inputs = {
-        "state": state,
-        "padding": padding_mask((torch.arange(TOKENS) < torch.tensor([[TOKENS], [3]])).float()),
+        "hidden_states": state,
+        "padding_mask": padding_mask((torch.arange(TOKENS) < torch.tensor([[TOKENS], [3]])).float()),
         "targets": torch.arange(TOKENS).reshape(1, TOKENS),
         "shift": torch.zeros(1, TOKENS, 1),
         "ones": torch.ones(1, TOKENS, 1),
-        "d_state": random(QUERIES, *state.shape, seed=3, dtype=torch.float32),
+        "tangent_hidden_states": random(QUERIES, *state.shape, seed=3, dtype=torch.float32),
     }
     tables = enumerate(chain.blocks[number].tables)
     inputs |= {f"table.{place}": chain.tables.all[table].of(TOKENS) for place, table in tables}
@@ -128,7 +128,7 @@ def derived(chain: ModelChain, number: int) -> Derived:
 
 def slopes(kind: Derived, slope: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Answer, and slopes by state and adapter, of autograd through the block."""
-    wanted = {name: kind.inputs[name].clone().requires_grad_() for name in ("state", *kind.adapter)}
+    wanted = {name: kind.inputs[name].clone().requires_grad_() for name in ("hidden_states", *kind.adapter)}
     (answer,) = kind.call(FORWARD, wanted)
     return answer.detach(), list(torch.autograd.grad(answer, list(wanted.values()), slope))
 
@@ -152,7 +152,7 @@ def test_the_way_back_gives_the_slopes_of_autograd_by_the_adapter_those_of_each_
         by_state = slopes(kind, slope)[1][0]
         by_adapter = zip(*(slopes(kind, of_row)[1][1:] for of_row in of_rows), strict=True)
         expected = [by_state, *map(torch.stack, by_adapter)]
-        found = kind.call(BACKWARD, {"slope": slope})
+        found = kind.call(BACKWARD, {"grad_hidden_states": slope})
         largest = float(torch.cat([part.ravel() for part in expected]).abs().max())
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.shape == theirs.shape
@@ -184,8 +184,10 @@ def test_from_what_was_saved_the_way_back_is_the_same_without_a_frozen_layer_of_
         assert torch.equal(answer, kind.call(FORWARD)[0])
         slope = torch.randn(answer.shape)
         # A head goes back with a shift of its own.
-        changes = {"slope": slope} | ({"shift": kind.inputs["shift"] + 0.5} if kind.is_head else {})
-        given = {f"saved.{number}": value for number, value in enumerate(saved)}
+        changes = {"grad_hidden_states": slope} | (
+            {"shift": kind.inputs["shift"] + 0.5} if kind.is_head else {}
+        )
+        given = {f"residual.{number}": value for number, value in enumerate(saved)}
         for ours, theirs in zip(
             kind.call(BACKWARD_SAVED, changes | given), kind.call(BACKWARD, changes), strict=True
         ):
@@ -196,7 +198,9 @@ def test_from_what_was_saved_the_way_back_is_the_same_without_a_frozen_layer_of_
             assert not saved
             continue
         assert forward & {*linear_layers(kind.blocks[BACKWARD])}
-        back = {name for name in linear_layers(kind.blocks[BACKWARD_SAVED]) if not name.startswith("constant")}
+        back = {
+            name for name in linear_layers(kind.blocks[BACKWARD_SAVED]) if not name.startswith("constant")
+        }
         assert back and all(name.startswith(TRANSPOSED) for name in back)
         assert {value.shape[:2] for value in saved} == {kind.state.shape[:2]}
 
@@ -214,7 +218,7 @@ def test_tangents_are_those_of_backpropagation(architecture: str, rank: int, tmp
             weights = torch.zeros_like(answer)
             weights[row] = random(*answer.shape[1:], seed=4, dtype=torch.float32)
             _, (by_state, *by_adapter) = slopes(kind, weights)
-            expected = torch.einsum("qrtw,rtw->q", kind.inputs["d_state"], by_state)
+            expected = torch.einsum("qrtw,rtw->q", kind.inputs["tangent_hidden_states"], by_state)
             for name, slope in zip(kind.adapter, by_adapter, strict=True):
                 matrix, _, number = name.partition(".")
                 letter = "_a" if matrix == "lora_a" else ""
@@ -237,6 +241,10 @@ def test_derivatives_of_a_quantized_block_are_those_of_its_weights(
     ):
         slope = torch.randn(kind.call(FORWARD)[0].shape)
         for role in (JVP, BACKWARD):
-            pairs = zip(kind.call(role, {"slope": slope}), plain.call(role, {"slope": slope}), strict=True)
+            pairs = zip(
+                kind.call(role, {"grad_hidden_states": slope}),
+                plain.call(role, {"grad_hidden_states": slope}),
+                strict=True,
+            )
             for ours, theirs in pairs:
                 assert float(F.cosine_similarity(ours.ravel(), theirs.ravel(), dim=0)) > 0.97

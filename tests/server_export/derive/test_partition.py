@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from server_export.derive.backward.joint import SLOPE, backpropagate
+from server_export.derive.backward.joint import GRAD_OUTPUT, backpropagate
 from server_export.derive.backward.partition import Parts, partition
 from server_export.derive.backward.rules import ONES
 from server_export.ir.rewriting import rewritten_graph
@@ -49,7 +49,13 @@ def parts(changing: tuple[str, ...] = ()) -> tuple[Parts, dict[str, torch.Tensor
     shift = torch.zeros(ROWS, TOKENS, 1)
     forward = rewritten_graph(module, (state, shift, lora_b))
     joint = backpropagate(forward, ["state", "lora_b"], ["lora_b"], TOKENS, with_answer=True)
-    given = {"state": state, "shift": shift, "lora_b": lora_b, SLOPE: slope, ONES: torch.ones(1, TOKENS, 1)}
+    given = {
+        "state": state,
+        "shift": shift,
+        "lora_b": lora_b,
+        GRAD_OUTPUT: slope,
+        ONES: torch.ones(1, TOKENS, 1),
+    }
     return partition(joint, ROWS, TOKENS, changing), given
 
 
@@ -61,7 +67,7 @@ def answers(graph: torch.fx.GraphModule, given: dict[str, torch.Tensor]) -> tupl
 def by_autograd(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     state, lora_b = (given[name].clone().requires_grad_() for name in ("state", "lora_b"))
     answer = Gated()(state, given["shift"], lora_b)
-    return answer.detach(), *torch.autograd.grad(answer, (state, lora_b), given[SLOPE])
+    return answer.detach(), *torch.autograd.grad(answer, (state, lora_b), given[GRAD_OUTPUT])
 
 
 def test_its_parts_answer_what_autograd_does() -> None:
@@ -84,7 +90,7 @@ def test_what_is_cheap_or_not_needed_is_not_saved() -> None:
     )
     assert found.back_saved.graph.find_nodes(op="call_function", target=aten.rsqrt.default)
     assert inputs_of(found.save) == ["state", "shift", "lora_b"]
-    assert inputs_of(found.back_saved)[-4:] == [SLOPE, "saved_0", "saved_1", "saved_2"]
+    assert inputs_of(found.back_saved)[-4:] == [GRAD_OUTPUT, "saved_0", "saved_1", "saved_2"]
 
 
 @pytest.mark.parametrize("changing", [(), ("shift",)])

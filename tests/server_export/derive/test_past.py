@@ -14,15 +14,15 @@ from prge.errors import BundleError
 from prge.formats.chain import MASKED
 from prge.formats.signatures import (
     BACKWARD,
-    CAUSAL,
+    CAUSAL_MASK,
     DECODE,
-    OWN,
+    FORWARD,
+    OWN_MASK,
     PAST_KEYS,
+    PAST_MASK,
     PAST_VALUES,
     PREFILL,
     PREFILL_BACKWARD,
-    SEEN,
-    FORWARD,
     Port,
 )
 from server_export.derive.past import continued
@@ -59,7 +59,7 @@ class Derived:
         }
         modules = enumerate(chain.blocks[number].modules)
         self.frozen = {f"lora_a.{place}": chain.lora_a[module][None] for place, module in modules}
-        self.width = block.inputs[Port("state")].meta["val"].shape[-1]
+        self.width = block.inputs[Port("hidden_states")].meta["val"].shape[-1]
         causal = next(table for table in self.tables if table.kind == "causal")
         self.members, self.window = causal.members, causal.window
 
@@ -69,7 +69,7 @@ class Derived:
         return shape
 
     def call(self, role: str, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        rows = len(given["state"])
+        rows = len(given["hidden_states"])
         matrices = {
             name: matrix.expand(rows, -1, -1) for name, matrix in (self.adapter | self.frozen).items()
         }
@@ -96,23 +96,23 @@ def test_tokens_that_come_later_are_answered_as_in_the_whole(architecture: str, 
     block = Derived(architecture, tmp_path)
     states = random(2, LENGTH, block.width).float()
     causal = {f"table.{n}": t.of(LENGTH) for n, t in enumerate(block.tables)}
-    whole = [block.call(FORWARD, {"state": state[None], **causal})[0][0] for state in states]
+    whole = [block.call(FORWARD, {"hidden_states": state[None], **causal})[0][0] for state in states]
     # Nothing came before: the mask hides what lies there.
     hidden = torch.full((block.members * BEFORE, 2), MASKED)
     known = []
     for state, expected in zip(states, whole, strict=True):
         shapes = {kind: block.shape(kind) for kind in (PAST_KEYS, PAST_VALUES)}
         empty = {kind: torch.ones(shape[0], 2, shape[2]) for kind, shape in shapes.items()}
-        masks = {SEEN: hidden, CAUSAL: block.mask(0, BEFORE)}
-        given = {"state": state[None, :BEFORE], **block.tables_of(0, BEFORE), **empty, **masks}
+        masks = {PAST_MASK: hidden, CAUSAL_MASK: block.mask(0, BEFORE)}
+        given = {"hidden_states": state[None, :BEFORE], **block.tables_of(0, BEFORE), **empty, **masks}
         answer, keys, values = block.call(PREFILL, given)
         assert torch.allclose(answer[0], expected[:BEFORE], atol=1e-5)
         known.append((keys, values))
     # A chunk of one sequence.
     keys, values = known[0]
     mask = block.mask(BEFORE, LENGTH)
-    past = {PAST_KEYS: keys, PAST_VALUES: values, SEEN: mask[:, :BEFORE], CAUSAL: mask[:, BEFORE:]}
-    given = {"state": states[:1, BEFORE:], **block.tables_of(BEFORE, LENGTH), **past}
+    past = {PAST_KEYS: keys, PAST_VALUES: values, PAST_MASK: mask[:, :BEFORE], CAUSAL_MASK: mask[:, BEFORE:]}
+    given = {"hidden_states": states[:1, BEFORE:], **block.tables_of(BEFORE, LENGTH), **past}
     answer, *_ = block.call(PREFILL, given)
     assert torch.allclose(answer[0], whole[0][BEFORE:], atol=1e-5)
     # A token of two, in the first place of what came before.
@@ -122,8 +122,15 @@ def test_tokens_that_come_later_are_answered_as_in_the_whole(architecture: str, 
         name: table.expand(2, *table.shape[1:]) for name, table in block.tables_of(BEFORE, BEFORE + 1).items()
     }
     both = [nn.functional.pad(torch.cat(parts), (0, 0, 1, 0)) for parts in zip(*known, strict=True)]
-    past = {PAST_KEYS: both[0], PAST_VALUES: both[1], SEEN: seen, OWN: torch.eye(1, 1 + BEFORE)[None]}
-    answer, keys, values = block.call(DECODE, {"state": states[:, BEFORE : BEFORE + 1], **tables, **past})
+    past = {
+        PAST_KEYS: both[0],
+        PAST_VALUES: both[1],
+        PAST_MASK: seen,
+        OWN_MASK: torch.eye(1, 1 + BEFORE)[None],
+    }
+    answer, keys, values = block.call(
+        DECODE, {"hidden_states": states[:, BEFORE : BEFORE + 1], **tables, **past}
+    )
     assert torch.allclose(answer[:, 0], torch.stack([w[BEFORE] for w in whole]), atol=1e-5)
     assert keys.shape == (len(both[0]), 1, both[0].shape[-1]) and values.shape[:2] == keys.shape[:2]
 
@@ -135,23 +142,29 @@ def test_the_way_back_in_pieces_is_that_of_the_whole(architecture: str, tmp_path
     state, slope = (random(1, LENGTH, block.width, seed=seed).float() for seed in range(2))
     tables = {f"table.{number}": table.of(LENGTH) for number, table in enumerate(block.tables)}
     ones = torch.ones(1, LENGTH, 1)
-    expected = block.call(BACKWARD, {"state": state, "slope": slope, "ones": ones, **tables})
+    expected = block.call(
+        BACKWARD, {"hidden_states": state, "grad_hidden_states": slope, "ones": ones, **tables}
+    )
 
     def piece(role: str, start: int, end: int, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         mask = block.mask(start, end)
-        masks = {SEEN: mask[:, :start] if start else torch.full((len(mask), 2), MASKED)}
-        of_piece = {"state": state[:, start:end], "slope": slope[:, start:end], "ones": ones[:, start:end]}
+        masks = {PAST_MASK: mask[:, :start] if start else torch.full((len(mask), 2), MASKED)}
+        of_piece = {
+            "hidden_states": state[:, start:end],
+            "grad_hidden_states": slope[:, start:end],
+            "ones": ones[:, start:end],
+        }
         return block.call(
-            role, {**given, **of_piece, **block.tables_of(start, end), **masks, CAUSAL: mask[:, start:]}
+            role, {**given, **of_piece, **block.tables_of(start, end), **masks, CAUSAL_MASK: mask[:, start:]}
         )
 
     shapes = {kind: block.shape(kind) for kind in (PAST_KEYS, PAST_VALUES)}
     nothing = {kind: torch.zeros(shape[0], 2, shape[2]) for kind, shape in shapes.items()}
     _, keys, values = piece(PREFILL, 0, BEFORE, nothing)
     past = {PAST_KEYS: keys, PAST_VALUES: values}
-    none = {"slope_keys": keys[:, :AFTER] * 0, "slope_values": values[:, :AFTER] * 0}
+    none = {"grad_keys": keys[:, :AFTER] * 0, "grad_values": values[:, :AFTER] * 0}
     last, by_keys, by_values, *later = piece(PREFILL_BACKWARD, BEFORE, LENGTH, past | none)
-    of_past = {"slope_keys": by_keys, "slope_values": by_values}
+    of_past = {"grad_keys": by_keys, "grad_values": by_values}
     first, _, _, *earlier = piece(PREFILL_BACKWARD, 0, BEFORE, nothing | of_past)
     found = [torch.cat([first, last], 1), *(a + b for a, b in zip(earlier, later, strict=True))]
     for ours, theirs in zip(found, expected, strict=True):
@@ -162,7 +175,7 @@ def test_scores_of_another_kind_are_refused() -> None:
     """Those that aren't a product of queries and transposed keys."""
     graph = Graph()
     value = torch.empty(1, 4, 4, device="meta")
-    state, table = (new_input(graph, port, value) for port in (Port("state"), Port("table", 0)))
+    state, table = (new_input(graph, port, value) for port in (Port("hidden_states"), Port("table", 0)))
     scores = graph.call_function(torch.ops.aten.bmm.default, (state, state))
     mask = graph.call_function(torch.ops.aten.reshape.default, (table, [-1, 4]))
     masked = graph.call_function(torch.ops.aten.add.Tensor, (scores, mask))
@@ -171,4 +184,6 @@ def test_scores_of_another_kind_are_refused() -> None:
     graph_module = GraphModule(torch.nn.Module(), graph)
     fill_in_values(graph_module)
     with pytest.raises(BundleError, match="keys come from"):
-        continued(Block(graph_module, (Port("state"),)), rows=1, tokens=4, past=PAST, any_lora_a=False)
+        continued(
+            Block(graph_module, (Port("hidden_states"),)), rows=1, tokens=4, past=PAST, any_lora_a=False
+        )

@@ -9,17 +9,17 @@ import torch
 
 from prge.formats.signatures import (
     BACKWARD,
-    CAUSAL,
+    CAUSAL_MASK,
     DECODE,
-    OWN,
+    FORWARD,
+    JVP,
+    OWN_MASK,
     PAST_KEYS,
+    PAST_MASK,
     PAST_VALUES,
     PREFILL,
     PREFILL_BACKWARD,
     PREFILL_JVP,
-    SEEN,
-    FORWARD,
-    JVP,
     Port,
 )
 from server_export.derive.roles import derive
@@ -64,21 +64,23 @@ class Derived:
             for place, (port, shape) in enumerate(adapter)
         }
         self.frozen = {f"lora_a.{n}": chain.lora_a[module][None] for n, module in enumerate(self.modules)}
-        self.width = block.inputs[Port("state")].meta["val"].shape[-1]
+        self.width = block.inputs[Port("hidden_states")].meta["val"].shape[-1]
         self.shapes = {
             port.name: tuple(node.meta["val"].shape) for port, node in self.blocks[PREFILL].inputs.items()
         }
-        self.carried = {name: torch.zeros(s) for name, s in self.shapes.items() if name.startswith("carried")}
+        self.carried = {
+            name: torch.zeros(s) for name, s in self.shapes.items() if name.startswith("recurrent_state")
+        }
         causal = [table for table in self.tables if table.kind == "causal"]
         self.members = causal[0].members if causal else 0
 
     def call(self, role: str, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        rows, tokens, _ = given["state"].shape
+        rows, tokens, _ = given["hidden_states"].shape
         copies = rows if role in (DECODE, BACKWARD) else 1
         flat = role in (JVP, PREFILL_JVP)
         inputs = {name: m[0] if flat else m.expand(copies, -1, -1) for name, m in self.adapter.items()}
         inputs |= {name: matrix.expand(copies, -1, -1) for name, matrix in self.frozen.items()}
-        past = given[SEEN].shape[-1] if SEEN in given else 2
+        past = given[PAST_MASK].shape[-1] if PAST_MASK in given else 2
         inputs |= {"ones": torch.ones(1, tokens, 1), "past_ones": torch.ones(1, past, 1)}
         return list(self.blocks[role].call({**inputs, **given}).values())
 
@@ -101,7 +103,7 @@ class Derived:
         seen = torch.zeros(self.members * (end - start), past)
         seen[:, : past - start] = -3e4
         mask = [table.of(end - start) for table in self.tables if table.kind == "causal"]
-        return given | {SEEN: seen, CAUSAL: mask[0].flatten(0, 1) if mask else seen}
+        return given | {PAST_MASK: seen, CAUSAL_MASK: mask[0].flatten(0, 1) if mask else seen}
 
 
 ONE_BY_ONE = {CONVOLUTION: convolution, RECURRENCE: recurrence, SCAN: scan}
@@ -122,7 +124,7 @@ def in_pieces(block: Derived, state: torch.Tensor) -> tuple[torch.Tensor, list[T
             n: torch.cat([torch.zeros(len(v), max(0, 2 - start), v.shape[2]), v], 1) for n, v in known.items()
         }
         given.append(carried | past)
-        inputs = {"state": state[:, start:end], **block.extra_inputs(start, end), **carried, **past}
+        inputs = {"hidden_states": state[:, start:end], **block.extra_inputs(start, end), **carried, **past}
         answer, *behind = block.call(PREFILL, inputs)
         answers.append(answer)
         new = dict(zip([*carried, *known], behind, strict=True))
@@ -139,14 +141,14 @@ PASTS = (PAST_KEYS, PAST_VALUES)
 def test_all_tokens_at_once_are_those_one_after_the_other(block: Derived) -> None:
     state = random(2, LENGTH, block.width).float()
     expected = block.one_by_one(state, block.adapter)
-    (found,) = block.call(FORWARD, {"state": state, **block.whole()})
+    (found,) = block.call(FORWARD, {"hidden_states": state, **block.whole()})
     assert relative_difference(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize("block", ALL, indirect=True)
 def test_pieces_and_single_tokens_go_on_with_what_came_before(block: Derived) -> None:
     state = random(1, LENGTH, block.width).float()
-    (expected,) = block.call(FORWARD, {"state": state, **block.whole()})
+    (expected,) = block.call(FORWARD, {"hidden_states": state, **block.whole()})
     found, given = in_pieces(block, state)
     assert relative_difference(found, expected) < 1e-5
     # Two sequences, of which one is behind the second piece and one behind the third.
@@ -159,9 +161,12 @@ def test_pieces_and_single_tokens_go_on_with_what_came_before(block: Derived) ->
     heads = len(pasts[PAST_KEYS]) if pasts else 0
     seen = torch.zeros(heads, 1, last + 1)
     seen[..., 0] = 0
-    tokens = block.extra_inputs(last, last + 1, rows=2) | {SEEN: seen, OWN: torch.eye(1, last + 1)[None]}
+    tokens = block.extra_inputs(last, last + 1, rows=2) | {
+        PAST_MASK: seen,
+        OWN_MASK: torch.eye(1, last + 1)[None],
+    }
     state = state[:, last : last + 1].expand(2, 1, -1)
-    answer, *_ = block.call(DECODE, {"state": state, **tokens, **carried, **pasts})
+    answer, *_ = block.call(DECODE, {"hidden_states": state, **tokens, **carried, **pasts})
     assert relative_difference(answer, expected[:, last : last + 1].expand(2, 1, -1)) < 1e-5
 
 
@@ -173,7 +178,7 @@ def test_the_way_back_is_autograds_whole_and_in_pieces(block: Derived) -> None:
     with torch.enable_grad():
         answer = block.one_by_one(wanted, matrices)
     expected = torch.autograd.grad(answer, [wanted, *matrices.values()], slope)
-    found = block.call(BACKWARD, {"state": state, "slope": slope, **block.whole()})
+    found = block.call(BACKWARD, {"hidden_states": state, "grad_hidden_states": slope, **block.whole()})
     for ours, theirs in zip(found, expected, strict=True):
         assert relative_difference(ours, theirs) < 1e-4
     _, given = in_pieces(block, state)
@@ -182,11 +187,15 @@ def test_the_way_back_is_autograds_whole_and_in_pieces(block: Derived) -> None:
     for (start, end), before in reversed(list(zip(PIECES, given[:-1], strict=True))):
         own = {
             name: later[f"slope_{past}"][:, start:end]
-            for name, past in (("slope_keys", PAST_KEYS), ("slope_values", PAST_VALUES))
+            for name, past in (("grad_keys", PAST_KEYS), ("grad_values", PAST_VALUES))
             if past in before
         }
-        own |= {name: value for name, value in later.items() if "carried" in name}
-        piece = {"state": state[:, start:end], "slope": slope[:, start:end], **block.extra_inputs(start, end)}
+        own |= {name: value for name, value in later.items() if "recurrent_state" in name}
+        piece = {
+            "hidden_states": state[:, start:end],
+            "grad_hidden_states": slope[:, start:end],
+            **block.extra_inputs(start, end),
+        }
         by_state, *rest_of = block.call(PREFILL_BACKWARD, {**piece, **before, **own})
         slopes.insert(0, by_state)
         names = [name for name in (*block.carried, *PASTS) if name in before]
@@ -223,7 +232,9 @@ def test_tangents_are_derivatives_whole_and_in_pieces(block: Derived) -> None:
             at, (state, *block.adapter.values()), (moved[query], *along)
         )
         expected.append(derivative)
-    _, found = block.call(JVP, {"state": state, "d_state": moved, **block.whole(), **directions})
+    _, found = block.call(
+        JVP, {"hidden_states": state, "tangent_hidden_states": moved, **block.whole(), **directions}
+    )
     assert relative_difference(found, torch.stack(expected)) < 1e-4
     _, given = in_pieces(block, state)
     later = {f"d_{name}": torch.zeros(2, *value.shape) for name, value in block.carried.items()}
@@ -238,7 +249,11 @@ def test_tangents_are_derivatives_whole_and_in_pieces(block: Derived) -> None:
             n: torch.cat([torch.zeros(2, v.shape[1], max(0, 2 - start), v.shape[3]), v], 2)
             for n, v in d_known.items()
         }
-        piece = {"state": state[:, start:end], "d_state": moved[:, :, start:end], **directions}
+        piece = {
+            "hidden_states": state[:, start:end],
+            "tangent_hidden_states": moved[:, :, start:end],
+            **directions,
+        }
         piece |= block.extra_inputs(start, end)
         _, d_state, *behind = block.call(PREFILL_JVP, {**piece, **before, **later, **d_past})
         pieces.append(d_state)

@@ -9,10 +9,10 @@ import torch
 from prge.formats.signatures import (
     ALL_ROLES,
     BACKWARD,
+    FORWARD,
     PREFILL,
     PREFILL_BACKWARD,
     ROLE_OF,
-    FORWARD,
     BlockPorts,
     Derivative,
     Role,
@@ -62,14 +62,14 @@ def test_a_role_that_no_program_has_yet_is_a_combination(tmp_path: Path) -> None
     known, derived = derive(block, {PREFILL, PREFILL_BACKWARD}), derive_together(block, save)
     inputs = {"ones": torch.ones(1, TOKENS, 1)}
     for name in (
-        "state",
+        "hidden_states",
         "past_keys",
         "past_values",
-        "seen",
-        "causal",
-        "slope",
-        "slope_keys",
-        "slope_values",
+        "past_mask",
+        "causal_mask",
+        "grad_hidden_states",
+        "grad_keys",
+        "grad_values",
     ):
         port = next(port for port in known[PREFILL_BACKWARD].inputs if port.name == name)
         sized = known[PREFILL_BACKWARD].sized((markers.TOKENS, TOKENS), (markers.PAST, PAST))
@@ -82,7 +82,7 @@ def test_a_role_that_no_program_has_yet_is_a_combination(tmp_path: Path) -> None
     for number, module in enumerate(chain.blocks[1].modules):
         inputs[f"lora_a.{number}"] = chain.lora_a[module][None]
     answers = derived[save].call(inputs)
-    residuals = {name: value for name, value in answers.items() if name.startswith("saved.")}
+    residuals = {name: value for name, value in answers.items() if name.startswith("residual.")}
     ports = BlockPorts(modules=len(chain.blocks[1].modules), attends=True, saved=len(residuals))
     assert residuals and list(answers) == signature(ports, save).answers
     for name, value in known[PREFILL].call(inputs).items():

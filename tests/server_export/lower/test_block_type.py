@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 WIDTH, INNER, RANK, VOCABULARY = 64, 96, 4, 40
 SIZES = {"rows": Size(10007, 3, 1, 8), "tokens": Size(10009, 5, 1, 16)}
-STATE = (10007, 10009, WIDTH)
+HIDDEN_STATES = (10007, 10009, WIDTH)
 SHAPES = [(3, 5), (1, 1), (8, 16), (2, 7)]
 TOLERANCE = {"fp32": 2e-5, "8da8w": 0.02, "8da4w": 0.02}
 
@@ -145,7 +145,7 @@ def quantized(module: nn.Module, scheme: str) -> nn.Module:
 
 
 def block_program(module: nn.Module) -> ExportedProgram:
-    return program(module, meta(*STATE), meta(RANK, WIDTH))
+    return program(module, meta(*HIDDEN_STATES), meta(RANK, WIDTH))
 
 
 def answer(
@@ -186,7 +186,7 @@ def anonymous_megabytes() -> int:
 def test_a_call_takes_memory_for_its_own_sizes_whatever_the_bounds(tmp_path: Path) -> None:
     """XNNPACK writes to all of its workspace, which is at least as large as its program says."""
     bounds = {**SIZES, "tokens": replace(SIZES["tokens"], maximum=4096)}
-    exported = program(quantized(Wide(), "fp32"), meta(*STATE), sizes=bounds)
+    exported = program(quantized(Wide(), "fp32"), meta(*HIDDEN_STATES), sizes=bounds)
     kind, before = lower_kind({"score": exported}, bounds.values()), anonymous_megabytes()
     engine = engine_of(tmp_path, kind, tensors(exported))
     engine.run_method("score", (torch.randn(3, 5, WIDTH),))
@@ -197,7 +197,7 @@ def test_a_call_takes_memory_for_its_own_sizes_whatever_the_bounds(tmp_path: Pat
 @pytest.mark.parametrize("is_quantized", [False, True])
 def test_an_embedding_runs_with_other_tables(is_quantized: bool, tmp_path: Path) -> None:
     first, second = (Embedding(seed, is_quantized) for seed in (1, 2))
-    ids = meta(*STATE[:2], dtype=torch.int64)
+    ids = meta(*HIDDEN_STATES[:2], dtype=torch.int64)
     kind = lower_kind({"score": program(first, ids)}, SIZES.values())
     for block in (first, second):
         weights = tensors(program(block, ids))
@@ -209,7 +209,7 @@ def test_an_embedding_runs_with_other_tables(is_quantized: bool, tmp_path: Path)
 @pytest.mark.parametrize("scheme", ["fp32", "8da4w"])
 def test_a_head_runs_with_other_weights(scheme: str, tmp_path: Path) -> None:
     first, second = (quantized(Head(seed), scheme) for seed in (1, 2))
-    inputs = meta(STATE[0], WIDTH), meta(STATE[0], 1, dtype=torch.int64)
+    inputs = meta(HIDDEN_STATES[0], WIDTH), meta(HIDDEN_STATES[0], 1, dtype=torch.int64)
     kind = lower_kind({"score": program(first, *inputs)}, SIZES.values())
     for block in (first, second):
         weights = tensors(program(block, *inputs))
@@ -226,7 +226,7 @@ def test_what_one_method_alone_reads_can_be_a_file_of_its_own(tmp_path: Path) ->
     back.up = block.up
     methods = {
         "score": block_program(block),
-        "backward": program(back.eval().requires_grad_(False), meta(*STATE)),
+        "backward": program(back.eval().requires_grad_(False), meta(*HIDDEN_STATES)),
     }
     weights = tensors(methods["score"]) | tensors(methods["backward"])
     together, alone = (
@@ -248,7 +248,7 @@ def test_what_one_method_alone_reads_can_be_a_file_of_its_own(tmp_path: Path) ->
 @pytest.fixture(scope="module")
 def lowered() -> tuple[LoweredKind, dict[str, torch.Tensor]]:
     """A kind of int4 layers, and the constants of a block."""
-    exported = program(quantized(Layer(), "8da4w"), meta(*STATE))
+    exported = program(quantized(Layer(), "8da4w"), meta(*HIDDEN_STATES))
     return lower_kind({"score": exported}, SIZES.values()), tensors(exported)
 
 
@@ -286,14 +286,16 @@ def test_scales_of_float32_are_stored_as_bfloat16() -> None:
         weight_dtype=torch.int4, weight_granularity=PerGroup(32), weight_scale_dtype=torch.float32
     )
     quantize_(layer, settings)
-    kind = lower_kind({"score": program(layer.eval().requires_grad_(False), meta(*STATE))}, SIZES.values())
+    kind = lower_kind(
+        {"score": program(layer.eval().requires_grad_(False), meta(*HIDDEN_STATES))}, SIZES.values()
+    )
     layouts = {entry.name: entry.layout for entry in kind.weights.entries}
     assert layouts["layer_weight_scale"] == "bfloat16"
 
 
 def test_a_layout_that_is_not_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(LAYOUTS, "int4")
-    exported = program(quantized(Layer(), "8da4w"), meta(*STATE))
+    exported = program(quantized(Layer(), "8da4w"), meta(*HIDDEN_STATES))
     with pytest.raises(BundleError, match=r"constant \w+ \(256 bytes\) is none that is known here"):
         lower_kind({"score": exported}, SIZES.values())
 
@@ -312,7 +314,7 @@ def test_two_constants_with_one_key_are_told() -> None:
             return torch.logical_or(torch.logical_xor(positive, self.a), positive == self.b) & self.c
 
     with pytest.raises(BundleError, match=r"is that of . and ."):
-        lower_kind({"score": program(Chosen(), meta(*STATE))}, SIZES.values())
+        lower_kind({"score": program(Chosen(), meta(*HIDDEN_STATES))}, SIZES.values())
 
 
 def test_constants_that_are_not_the_kinds_are_named(
@@ -341,7 +343,7 @@ def test_a_weight_that_another_operator_reads_is_refused() -> None:
             return F.linear(state, self.weight) * self.weight
 
     with pytest.raises(BundleError, match=r"constant weight is read by a linear layer and"):
-        lower_kind({"score": program(Tied().requires_grad_(False), meta(*STATE))}, SIZES.values())
+        lower_kind({"score": program(Tied().requires_grad_(False), meta(*HIDDEN_STATES))}, SIZES.values())
 
 
 def test_a_functional_program_is_not_traced_again() -> None:
@@ -359,7 +361,7 @@ def test_what_may_share_memory_is_traced() -> None:
         def forward(self, state: torch.Tensor) -> torch.Tensor:
             return state.transpose(1, 2).contiguous()
 
-    given = program(Odd(), meta(*STATE))
+    given = program(Odd(), meta(*HIDDEN_STATES))
     found = Constants({"score": given}).as_placeholders(given).run_decompositions({})
     assert found is not given and aten.contiguous.default not in operators(found)
 

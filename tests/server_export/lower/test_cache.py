@@ -43,8 +43,8 @@ def methods(layer: Layer, name: str = "forward", size: Size = SIZE) -> dict[str,
         state = torch.empty(10007, layer.layer.in_features)
     graph_module = rewritten_graph(layer.eval().requires_grad_(False), (state,))
     (node,) = graph_module.graph.find_nodes(op="placeholder")
-    node.meta["port"] = Port("state")
-    return {name: Method(Block(graph_module, (Port("state"),)), {"rows": size})}
+    node.meta["port"] = Port("hidden_states")
+    return {name: Method(Block(graph_module, (Port("hidden_states"),)), {"rows": size})}
 
 
 def lower(

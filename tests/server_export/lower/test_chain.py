@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from prge.errors import Refusal
 from prge.formats.chain import Bounds, TensorSpec
-from prge.formats.signatures import BACKWARD, RESIDUAL_ROLES, FORWARD, JVP
+from prge.formats.signatures import BACKWARD, FORWARD, JVP, RESIDUAL_ROLES
 from server_export.check.chain import FLOAT_TOLERANCE, check_specs, verify_chain
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model

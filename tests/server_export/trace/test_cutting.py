@@ -77,7 +77,7 @@ def test_the_blocks_one_after_the_other_are_the_model(adapted: int) -> None:
     given: dict[str, Any] = dict(zip(placeholders, [tokens, mask, *lora_b], strict=True))
     state: torch.Tensor = tokens
     for block in blocks:
-        inputs = given | {"state": state, "tokens": tokens}
+        inputs = given | {"hidden_states": state, "tokens": tokens}
         inputs |= {f"lora_b.{number}": given[module] for number, module in enumerate(block.modules)}
         (state,) = block.call(inputs).values()
     expected = graph(*given.values())
@@ -142,7 +142,7 @@ def test_a_layer_is_parted_at_its_experts_and_joins_the_next_one() -> None:
     widths = [
         tuple(
             value.shape[-1]
-            for value in (block.inputs[Port("state")].meta["val"], block.value(block.outputs[0]))
+            for value in (block.inputs[Port("hidden_states")].meta["val"], block.value(block.outputs[0]))
         )
         for block in blocks[1:]
     ]

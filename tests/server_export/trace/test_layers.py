@@ -71,8 +71,8 @@ def test_the_blocks_one_after_the_other_are_the_model(adapted: int) -> None:
     graph, blocks, given = cut_model(adapted)
     state, shared, adapter = given[0], dict[int, torch.Tensor](), iter(given[1:])
     for block in blocks:
-        inputs = {"state": state, "tokens": given[0]}
-        inputs |= {f"taken.{number}": shared[value] for number, value in enumerate(block.takes)}
+        inputs = {"hidden_states": state, "tokens": given[0]}
+        inputs |= {f"shared_in.{number}": shared[value] for number, value in enumerate(block.takes)}
         inputs |= {f"lora_b.{number}": next(adapter) for number, _ in enumerate(block.modules)}
         state, *answers = block.call(inputs).values()
         shared |= dict(zip(block.gives, answers, strict=True))
@@ -137,7 +137,7 @@ def test_the_same_in_another_shape_is_no_shared_value() -> None:
     state = tokens
     shared = dict[int, torch.Tensor]()
     for block in blocks:
-        inputs = {f"taken.{number}": shared[value] for number, value in enumerate(block.takes)}
-        state, *answers = block.call({"state": state, "tokens": tokens, **inputs}).values()
+        inputs = {f"shared_in.{number}": shared[value] for number, value in enumerate(block.takes)}
+        state, *answers = block.call({"hidden_states": state, "tokens": tokens, **inputs}).values()
         shared |= dict(zip(block.gives, answers, strict=True))
     torch.testing.assert_close(state, expected)

@@ -104,14 +104,14 @@ def _make_chain(start: StartAdapter, pooling: str) -> Chain:
         AdaptedModule(name, start.rank, layer.in_features, layer.out_features)
         for name, layer in layers.items()
     )
-    inputs = ("state", *(f"lora_b.{number}" for number in range(len(modules))))
+    inputs = ("hidden_states", *(f"lora_b.{number}" for number in range(len(modules))))
     kinds = [
-        Kind("", {FORWARD: Interface(("tokens",), ("state",))}),
-        Kind("", {FORWARD: Interface(inputs, ("state",))}),
+        Kind("", {FORWARD: Interface(("tokens",), ("hidden_states",))}),
+        Kind("", {FORWARD: Interface(inputs, ("hidden_states",))}),
     ]
     blocks = [Block(0, "0", (), ()), Block(1, "1", (), tuple(range(len(modules))))]
     if is_decoder:
-        kinds.append(Kind("", {FORWARD: Interface(("state", "targets", "shift"), ("parts",))}))
+        kinds.append(Kind("", {FORWARD: Interface(("hidden_states", "targets", "shift"), ("parts",))}))
         blocks.append(Block(2, "2", (), ()))
     return Chain(
         readout="logprobs" if is_decoder else "pooled",

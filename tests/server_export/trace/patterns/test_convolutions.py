@@ -11,7 +11,7 @@ from tests.server_export.trace.graphs import model_graph
 
 
 @pytest.mark.parametrize(
-    ("padding", "groups", "cut", "is_found"),
+    ("padding_mask", "groups", "cut", "is_found"),
     [(2, 4, slice(None, 6), True), (2, 1, slice(None, 6), False), (2, 4, slice(2, None), False)],
     ids=["the tokens before", "numbers of others", "the tokens behind"],
 )

@@ -52,10 +52,10 @@ def drawn(seed: int) -> torch.Tensor:
     return torch.randn(ROWS, HEADS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-CAUSAL = torch.full((1, LENGTH, LENGTH), -3e4).triu(1)
+CAUSAL_MASK = torch.full((1, LENGTH, LENGTH), -3e4).triu(1)
 MASKS = {
-    "table_0": CAUSAL,
-    "padding": torch.tensor([[0.0, 0, 0, -3e4, -3e4], [0, 0, 0, 0, 0]]).reshape(ROWS, 1, 1, LENGTH),
+    "table_0": CAUSAL_MASK,
+    "padding_mask": torch.tensor([[0.0, 0, 0, -3e4, -3e4], [0, 0, 0, 0, 0]]).reshape(ROWS, 1, 1, LENGTH),
 }
 
 
@@ -80,8 +80,8 @@ def test_values_that_equal_scores_weigh_are_mixed_at_once() -> None:
         first, second = (torch.softmax(q @ k.mT + m, -1) @ values for values in (v, torch.tanh(v[..., :2])))
         return torch.cat([first, second], -1)
 
-    graph_module = graph_of(attention, CAUSAL, "table_0")
+    graph_module = graph_of(attention, CAUSAL_MASK, "table_0")
     assert len(graph_module.graph.find_nodes(op="call_function", target=aten.softmax.int)) == 1
     assert len(graph_module.graph.find_nodes(op="call_function", target=aten.bmm.default)) == 2
-    inputs = (*(drawn(seed) for seed in range(3)), CAUSAL)
+    inputs = (*(drawn(seed) for seed in range(3)), CAUSAL_MASK)
     torch.testing.assert_close(graph_module(*inputs), attention(*inputs))
