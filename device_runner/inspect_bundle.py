@@ -92,12 +92,12 @@ def _facts(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
         "roles": list(chain.roles),
         "programs": [
             {
-                "file": kind.program,
-                "bytes": size(kind.program),
-                "roles": list(kind.methods),
-                "blocks": [place for place, block in enumerate(chain.blocks) if block.kind == number],
+                "file": program.file,
+                "bytes": size(program.file),
+                "roles": list(program.methods),
+                "blocks": [place for place, block in enumerate(chain.blocks) if block.program == number],
             }
-            for number, kind in enumerate(chain.kinds)
+            for number, program in enumerate(chain.programs)
         ],
         "weights": {
             "bytes": sum(map(size, {block.weights for block in chain.blocks})),
@@ -175,7 +175,7 @@ def _text(report: Mapping[str, Any]) -> Iterator[str]:
 def _chain_text(report: Mapping[str, Any]) -> Iterator[str]:
     chain = Chain.from_json(report["chain"])
     facts: dict[str, Any] = {
-        "blocks": f"{len(chain.blocks)} of {len(chain.kinds)} kinds, the lowest adapted one is "
+        "blocks": f"{len(chain.blocks)} of {len(chain.programs)} types, the lowest adapted one is "
         f"{chain.lowest_adapted}",
         "roles": report["roles"],
         "readout": chain.readout,

@@ -97,7 +97,9 @@ def _export(config: ExportConfig, out: Path) -> Path:
         with stage("tracing") as note:
             chain = _traced(config, source, context, changes)
             check_operators(chain, config.roles)
-            note(f"{len(chain.blocks)} blocks of {len(chain.kinds)} kinds; {chain.quantization.describe()}")
+            note(
+                f"{len(chain.blocks)} blocks of {len(chain.block_types)} types; {chain.quantization.describe()}"
+            )
         if changes is not None:
             print(explain(changes))
         _hint_about_bos(config, source, tokenizer)
@@ -267,7 +269,7 @@ def _write(
         bounds=bounds,
         tables=lowered.tables,
         shared=lowered.shared,
-        kinds=lowered.kinds,
+        programs=lowered.programs,
         blocks=lowered.blocks,
     )
     with stage("writing"):
@@ -376,12 +378,12 @@ def _tell_no_end(source: Source, block: Mapping[str, Any]) -> None:
 def _summarize(out: Path, manifest: dict[str, Any]) -> None:
     files, chain = manifest["files"], manifest["chain"]
     size = sum(entry["bytes"] for entry in files.values())
-    programs = sum(files[kind["program"]]["bytes"] for kind in chain["kinds"])
+    programs = sum(files[program["file"]]["bytes"] for program in chain["programs"])
     trained = adapter_size([AdaptedModule(**module) for module in chain["modules"]])
     tokens, piece = chain["bounds"]["tokens"], chain["bounds"]["piece"]
     print(f"{out}: {size / 1e6:.1f} MB, of which programs {programs / 1e6:.2f} MB")
     print(
         f"  {len(chain['modules'])} layers adapted, {trained:,} numbers trained; rows of up to "
         f"{tokens} tokens{f' in pieces of {piece}' if piece < tokens else ''}; readout {chain['readout']}; "
-        f"roles {', '.join(dict.fromkeys(role for kind in chain['kinds'] for role in kind['methods']))}"
+        f"roles {', '.join(dict.fromkeys(role for program in chain['programs'] for role in program['methods']))}"
     )

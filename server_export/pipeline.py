@@ -36,7 +36,7 @@ from server_export.ir.rewriting import rewrite
 from server_export.model.chain import BlockType, ModelChain, no_codes
 from server_export.quantize.frozen import freeze
 from server_export.trace import patterns
-from server_export.trace.cutting import ModelBlock, cut, kinds
+from server_export.trace.cutting import ModelBlock, block_types, cut
 from server_export.trace.model_graph import WHOLE_PREFIX, ModelGraph, TracedModel
 from server_export.trace.passes import ALL, Changes, Pass, run_passes
 from server_export.trace.patterns import Stage
@@ -124,13 +124,13 @@ def build_chain(
     _check_constants(parts, weights)
     blocks = patterns.with_blocks(model, parts, copies * BATCH)
     blocks += blocks[-1:] * (len(head_rows) - 1)
-    kind_of = kinds(blocks)
+    type_of = block_types(blocks)
     end = len(blocks) - len(head_rows)
     _check_adapter(blocks, modules, end)
     return ModelChain(
         blocks,
-        kind_of,
-        _kinds(blocks, kind_of, scheme, end, changes=changes),
+        type_of,
+        _block_types(blocks, type_of, scheme, end, changes=changes),
         tables,
         modules,
         weights,
@@ -194,17 +194,17 @@ def _head_rows(model: torch.nn.Module) -> tuple[list[Sequence[int]], str]:
     return rows, cut_head(model, len(rows[0]))
 
 
-def _kinds(
+def _block_types(
     blocks: Sequence[ModelBlock],
-    kind_of: Sequence[int],
+    type_of: Sequence[int],
     scheme: str,
     end: int,
     int8: Mapping[int, frozenset[str]] = MappingProxyType({}),
     changes: Changes | None = None,
 ) -> dict[int, BlockType]:
-    """The graphs of all kinds, by the number of their first block; `int8` as of `with_int8`."""
+    """The graphs of all types, by the number of their first block; `int8` as of `with_int8`."""
     made = {}
-    for number in sorted(set(kind_of)):
+    for number in sorted(set(type_of)):
         graph_module, frozen = freeze(blocks[number], scheme, number >= end, int8.get(number, ()))
         run_passes(with_patterns(BLOCK), graph_module, graph_module, changes)
         made[number] = BlockType(Block(graph_module, blocks[number].outputs), frozen)
@@ -213,8 +213,8 @@ def _kinds(
 
 def in_scheme(chain: ModelChain, scheme: str) -> ModelChain:
     """The same blocks, whose frozen weights are of another scheme."""
-    kinds = _kinds(chain.blocks, chain.kind_of, scheme, chain.end)
-    return replace(chain, kinds=kinds, scheme=scheme, rounded=no_codes)
+    types = _block_types(chain.blocks, chain.type_of, scheme, chain.end)
+    return replace(chain, block_types=types, scheme=scheme, rounded=no_codes)
 
 
 def with_int8(chain: ModelChain, layers: Mapping[int, frozenset[str]]) -> ModelChain:
@@ -222,16 +222,16 @@ def with_int8(chain: ModelChain, layers: Mapping[int, frozenset[str]]) -> ModelC
 
     Args:
         chain: of blocks in int4.
-        layers: names of a block's own weights, by its number. Blocks with others are another kind.
+        layers: names of a block's own weights, by its number. Blocks with others are of another type.
     """
     first: dict[tuple[int, frozenset[str]], int] = {}
-    kind_of = []
-    for number, kind in enumerate(chain.kind_of):
-        own = dict(zip(chain.blocks[number].weights, chain.blocks[kind].weights, strict=True))
+    type_of = []
+    for number, first_of_type in enumerate(chain.type_of):
+        own = dict(zip(chain.blocks[number].weights, chain.blocks[first_of_type].weights, strict=True))
         alike = frozenset(own[name] for name in layers.get(number, ()))
-        kind_of.append(first.setdefault((kind, alike), number))
-    kinds = _kinds(chain.blocks, kind_of, chain.scheme, chain.end, layers)
-    return replace(chain, kind_of=kind_of, kinds=kinds)
+        type_of.append(first.setdefault((first_of_type, alike), number))
+    types = _block_types(chain.blocks, type_of, chain.scheme, chain.end, layers)
+    return replace(chain, type_of=type_of, block_types=types)
 
 
 def plain_layers(model: torch.nn.Module) -> set[str]:

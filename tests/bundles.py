@@ -17,7 +17,7 @@ from prge.formats.bundle import (
     file_sha256,
     manifest_sha256,
 )
-from prge.formats.chain import Block, Bounds, Chain, Interface, Kind, Table
+from prge.formats.chain import Block, BlockProgram, Bounds, Chain, Interface, Table
 from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD, FORWARD_SAVE, JVP
 from prge.model_spec import AdaptedModule, ModelSpec
 
@@ -84,10 +84,10 @@ def make_small_chain(**changes: Any) -> Chain:
 
     is_encoder = changes.get("readout") == "pooled"
     block, head = _methods(is_encoder)
-    kinds = [
-        Kind("programs/embedding.pte", {FORWARD: Interface(("tokens",), ("hidden_states",))}),
-        Kind("programs/block.pte", block),
-        Kind("programs/head.pte", head),
+    programs = [
+        BlockProgram("programs/embedding.pte", {FORWARD: Interface(("tokens",), ("hidden_states",))}),
+        BlockProgram("programs/block.pte", block),
+        BlockProgram("programs/head.pte", head),
     ]
     blocks = [
         Block(0, "weights/embedding.ptd", (), ()),
@@ -102,7 +102,7 @@ def make_small_chain(**changes: Any) -> Chain:
         "modules": MODULES,
         "bounds": Bounds(copies=8, batch=4, queries=8, tokens=16, states=128),
         "tables": (Table("causal", 7), Table("rotary")),
-        "kinds": tuple(kinds[:2] if is_encoder else kinds),
+        "programs": tuple(programs[:2] if is_encoder else programs),
         "blocks": tuple(blocks[:2] if is_encoder else blocks),
     }
     return Chain(**{**fields, **changes})
@@ -112,7 +112,7 @@ def make_bundle(folder: Path, chain: Chain | None = None, **changes: Any) -> Pat
     """Write a whole bundle into `folder`, but for adapter and tokenizer that are there; `changes` replace
     blocks of its manifest."""
     chain = chain or make_small_chain()
-    files = {kind.program: b"program " * 64 for kind in chain.kinds}
+    files = {program.file: b"program " * 64 for program in chain.programs}
     files |= {block.weights: b"weights " * 64 * (1 + number) for number, block in enumerate(chain.blocks)}
     block = {"format": FORMAT, "chain": chain.to_json(), **changes}
     return _write_bundle(folder, {**FILES, **files, TABLES: b"tables"}, block)
@@ -125,17 +125,17 @@ def opened_bundle(chain: Chain | None = None, **manifest: Any) -> Bundle:
 
 
 def make_chain(readout: str = "logprobs", lowest: int = 1) -> Chain:
-    """A chain of four blocks of three kinds; two modules in each adapted block, from the `lowest` on."""
+    """A chain of four blocks of three types; two modules in each adapted block, from the `lowest` on."""
     is_encoder = readout == "pooled"
     block, head = _methods(is_encoder)
     plain = {FORWARD: Interface(("hidden_states", "table.0"), ("hidden_states",))}
-    kinds = [Kind("programs/embedding.pte", {FORWARD: Interface(("tokens",), ("hidden_states",))})]
-    kinds += [Kind("programs/block.pte", block)]
-    kinds += [] if is_encoder else [Kind("programs/head.pte", head)]
-    kinds += [Kind("programs/plain.pte", plain)] if lowest == 2 else []
+    programs = [BlockProgram("programs/embedding.pte", {FORWARD: Interface(("tokens",), ("hidden_states",))})]
+    programs += [BlockProgram("programs/block.pte", block)]
+    programs += [] if is_encoder else [BlockProgram("programs/head.pte", head)]
+    programs += [BlockProgram("programs/plain.pte", plain)] if lowest == 2 else []
     adapted = range(lowest, 4 if is_encoder else 3)
     places = {number: (2 * index, 2 * index + 1) for index, number in enumerate(adapted)}
-    numbers = [0, 1 if lowest == 1 else len(kinds) - 1, 1, 1 if is_encoder else 2]
+    numbers = [0, 1 if lowest == 1 else len(programs) - 1, 1, 1 if is_encoder else 2]
     tables = ((), (0,), (0,), (0,) if is_encoder else ())
     return Chain(
         readout=readout,
@@ -149,7 +149,7 @@ def make_chain(readout: str = "logprobs", lowest: int = 1) -> Chain:
         ),
         bounds=Bounds(tokens=16),
         tables=(Table("causal", window=5), Table("positions", first=2)),
-        kinds=tuple(kinds),
+        programs=tuple(programs),
         blocks=tuple(
             Block(kind, f"weights/{number:03d}.ptd", tables[number], places.get(number, ()))
             for number, kind in enumerate(numbers)

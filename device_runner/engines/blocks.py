@@ -35,7 +35,7 @@ from device_runner.engines.tables import Tables
 from prge.engine import Array, FloatArray
 from prge.errors import EngineError
 from prge.formats.bundle import Bundle, check_content
-from prge.formats.chain import TABLE, Interface, Kind, TensorSpec
+from prge.formats.chain import TABLE, BlockProgram, Interface, TensorSpec
 from prge.formats.peft import scaled_lora_a
 from prge.formats.signatures import BACKWARD, DECODE, FORWARD, PREFILL, RESIDUAL_ROLES
 from prge.numerics.expert_routing import Routing
@@ -70,7 +70,7 @@ class Blocks:
     ) -> None:
         self._bundle = bundle
         self._runtime = backend.runtime
-        self._programs = [self._opened(kind) for kind in bundle.chain.kinds]
+        self._programs = [self._opened(program) for program in bundle.chain.programs]
         self.chain = with_specs(bundle.chain, self._programs)
         self.tables = Tables(bundle, self.chain)
         self._roles = {FORWARD, *roles}
@@ -95,7 +95,7 @@ class Blocks:
         self._shapes = Shapes(self.chain, self.tables)
         for number, block in enumerate(self.chain.blocks):
             if problems := [*block_problems(self.chain, self._shapes, number)]:
-                raise foreign_program(bundle.file(self.chain.kinds[block.kind].program), problems)
+                raise foreign_program(bundle.file(self.chain.programs[block.program].file), problems)
         is_native = backend.name == "native"
         self._packed = PackedFiles(tell) if is_native else None
         self._files = {number: self._weights(number) for number in dict.fromkeys(self._first)}
@@ -119,7 +119,7 @@ class Blocks:
 
     def interface(self, number: int, role: str) -> Interface:
         """Names of what a block's method takes and answers."""
-        return self.chain.kinds[self.chain.blocks[number].kind].methods[role]
+        return self.chain.programs[self.chain.blocks[number].program].methods[role]
 
     @property
     def sha256(self) -> str:
@@ -172,7 +172,7 @@ class Blocks:
 
         Args:
             number: of the block.
-            role: of its kind's.
+            role: of its program's.
             inputs: contiguous arrays, all that the method asks for; more are left out.
             into: memory f32 [numbers] of some outputs, which are written to its beginning.
 
@@ -297,7 +297,7 @@ class Blocks:
         )
 
     def _load(self, number: int, role: str, arena: Any) -> Any:
-        program = self._programs[self.chain.blocks[number].kind]
+        program = self._programs[self.chain.blocks[number].program]
         with captured_stderr() as log:
             try:
                 return program.load(role, weights=self._files[number], arena=arena)
@@ -305,13 +305,13 @@ class Blocks:
                 refused = error if isinstance(error, RefusedError) else RefusedError(str(error), log())
                 raise load_error(self._bundle.file(self.chain.blocks[number].weights), refused) from None
 
-    def _opened(self, kind: Kind) -> Any:
-        """The program of a kind, which has the specs that the manifest says."""
-        path = self._bundle.file(kind.program)
+    def _opened(self, described: BlockProgram) -> Any:
+        """A program of the bundle, which has the specs that the manifest says."""
+        path = self._bundle.file(described.file)
         with captured_stderr() as log:
             try:
                 program = self._runtime.Program(path)
-                problems = [*program_problems(kind, program)]
+                problems = [*program_problems(described, program)]
             except RuntimeError as error:
                 refused = error if isinstance(error, RefusedError) else RefusedError(str(error), log())
                 raise load_error(path, refused) from None
@@ -322,8 +322,8 @@ class Blocks:
     def _new_arena(self) -> Any:
         size = max(
             program.arena_bytes(role)
-            for program, kind in zip(self._programs, self.chain.kinds, strict=True)
-            for role in kind.methods
+            for program, described in zip(self._programs, self.chain.programs, strict=True)
+            for role in described.methods
         )
         try:
             return self._runtime.Arena(size)
@@ -333,13 +333,13 @@ class Blocks:
     def _weights(self, number: int) -> Any:
         """A block's weights file, of which and of whose program it is known that the engine can run them."""
         block = self.chain.blocks[number]
-        kind = self.chain.kinds[block.kind]
-        weights, program = self._bundle.file(block.weights), self._bundle.file(kind.program)
+        described = self.chain.programs[block.program]
+        weights, program = self._bundle.file(block.weights), self._bundle.file(described.file)
         if self._packed is not None:
-            probes = {role: self._tried(number, role) for role in kind.methods}
+            probes = {role: self._tried(number, role) for role in described.methods}
             try:
                 return self._packed.open(
-                    HashedFile(program, self._bundle.hash_of(kind.program)),
+                    HashedFile(program, self._bundle.hash_of(described.file)),
                     HashedFile(weights, self._bundle.hash_of(block.weights)),
                     probes,
                 )
@@ -351,12 +351,12 @@ class Blocks:
     def _try(self, number: int) -> None:
         """Load and run a block in a child process."""
         block = self.chain.blocks[number]
-        program = self._programs[block.kind]
+        program = self._programs[block.program]
 
         def attempt() -> None:
             if self._packed is not None:
                 self._runtime.without_threads()
-            for role in self._roles & set(self.chain.kinds[block.kind].methods):
+            for role in self._roles & set(self.chain.programs[block.program].methods):
                 outputs = [self._room(spec) for spec in self.interface(number, role).output_specs]
                 program.load(role, weights=self._files[number]).run(self._tried(number, role), outputs)
 
@@ -384,7 +384,7 @@ class Blocks:
                 return indices
             return 0.1 * random.standard_normal(shape, np.float32)
 
-        return [one(name) for name in chain.kinds[block.kind].methods[role].inputs]
+        return [one(name) for name in chain.programs[block.program].methods[role].inputs]
 
 
 def _untouched(size: int) -> Array:

@@ -1,6 +1,6 @@
 """The shapes of what a chain's methods take and answer, by the specs of its manifest.
 
-A program is compared with the specs of its kind once, when a bundle opens, and so are the specs of every
+A program is compared with the manifest's specs once, when a bundle opens, and so are the specs of every
 block with what the manifest says of it: modules, tables and bounds fix all sizes but the widths of states,
 heads, shared, saved and carried values, which its neighbours must have too. After that specs are trusted.
 """
@@ -12,7 +12,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from device_runner.engines.tables import Tables
-from prge.formats.chain import SHARED_IN, SHARED_OUT, TABLE, Block, Bounds, Chain, Interface, Kind, TensorSpec
+from prge.formats.chain import (
+    SHARED_IN,
+    SHARED_OUT,
+    TABLE,
+    Block,
+    BlockProgram,
+    Bounds,
+    Chain,
+    Interface,
+    TensorSpec,
+)
 from prge.formats.signatures import (
     DECODE,
     FORWARD,
@@ -29,14 +39,14 @@ from prge.numerics.expert_routing import Routing
 TRIED = Bounds(copies=1, batch=1, queries=1, tokens=4, states=4, sequences=1, context=4, piece=4)
 
 
-def program_problems(kind: Kind, program: Any) -> Iterator[str]:
-    """What a program has otherwise than the manifest says of its kind.
+def program_problems(described: BlockProgram, program: Any) -> Iterator[str]:
+    """What a program has otherwise than the manifest says.
 
     Args:
-        kind: of a manifest.
+        described: in a manifest.
         program: opened by one of the engines, which reads the program's own metadata.
     """
-    for role, method in kind.methods.items():
+    for role, method in described.methods.items():
         if role not in program.methods:
             yield f"its methods are {', '.join(program.methods)}, must include {role}"
             continue
@@ -58,9 +68,9 @@ def with_specs(chain: Chain, programs: Sequence[Any]) -> Chain:
 
     Args:
         chain: of a manifest.
-        programs: of its kinds, without `program_problems`.
+        programs: opened, without `program_problems`.
     """
-    methods = (method for kind in chain.kinds for method in kind.methods.values())
+    methods = (method for program in chain.programs for method in program.methods.values())
     if all(method.has_specs for method in methods):
         return chain
 
@@ -72,9 +82,12 @@ def with_specs(chain: Chain, programs: Sequence[Any]) -> Chain:
 
     return replace(
         chain,
-        kinds=tuple(
-            replace(kind, methods={role: of(method, role, program) for role, method in kind.methods.items()})
-            for kind, program in zip(chain.kinds, programs, strict=True)
+        programs=tuple(
+            replace(
+                described,
+                methods={role: of(method, role, program) for role, method in described.methods.items()},
+            )
+            for described, program in zip(chain.programs, programs, strict=True)
         ),
     )
 
@@ -167,12 +180,12 @@ class AttentionHeads:
 
 def _method(chain: Chain, block: Block, role: str) -> Interface:
     """A block's method, or one of nothing."""
-    return chain.kinds[block.kind].methods.get(role, Interface((), ()))
+    return chain.programs[block.program].methods.get(role, Interface((), ()))
 
 
 def _of_texts(chain: Chain, block: Block) -> Interface:
     """A block's method that goes on with sequences, or one of nothing."""
-    methods = chain.kinds[block.kind].methods
+    methods = chain.programs[block.program].methods
     return _method(chain, block, DECODE if DECODE in methods else PREFILL)
 
 
@@ -187,7 +200,7 @@ def _widths(method: Interface) -> tuple[int, int]:
 def _heads(chain: Chain, block: Block) -> AttentionHeads:
     """The heads of a block's attention; none where it has no role for texts."""
     method = _of_texts(chain, block)
-    sequences = chain.bounds.sequences if DECODE in chain.kinds[block.kind].methods else 1
+    sequences = chain.bounds.sequences if DECODE in chain.programs[block.program].methods else 1
     keys, values = method.sizes(PAST_KEYS), method.sizes(PAST_VALUES)
     fits = len(keys) == len(values) == 3
     return AttentionHeads(keys[0] // sequences, keys[2], values[2]) if fits else AttentionHeads(0, 0, 0)
@@ -235,7 +248,7 @@ def block_problems(chain: Chain, shapes: Shapes, number: int) -> Iterator[str]:
         yield f"it saves values of the widths {sorted(shapes.saved[number].values())}"
     if any(not 1 <= size <= LARGEST_SIZE for shape in shapes.carried[number].values() for size in shape):
         yield f"it carries things of the shapes {sorted(shapes.carried[number].values())}"
-    for role, method in chain.kinds[block.kind].methods.items():
+    for role, method in chain.programs[block.program].methods.items():
         for what, names, specs in (
             ("input", method.inputs, method.input_specs),
             ("output", method.outputs, method.output_specs),

@@ -1,7 +1,7 @@
 """Reading a bundle: the folder that an export writes and a device needs.
 
     manifest.json       chain, model, quantization, versions, verification, sha256 of every other file
-    programs/           a `.pte` for each kind of block, without weights
+    programs/           a `.pte` for each type of block, without weights
     weights/            a `.ptd` for each block
     tables.safetensors  rotations of all positions, where the model has any
     adapter/            the adapter to start from, a PEFT folder (lora_A and lora_B)
@@ -165,7 +165,7 @@ def open_bundle(folder: Path | str) -> Bundle:
 def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
     """The chain that a manifest describes; raises BundleError if it can't be run or a file isn't listed."""
     chain = Chain.from_json(manifest.get("chain"))
-    needed = {kind.program for kind in chain.kinds} | {block.weights for block in chain.blocks}
+    needed = {program.file for program in chain.programs} | {block.weights for block in chain.blocks}
     needed |= {TABLES} if any(table.kind in STORED_TABLES for table in chain.tables) else set()
     if missing := sorted(needed - set(manifest["files"])):
         raise BundleError(

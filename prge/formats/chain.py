@@ -1,10 +1,10 @@
-"""A model as a chain: its blocks in order, the kinds whose programs compute them.
+"""A model as a chain: its blocks in order, and the programs that compute them.
 
     embedding   tokens -> state        block   state -> state        head   state -> parts
 
-A program has a method for each role of its kind; prge/formats/signatures.py says what these take and answer.
+A program has a method for each of its roles; prge/formats/signatures.py says what these take and return.
 Shared values go from the block that makes them to several others. A decoder's head is one or more blocks of
-a kind, each with a piece of the vocabulary. `table.<n>` are a block's tables, `taken.<n>` and `given.<n>` the
+one program, each with a piece of the vocabulary. `table.<n>` are a block's tables, `taken.<n>` and `given.<n>` the
 shared values that it takes and gives, and `<n>` of an adapter's inputs counts the block's adapted modules.
 """
 
@@ -188,27 +188,27 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Blocks of one graph: their program file, and its methods by role.
+class BlockProgram:
+    """The program of all blocks of one type: its file, and its methods by role.
 
     Blocks of `experts` that come one after the other are a layer's: the state is not of them, but of what
     `prge.numerics.expert_routing` makes of all.
     """
 
-    program: str
+    file: str
     methods: Mapping[str, Interface]
     experts: bool = False
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block: the number of its kind, its weights file, its tables, its modules among the chain's.
+    """One block: the number of its program, its weights file, its tables, its modules among the chain's.
 
     `takes` are numbers of the chain's shared values. `past` tells which of these are the keys and the values
     of its attention, [tokens, heads x width]; it is empty if the block makes its own.
     """
 
-    kind: int
+    program: int
     weights: str
     tables: tuple[int, ...]
     modules: tuple[int, ...]
@@ -246,7 +246,7 @@ class Chain:
     modules: tuple[AdaptedModule, ...]
     bounds: Bounds
     tables: tuple[Table, ...]
-    kinds: tuple[Kind, ...]
+    programs: tuple[BlockProgram, ...]
     blocks: tuple[Block, ...]
     shared: tuple[int, ...] = ()
 
@@ -281,7 +281,9 @@ class Chain:
         for number, first in enumerate(self.first_of_weights):
             one, other = self.blocks[first], self.blocks[number]
             is_layer = 0 < first < self.end and number < self.end
-            if first < number and not (is_layer and (one.kind, one.modules) == (other.kind, other.modules)):
+            if first < number and not (
+                is_layer and (one.program, one.modules) == (other.program, other.modules)
+            ):
                 yield f"blocks {first} and {number} share a weights file and aren't one layer"
         if self.pooling not in POOLINGS:
             yield f"pooling is {shown(self.pooling)}, must be one of {', '.join(POOLINGS)}"
@@ -300,7 +302,7 @@ class Chain:
             yield f"rows have {shown(self.bounds.tokens)} tokens, texts {shown(self.bounds.context)}"
 
     def _part_problems(self) -> Iterator[str]:
-        """What is wrong with the tables, modules and kinds of all blocks."""
+        """What is wrong with the tables, modules and programs of all blocks."""
         for table in self.tables:
             window = 1 if table.window is None else table.window
             if (
@@ -318,13 +320,13 @@ class Chain:
             yield "no block has an adapted module: there is nothing to train"
         if used != list(range(len(self.modules))):
             yield f"its blocks have the modules {shown(used)}, the chain {len(self.modules)}"
-        if unused := {*range(len(self.kinds))} - {block.kind for block in self.blocks}:
-            yield f"no block is of kind {min(unused)}"
+        if unused := {*range(len(self.programs))} - {block.program for block in self.blocks}:
+            yield f"no block has the program {min(unused)}"
 
     def _block_problems(self, number: int, block: Block) -> Iterator[str]:
-        """What is wrong with a block; without its kind, tables or shared values no more can be told of it."""
-        if not 0 <= block.kind < len(self.kinds):
-            yield f"block {number} is of kind {shown(block.kind)}, there are {len(self.kinds)}"
+        """What is wrong with a block; without its program, tables or shared values no more can be told of it."""
+        if not 0 <= block.program < len(self.programs):
+            yield f"block {number} has the program {shown(block.program)}, there are {len(self.programs)}"
         elif any(not 0 <= table < len(self.tables) for table in block.tables):
             yield f"block {number} has the tables {shown(block.tables)}, there are {len(self.tables)}"
         elif problem := self._sharing_problem(number, block):
@@ -335,7 +337,7 @@ class Chain:
             is_between = 0 < number < min(self.end, len(self.blocks) - 1)
             if self.is_expert(number) and (block.modules or block.tables or not is_between):
                 yield f"block {number}, an expert, has modules or tables, or is the first or the last one"
-            if FORWARD not in self.kinds[block.kind].methods:
+            if FORWARD not in self.programs[block.program].methods:
                 yield f"block {number} lacks the role {FORWARD}"
             yield from self._interface_problems(number, block)
 
@@ -354,7 +356,7 @@ class Chain:
     def _interface_problems(self, number: int, block: Block) -> Iterator[str]:
         """What a block's methods ask for, or answer, otherwise than an engine expects."""
         modules = len(block.modules)
-        for role, method in self.kinds[block.kind].methods.items():
+        for role, method in self.programs[block.program].methods.items():
             if role not in ALL_ROLES:
                 yield f"block {number} has the role {shown(role)}, this version knows {', '.join(ALL_ROLES)}"
                 continue
@@ -395,7 +397,7 @@ class Chain:
 
     def carried(self, number: int) -> list[str]:
         """Names of what a block carries from call to call, whatever the role."""
-        methods = self.kinds[self.blocks[number].kind].methods
+        methods = self.programs[self.blocks[number].program].methods
         inputs = [methods[role].inputs for role in (PREFILL, DECODE) if role in methods]
         return [name for name in (inputs or [()])[0] if name.startswith(f"{RECURRENT_STATE}.")][
             : _MOST_CARRIED + 1
@@ -412,10 +414,14 @@ class Chain:
 
     def saved(self, number: int) -> list[str]:
         """Names of what a block's forward pass saves for the way back; none if it can't."""
-        return self._saved(number) if BACKWARD_SAVED in self.kinds[self.blocks[number].kind].methods else []
+        return (
+            self._saved(number)
+            if BACKWARD_SAVED in self.programs[self.blocks[number].program].methods
+            else []
+        )
 
     def _saved(self, number: int) -> list[str]:
-        method = self.kinds[self.blocks[number].kind].methods.get(FORWARD_SAVE)
+        method = self.programs[self.blocks[number].program].methods.get(FORWARD_SAVE)
         outputs = method.outputs[: _MOST_SAVED + 1 + len(self.shared)] if method else ()
         return [name for name in outputs if name.startswith(f"{RESIDUAL}.")]
 
@@ -425,7 +431,7 @@ class Chain:
 
     def is_expert(self, number: int) -> bool:
         """Whether a block is an expert of a layer."""
-        return self.kinds[self.blocks[number].kind].experts
+        return self.programs[self.blocks[number].program].experts
 
     def turns(self, numbers: Iterable[int]) -> list[range]:
         """Blocks in order, the experts of a layer together: each is a step of a state on its way."""
@@ -440,10 +446,10 @@ class Chain:
     @cached_property
     def end(self) -> int:
         """Number of the first block that answers no state: the first piece of a decoder's head."""
-        kinds = [block.kind for block in self.blocks]
+        programs = [block.program for block in self.blocks]
         if self.is_encoder:
-            return len(kinds)
-        return next((n + 1 for n in reversed(range(len(kinds))) if kinds[n] != kinds[-1]), 0)
+            return len(programs)
+        return next((n + 1 for n in reversed(range(len(programs))) if programs[n] != programs[-1]), 0)
 
     @cached_property
     def first_of_weights(self) -> tuple[int, ...]:
@@ -493,9 +499,9 @@ class Chain:
             role
             for role, blocks in needing.items()
             if all(
-                role in self.kinds[block.kind].methods
+                role in self.programs[block.program].methods
                 for block in blocks
-                if role in STEP_ROLES or not self.kinds[block.kind].experts
+                if role in STEP_ROLES or not self.programs[block.program].experts
             )
         )
 
@@ -539,8 +545,8 @@ class Chain:
     def to_json(self) -> dict[str, Any]:
         """The manifest's `chain` block."""
         block = asdict(self)
-        for kind, written in zip(self.kinds, block["kinds"], strict=True):
-            for role, method in kind.methods.items():
+        for program, written in zip(self.programs, block["programs"], strict=True):
+            for role, method in program.methods.items():
                 written["methods"][role]["input_specs"] = list(map(str, method.input_specs))
                 written["methods"][role]["output_specs"] = list(map(str, method.output_specs))
         return block
@@ -586,32 +592,32 @@ _IN_WORDS: dict[type, str] = {
 _hints = cache(get_type_hints)
 
 
-def _read(kind: Any, value: Any, name: str) -> Any:
+def _read(expected: Any, value: Any, name: str) -> Any:
     """A JSON value as a field's type has it; raises BundleError if it is of another, or lacks a field."""
-    parts = get_args(kind)
-    if kind is TensorSpec:
+    parts = get_args(expected)
+    if expected is TensorSpec:
         try:
             return TensorSpec.parse(_checked(name, value, str))
         except ValueError as error:
             raise _unreadable(name, value, str(error)) from None
-    if isinstance(kind, type) and is_dataclass(kind):
+    if isinstance(expected, type) and is_dataclass(expected):
         block = _checked(name, value, Mapping)
-        held = [field for field in _hints(kind) if field in block or field not in _LATER]
-        return kind(**{field: _read(_hints(kind)[field], block.get(field), field) for field in held})
-    if get_origin(kind) is tuple:
+        held = [field for field in _hints(expected) if field in block or field not in _LATER]
+        return expected(**{field: _read(_hints(expected)[field], block.get(field), field) for field in held})
+    if get_origin(expected) is tuple:
         return tuple(_read(parts[0], each, f"one of {name}") for each in _checked(name, value, list))
-    if get_origin(kind) is Mapping:
+    if get_origin(expected) is Mapping:
         named = _checked(name, value, Mapping).items()
         return {key: _read(parts[1], each, f"one of {name}") for key, each in named}
     if parts:  # it, or None
         return None if value is None else _read(parts[0], value, name)
-    return _checked(name, value, kind)
+    return _checked(name, value, expected)
 
 
-def _checked(name: str, value: Any, kind: type) -> Any:
+def _checked(name: str, value: Any, expected: type) -> Any:
     value = [*value] if isinstance(value, tuple) else value
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise _unreadable(name, value, f"must be {_IN_WORDS[kind]}")
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+        raise _unreadable(name, value, f"must be {_IN_WORDS[expected]}")
     return value
 
 

@@ -111,6 +111,6 @@ def _give(block: EagerBlock, own: Mapping[str, str], codes: Mapping[str, Int4Wei
 
 def _give_int8(chain: ModelChain, block: EagerBlock) -> None:
     """Let a block compute with the rounded weights of its int8 layers."""
-    for name, is_int4 in chain.kinds[chain.kind_of[block.number]].frozen.layers.items():
+    for name, is_int4 in chain.block_types[chain.type_of[block.number]].frozen.layers.items():
         if not is_int4:
             block.tensors[name] = int8_weight(block.tensors[name]).dequantize()

@@ -60,7 +60,7 @@ def measure(chain: ModelChain, rows: Sequence[Sequence[int]]) -> dict[int, dict[
 
 def int4_layers(chain: ModelChain, number: int) -> list[str]:
     """Names, in its kind, of a block's weights that are int4; none that is computed of others."""
-    layers, own = chain.kinds[chain.kind_of[number]].frozen.layers, chain.own_names(number)
+    layers, own = chain.block_types[chain.type_of[number]].frozen.layers, chain.own_names(number)
     return [name for name, in_groups in layers.items() if in_groups and name in own]
 
 
@@ -92,7 +92,7 @@ def choose_int8(
         if not seen.issuperset(found):
             own = chain.own_names(number).items()
             of_kind = {name: found[weight] for name, weight in own if weight in found}
-            by_kind[chain.kind_of[number]][number] = of_kind
+            by_kind[chain.type_of[number]][number] = of_kind
             seen.update(found)
     share = (bits - _INT4) / (_INT8 - _INT4)
     chosen: dict[int, frozenset[str]] = {}

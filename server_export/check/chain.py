@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from prge.errors import Refusal
-from prge.formats.chain import TABLE, Kind
+from prge.formats.chain import TABLE, BlockProgram
 from server_export.check.model import ModelComparison
 from server_export.lower.chain import LoweredChain
 from server_export.model.chain import ModelChain
@@ -45,17 +45,17 @@ class ChainVerification:
 
 
 def verify_chain(chain: ModelChain, lowered: LoweredChain, folder: Path, scheme: str) -> ChainVerification:
-    """Run every role of every kind on the weights of one of its blocks, in the engine and in PyTorch.
+    """Run every role of every type of block on the weights of one of its blocks, in the engine and in PyTorch.
 
     Raises:
         Refusal: they differ by more than the tolerance, or an output isn't finite (`differs-from-graph`).
     """
     tolerance = FLOAT_TOLERANCE if scheme == "fp32" else QUANTIZED_TOLERANCE
     differences: dict[str, float] = {}
-    done = count_parts(len(lowered.kinds))
-    for number, kind in enumerate(lowered.kinds):
-        # The last of a kind: the programs were lowered with none's weights.
-        place = max(index for index, block in enumerate(lowered.blocks) if block.kind == number)
+    done = count_parts(len(lowered.programs))
+    for number, program in enumerate(lowered.programs):
+        # The last of a type: the programs were lowered with none's weights.
+        place = max(index for index, block in enumerate(lowered.blocks) if block.program == number)
         tensors = lowered.lowered[number].with_constants(chain.tensors(place))
         weights = folder / lowered.blocks[place].weights
         chooses = chain.blocks[place].experts is not None and scheme != "fp32"
@@ -64,25 +64,25 @@ def verify_chain(chain: ModelChain, lowered: LoweredChain, folder: Path, scheme:
             inputs = _example(chain, method.example_shapes(), lowered.blocks[place].tables)
             with torch.no_grad():
                 expected = method.block.call(inputs, tensors)
-            found = _engine(folder / kind.program, weights, role, [*inputs.values()])
+            found = _engine(folder / program.file, weights, role, [*inputs.values()])
             for ours, (name, theirs) in zip(found, expected.items(), strict=True):
                 difference = _difference(ours, theirs, share)
                 if not difference <= tolerance:
                     raise Refusal(
                         "differs-from-graph",
-                        f"{kind.program} computes {name} in the role {role} otherwise than the model's "
+                        f"{program.file} computes {name} in the role {role} otherwise than the model's "
                         f"graph: they differ by {difference:.3g} of the largest number, {scheme} allows "
                         f"{tolerance:.3g}",
                         remedy=_REMEDY,
                     )
                 differences[role] = max(difference, differences.get(role, 0.0))
-        check_specs(folder / kind.program, kind)
+        check_specs(folder / program.file, program)
         done()
     return ChainVerification(differences, tolerance)
 
 
-def check_specs(path: Path, kind: Kind) -> None:
-    """Compare the specs of a kind's methods with the metadata of its program.
+def check_specs(path: Path, described: BlockProgram) -> None:
+    """Compare the specs of a program's methods with its metadata.
 
     Raises:
         Refusal: an input or output has other sizes, or another dtype (`other-tensors`).
@@ -91,7 +91,7 @@ def check_specs(path: Path, kind: Kind) -> None:
 
     with quiet_engine():
         program = Runtime.get().load_program(path)
-    for role, method in kind.methods.items():
+    for role, method in described.methods.items():
         found = program.metadata(role)
         for specs, count, tensor in (
             (method.input_specs, found.num_inputs(), found.input_tensor_meta),
@@ -102,7 +102,7 @@ def check_specs(path: Path, kind: Kind) -> None:
             if tensors != expected:
                 raise Refusal(
                     "other-tensors",
-                    f"{kind.program} has other tensors in the role {role} than the program that it was "
+                    f"{described.file} has other tensors in the role {role} than the program that it was "
                     f"lowered from: {tensors}, must be {expected}",
                     remedy=_REMEDY,
                 )

@@ -42,7 +42,7 @@ _OF_A_CAST = 2
 
 
 @dataclass(frozen=True)
-class LoweredKind:
+class LoweredBlockType:
     """The program of all blocks of a kind, without weights, and the file that holds those of a block."""
 
     program: bytes
@@ -126,14 +126,14 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def lower_kind(
+def lower_block_type(
     methods: Mapping[str, ExportedProgram], sizes: Iterable[Size] = (), in_pieces: Collection[str] = ()
-) -> LoweredKind:
+) -> LoweredBlockType:
     """Lower the methods of a kind of block.
 
-        kind = lower_kind({"forward": stack, "backward": back})
-        Path("block.pte").write_bytes(kind.program)
-        kind.weights.write(Path("000.ptd"), tensors)
+        lowered = lower_block_type({"forward": forward, "backward": backward})
+        Path("block.pte").write_bytes(lowered.program)
+        lowered.weights.write(Path("000.ptd"), tensors)
 
     Args:
         methods: by name; what several of them read has one name. Not changed.
@@ -164,7 +164,7 @@ def lower_kind(
         (path,) = Path(folder).iterdir()
         weights = constants.explain(path.read_bytes(), config.segment_alignment)
     constants.refuse_inlined(weights)
-    return LoweredKind(program, weights)
+    return LoweredBlockType(program, weights)
 
 
 class Constants:

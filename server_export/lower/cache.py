@@ -36,7 +36,14 @@ from prge.errors import EngineError, RunError
 from prge.formats.bundle import file_sha256
 from prge.system.atomic import write_file
 from prge.system.user_cache import PROGRAMS, user_cache
-from server_export.lower.block_type import LAYOUTS, Entry, LoweredKind, WeightsFile, bytes_of, lower_kind
+from server_export.lower.block_type import (
+    LAYOUTS,
+    Entry,
+    LoweredBlockType,
+    WeightsFile,
+    bytes_of,
+    lower_block_type,
+)
 from server_export.lower.sizes import Method
 
 _PACKAGES = ("torch", "executorch", "torchao")
@@ -61,7 +68,7 @@ class ProgramCache:
 
     def lower(
         self, methods: Mapping[str, Method], constants: Mapping[str, torch.Tensor], in_pieces: Collection[str]
-    ) -> LoweredKind:
+    ) -> LoweredBlockType:
         """As `lower_methods`."""
         if self._folder is None:
             return lower_methods(methods, constants, in_pieces)
@@ -70,20 +77,20 @@ class ProgramCache:
         if known is not None:
             self.taken += 1
             return known
-        kind = lower_methods(methods, constants, in_pieces)
+        lowered = lower_methods(methods, constants, in_pieces)
         # What can't be kept is lowered again by the next export.
         with contextlib.suppress(OSError, RunError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_file(path, _content(kind))
-        return kind
+            write_file(path, _content(lowered))
+        return lowered
 
 
 def lower_methods(
     methods: Mapping[str, Method], constants: Mapping[str, torch.Tensor], in_pieces: Collection[str]
-) -> LoweredKind:
-    """Lower a kind's methods; `constants` are those of them that all blocks share. See `lower_kind`."""
+) -> LoweredBlockType:
+    """Lower a kind's methods; `constants` are those of them that all blocks share. See `lower_block_type`."""
     sizes = {size for method in methods.values() for size in method.sizes.values()}
-    return lower_kind({role: method.program() for role, method in methods.items()}, sizes, in_pieces)
+    return lower_block_type({role: method.program() for role, method in methods.items()}, sizes, in_pieces)
 
 
 def _key(
@@ -130,16 +137,16 @@ def _code() -> str:
     return "\n".join([platform.python_version(), *versions, *map(file_sha256, files)])
 
 
-def _content(kind: LoweredKind) -> bytes:
+def _content(lowered: LoweredBlockType) -> bytes:
     """A kind as the bytes of its file: their hash, and a safetensors file."""
-    weights = kind.weights
+    weights = lowered.weights
     entries = [
         [entry.name, entry.layout, entry.offset, entry.shape, _name_of(entry.dtype)]
         for entry in weights.entries
     ]
     fixed = [[name, [*value.shape], _name_of(value.dtype)] for name, value in weights.fixed.items()]
     parts: dict[str, bytes | memoryview] = {
-        "program": kind.program,
+        "program": lowered.program,
         "head": weights.head,
         "entries": json.dumps(entries).encode(),
         "fixed": json.dumps(fixed).encode(),
@@ -153,7 +160,7 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _read(path: Path) -> LoweredKind | None:
+def _read(path: Path) -> LoweredBlockType | None:
     """The kind in a file; None where there is none, or it is damaged."""
     try:
         stored = path.read_bytes()
@@ -173,7 +180,7 @@ def _read(path: Path) -> LoweredKind | None:
         return None
     if any(entry.layout not in LAYOUTS for entry in entries):
         return None
-    return LoweredKind(parts["program"].tobytes(), WeightsFile(parts["head"].tobytes(), entries, fixed))
+    return LoweredBlockType(parts["program"].tobytes(), WeightsFile(parts["head"].tobytes(), entries, fixed))
 
 
 def _tensor(content: NDArray[np.uint8], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

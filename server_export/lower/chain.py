@@ -26,7 +26,7 @@ from server_export.trace.tables import ModelTable
 
 EMBEDDING, BLOCK, EXPERT, HEAD = "embedding", "block", "expert", "head"
 # Lowering a kind takes about as long as writing the weights of so many blocks.
-_OF_A_KIND = 20
+_OF_A_TYPE = 20
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class LoweredChain:
     """What a manifest says of the blocks that were written and of shared values, each kind's programs by
     number, and where calibrated layers lie, by their names in the model."""
 
-    kinds: tuple[manifest.Kind, ...]
+    programs: tuple[manifest.BlockProgram, ...]
     blocks: tuple[manifest.Block, ...]
     tables: tuple[manifest.Table, ...]
     lowered: tuple[LoweredRoles, ...]
@@ -69,42 +69,42 @@ def lower_chain(
         roles = {*roles, *(CHUNK_ROLE[role] for role in {FORWARD, *roles} & {*CHUNK_ROLE})}
     (folder / PROGRAMS).mkdir()
     (folder / WEIGHTS).mkdir()
-    part = count_parts(_OF_A_KIND * len(chain.kinds) + len(chain.blocks))
-    kinds: list[manifest.Kind] = []
+    part = count_parts(_OF_A_TYPE * len(chain.block_types) + len(chain.blocks))
+    programs: list[manifest.BlockProgram] = []
     lowered: list[LoweredRoles] = []
-    for first in chain.kinds:
+    for first in chain.block_types:
         taken = cache.taken if cache else 0
-        done = _lowered_kind(chain, first, roles, bounds, cache, lambda share: part(share * _OF_A_KIND))
+        done = _lowered_type(chain, first, roles, bounds, cache, lambda share: part(share * _OF_A_TYPE))
         lowered.append(done)
-        name = _kind_name(chain, first, {kind.program for kind in kinds})
+        name = _program_name(chain, first, {program.file for program in programs})
         interfaces = {role: method.interface() for role, method in done.methods.items()}
-        kinds.append(manifest.Kind(_program(name), interfaces, chain.blocks[first].is_expert))
-        (folder / kinds[-1].program).write_bytes(done.kind.program)
+        programs.append(manifest.BlockProgram(_program(name), interfaces, chain.blocks[first].is_expert))
+        (folder / programs[-1].file).write_bytes(done.block_type.program)
         cached = " (from the cache)" if cache and cache.taken > taken else ""
         tell(f"{name}: {', '.join(done.methods)}{cached}")
         give_back_freed()
-    place = {first: number for number, first in enumerate(chain.kinds)}
+    place = {first: number for number, first in enumerate(chain.block_types)}
     number_of = {module.name: number for number, module in enumerate(chain.modules)}
     blocks = []
     layers = dict[str, StoredLayer]()
     written: dict[tuple[int, tuple[str, ...]], str] = {}
     for number, block in enumerate(chain.blocks):
-        kind, path = place[chain.kind_of[number]], f"{WEIGHTS}/{_block_name(chain, number)}.ptd"
+        program, path = place[chain.type_of[number]], f"{WEIGHTS}/{_block_name(chain, number)}.ptd"
         if number < chain.end:
             # A layer that is used again has the file of its first use.
-            path = written.setdefault((kind, block.weights), path)
+            path = written.setdefault((program, block.weights), path)
         if not (folder / path).exists():
-            lowered[kind].write(folder / path, chain.tensors(number))
-            layers |= _stored_layers(chain, number, path, lowered[kind].kind.weights)
+            lowered[program].write(folder / path, chain.tensors(number))
+            layers |= _stored_layers(chain, number, path, lowered[program].block_type.weights)
         modules = tuple(number_of[layer] for layer in block.modules)
-        past = lowered[kind].past
-        blocks.append(manifest.Block(kind, path, block.tables, modules, block.takes, past))
+        past = lowered[program].past
+        blocks.append(manifest.Block(program, path, block.tables, modules, block.takes, past))
         part()
     _write_tables(folder / TABLES, chain.tables.all)
     tables = tuple(
         manifest.Table(table.kind, table.window, table.first, table.members) for table in chain.tables.all
     )
-    return LoweredChain(tuple(kinds), tuple(blocks), tables, tuple(lowered), tuple(chain.shared), layers)
+    return LoweredChain(tuple(programs), tuple(blocks), tables, tuple(lowered), tuple(chain.shared), layers)
 
 
 def check_operators(chain: ModelChain, roles: Collection[str]) -> None:
@@ -115,14 +115,14 @@ def check_operators(chain: ModelChain, roles: Collection[str]) -> None:
     """
     if JVP not in roles:
         return
-    for first in chain.kinds:
+    for first in chain.block_types:
         if first > 0:
-            block = chain.kinds[first].block
+            block = chain.block_types[first].block
             changing = {str(node.target) for port, node in block.inputs.items() if port.changes}
             check_rules(block.graph_module, changing)
 
 
-def _lowered_kind(
+def _lowered_type(
     chain: ModelChain,
     first: int,
     roles: Collection[str],
@@ -133,14 +133,14 @@ def _lowered_kind(
     """The programs of the kind whose first block has this number."""
     lowest = next(number for number, block in enumerate(chain.blocks) if block.modules)
     # No step goes through blocks below the first adapter.
-    is_stepped = first in chain.kind_of[lowest:]
-    kind, is_expert = chain.kinds[first], chain.blocks[first].is_expert
+    is_stepped = first in chain.type_of[lowest:]
+    of_type, is_expert = chain.block_types[first], chain.blocks[first].is_expert
     if is_expert:
         # It knows nothing of other tokens: a forward pass is one, whatever its tokens are.
         roles = {*roles} & {*STEP_ROLES}
     return lower_roles(
-        kind.block,
-        kind.frozen.stored,
+        of_type.block,
+        of_type.frozen.stored,
         {FORWARD, *(role for role in roles if is_stepped or role not in TRAINING_ROLES)},
         bounds,
         cache=cache,
@@ -162,7 +162,7 @@ def _stored_layers(chain: ModelChain, number: int, path: str, weights: WeightsFi
     return found
 
 
-def _kind_name(chain: ModelChain, first: int, programs: Collection[str]) -> str:
+def _program_name(chain: ModelChain, first: int, programs: Collection[str]) -> str:
     if first == 0:
         return EMBEDDING
     if first >= chain.end:

@@ -17,7 +17,7 @@ from server_export.derive.roles import derive, is_head
 from server_export.ir.block import Block
 from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
 from server_export.ir.modules import attribute, copied
-from server_export.lower.block_type import LoweredKind
+from server_export.lower.block_type import LoweredBlockType
 from server_export.lower.cache import ProgramCache, lower_methods
 from server_export.lower.sizes import Method, Size
 
@@ -27,14 +27,14 @@ class LoweredRoles:
     """The program of a kind, its methods by role, its constants that no block has its own of, and which of
     the shared values that its blocks take are keys and values."""
 
-    kind: LoweredKind
+    block_type: LoweredBlockType
     methods: Mapping[str, Method]
     constants: Mapping[str, torch.Tensor]
     past: tuple[int, ...]
 
     def write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the weights file of a block, from its kind's frozen tensors."""
-        self.kind.weights.write(path, self.with_constants(tensors))
+        self.block_type.weights.write(path, self.with_constants(tensors))
 
     def with_constants(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """All constants of a block's programs, from its kind's frozen tensors."""

@@ -41,8 +41,8 @@ class ModelChain:
     """A model's blocks in order.
 
     Attributes:
-        kind_of: the number of each block's type in `kinds`.
-        kinds: block types, by the number of the first block of each.
+        type_of: the number of each block's type in `block_types`.
+        block_types: by the number of the first block of each.
         lora_a: frozen matrices f32 [rank, in] by adapted layer.
         head_rows: the rows of a head's tensors that each of its blocks has: a shard of the vocabulary.
         has_own_head: whether an encoder's states are what the last layer of its own head reads.
@@ -51,8 +51,8 @@ class ModelChain:
     """
 
     blocks: list[ModelBlock]
-    kind_of: list[int]
-    kinds: dict[int, BlockType]
+    type_of: list[int]
+    block_types: dict[int, BlockType]
     tables: ModelTables
     modules: tuple[AdaptedModule, ...]
     weights: Weights
@@ -95,8 +95,8 @@ class ModelChain:
         if self.scheme == "fp32":
             return QuantizationReport()
         per_channel, embeddings = list[str](), list[str]()
-        for number, kind in enumerate(self.kind_of):
-            frozen = self.kinds[kind].frozen
+        for number, kind in enumerate(self.type_of):
+            frozen = self.block_types[kind].frozen
             own = self.own_names(number)
             embeddings += frozen.embeddings
             if self.scheme == "8da4w":
@@ -112,7 +112,7 @@ class ModelChain:
 
     def own_names(self, number: int) -> dict[str, str]:
         """The names of a block's weights by those that its kind's graph has for them."""
-        kind = self.blocks[self.kind_of[number]]
+        kind = self.blocks[self.type_of[number]]
         return dict(zip(kind.weights, self.blocks[number].weights, strict=True))
 
     def state_widths(self, number: int) -> tuple[int, int]:
@@ -137,7 +137,7 @@ class ModelChain:
         """
         rows = self.head_rows[number - self.end] if number >= self.end else None
         block = self.blocks[number]
-        frozen = self.kinds[self.kind_of[number]].frozen
+        frozen = self.block_types[self.type_of[number]].frozen
         names = [name.removeprefix(WHOLE_PREFIX) for name in block.weights]
         read = [
             self.weights.pieces(name, ROWS_AT_ONCE)

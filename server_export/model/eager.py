@@ -40,7 +40,7 @@ class EagerBlock:
 
     def __init__(self, chain: ModelChain, number: int) -> None:
         self._chain, self.number = chain, number
-        self._block = chain.kinds[chain.kind_of[number]].block
+        self._block = chain.block_types[chain.type_of[number]].block
         self.tensors = chain.tensors(number)
 
     def answer(

@@ -1,10 +1,10 @@
-"""A model's graph, cut into blocks where one value alone is alive, and the kinds of these blocks.
+"""A model's graph, cut into blocks where one value alone is alive, and the types of these blocks.
 
     embedding   tokens -> state        block   state -> state        head   state -> answer
 
 The points are found in the graph, not in the model's code. Stretches between them that come again and again,
 such as attention and what follows it, are one block. What is before the first of these is the embedding,
-what is after the last one the head. Blocks of the same operators and shapes are of one kind, whatever
+what is after the last one the head. Blocks of the same operators and shapes are of one type, whatever
 weights they read, and whatever tables and adapters they are given.
 
 Where several values are alive, layers are blocks; server_export/trace/layers.py tells what crosses. A layer
@@ -139,8 +139,8 @@ def _at_layers(nodes: Sequence[Node], points: Sequence[Node]) -> list[Node]:
     return [before[-1], *ends] if before and {*ends} <= {*points} else []
 
 
-def kinds(blocks: Sequence[ModelBlock]) -> list[int]:
-    """The number of each block's kind: that of the first block of the same signature."""
+def block_types(blocks: Sequence[ModelBlock]) -> list[int]:
+    """The number of each block's type: that of the first block of the same signature."""
     first: dict[Any, int] = {}
     return [first.setdefault(block.signature, number) for number, block in enumerate(blocks)]
 

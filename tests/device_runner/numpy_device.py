@@ -13,7 +13,7 @@ import pytest
 from device_runner.engines.opening import OpenEngine
 from prge.engine import Array, Call, Directions, FloatArray, GradFn
 from prge.formats.bundle import ADAPTER, TOKENIZER, Bundle
-from prge.formats.chain import Block, Bounds, Chain, Interface, Kind
+from prge.formats.chain import Block, BlockProgram, Bounds, Chain, Interface
 from prge.formats.signatures import BACKWARD, FORWARD, JVP
 from tests.bundles import make_bundle
 from tests.numpy_engine import NumpyEngine
@@ -87,9 +87,9 @@ class Device:
             BACKWARD: Interface((*targets, "grad_parts"), ("grad_hidden_states",)),
         }
         chosen = [FORWARD, *[JVP] * self.has_tangents, *[BACKWARD] * self.has_back]
-        kinds = [Kind("programs/0.pte", {FORWARD: Interface(state, ("hidden_states",))})]
-        kinds += [
-            Kind(f"programs/{number}.pte", {role: methods[role] for role in chosen})
+        programs = [BlockProgram("programs/0.pte", {FORWARD: Interface(state, ("hidden_states",))})]
+        programs += [
+            BlockProgram(f"programs/{number}.pte", {role: methods[role] for role in chosen})
             for number, methods in ((1, roles), (2, head))
         ]
         blocks = [
@@ -103,7 +103,7 @@ class Device:
             modules=model.modules,
             bounds=Bounds(copies=2, tokens=16),
             tables=(),
-            kinds=tuple(kinds[:2] if self.encoder else kinds),
+            programs=tuple(programs[:2] if self.encoder else programs),
             blocks=tuple(blocks[:2] if self.encoder else blocks),
         )
 

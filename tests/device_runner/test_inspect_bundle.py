@@ -21,7 +21,7 @@ def test_text_shows_all_of_the_manifest(tmp_path: Path, capsys: pytest.CaptureFi
     text = capsys.readouterr().out
     for words in (
         "model_type    llama",
-        "3 of 3 kinds, the lowest adapted one is 1",
+        "3 of 3 types, the lowest adapted one is 1",
         "stack, tangent, back",
         "512 B  programs/block.pte  1 block: stack, tangent, back",
         "512 B  programs/embedding.pte  1 block: stack",

@@ -55,7 +55,7 @@ class GraphBlocks:
         self.sha256 = "no bundle"
         self._blocks: dict[int, dict[str, Block]] = {}
         self._past: dict[int, tuple[int, ...]] = {}
-        for number in self._model.kinds:
+        for number in self._model.block_types:
             self._derive(number)
         self.chain = self._described(bounds)
         widths = [(0, self._width(0)), *map(self._model.state_widths, range(1, len(self._model.blocks)))]
@@ -66,43 +66,43 @@ class GraphBlocks:
     def _derive(self, number: int) -> None:
         model, block = self._model, self._model.blocks[number]
         lowest = next(place for place, each in enumerate(model.blocks) if each.modules)
-        wanted = ALL_ROLES if number in model.kind_of[lowest:] else (FORWARD, PREFILL, DECODE)
+        wanted = ALL_ROLES if number in model.type_of[lowest:] else (FORWARD, PREFILL, DECODE)
         if not model.is_decoder:
             wanted = tuple(role for role in wanted if role in (*STEP_ROLES, *RESIDUAL_ROLES))
         if block.is_expert:
             wanted = (FORWARD, JVP, BACKWARD) if wanted is ALL_ROLES else (FORWARD,)
-        of_type = model.kinds[number].block
+        of_type = model.block_types[number].block
         self._blocks[number] = derive(of_type, wanted, not block.is_expert)
         self._past[number] = past_of(of_type, wanted)
 
     def _described(self, bounds: Bounds) -> manifest.Chain:
         model = self._model
-        kinds, files = list(model.kinds), dict[Any, int]()
+        types, files = list(model.block_types), dict[Any, int]()
         number_of = {module.name: number for number, module in enumerate(model.modules)}
         blocks = [
             manifest.Block(
-                kinds.index(kind),
-                f"{files.setdefault((kind, block.weights), number)}.ptd",
+                types.index(first),
+                f"{files.setdefault((first, block.weights), number)}.ptd",
                 block.tables,
                 tuple(number_of[module] for module in block.modules),
                 block.takes,
-                self._past[kind],
+                self._past[first],
             )
-            for number, (block, kind) in enumerate(zip(model.blocks, model.kind_of, strict=True))
+            for number, (block, first) in enumerate(zip(model.blocks, model.type_of, strict=True))
         ]
         tables = [manifest.Table(t.kind, t.window, t.first, t.members) for t in model.tables.all]
         readout, pooling = ("logprobs", "mean") if model.is_decoder else ("pooled", "first")
         return manifest.Chain(
             readout, pooling, self._width(model.end - 1), model.vocabulary_size, model.modules, bounds,
             tuple(tables), tuple(
-                manifest.Kind(f"{kind}.pte", _methods(self._blocks[kind]), model.blocks[kind].is_expert)
-                for kind in kinds
+                manifest.BlockProgram(f"{first}.pte", _methods(self._blocks[first]), model.blocks[first].is_expert)
+                for first in types
             ), tuple(blocks), tuple(model.shared),
         )  # fmt: skip
 
     def _width(self, number: int) -> int:
         """Width of what a block answers."""
-        block = self._blocks[self._model.kind_of[number]][FORWARD]
+        block = self._blocks[self._model.type_of[number]][FORWARD]
         return block.value(block.outputs[0]).shape[-1]
 
     def width(self, number: int) -> int:
@@ -115,11 +115,11 @@ class GraphBlocks:
 
     def shared_width(self, value: int) -> int:
         maker = self._model.shared[value]
-        block = self._blocks[self._model.kind_of[maker]][FORWARD]
+        block = self._blocks[self._model.type_of[maker]][FORWARD]
         return block.value(Port("shared_out", self.chain.gives(maker).index(value))).shape[-1]
 
     def saved_widths(self, number: int) -> dict[str, int]:
-        block = self._blocks[self._model.kind_of[number]].get("forward_save")
+        block = self._blocks[self._model.type_of[number]].get("forward_save")
         saved = [port for port in block.outputs if port.kind == "saved"] if block else []
         return {port.name: block.value(port).shape[-1] for port in saved if block}
 
@@ -135,12 +135,12 @@ class GraphBlocks:
 
     def _before(self, number: int) -> dict[str, tuple[int, ...]]:
         """Shapes of what a piece of a row is given."""
-        block = self._blocks[self._model.kind_of[number]].get(PREFILL)
+        block = self._blocks[self._model.type_of[number]].get(PREFILL)
         inputs = block.inputs.items() if block else ()
         return {port.name: tuple(node.meta["val"].shape) for port, node in inputs}
 
     def interface(self, number: int, role: str) -> Interface:
-        return self.chain.kinds[self.chain.blocks[number].kind].methods[role]
+        return self.chain.programs[self.chain.blocks[number].program].methods[role]
 
     def release(self, array: Array) -> None:
         pass
@@ -152,7 +152,7 @@ class GraphBlocks:
         inputs: Mapping[str, Array],
         into: Mapping[str, Array] = MappingProxyType({}),
     ) -> dict[str, Array]:
-        block = self._blocks[self._model.kind_of[number]][role]
+        block = self._blocks[self._model.type_of[number]][role]
         given = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
         answers = block.call(given, self._tensors(number))
         found = {name: answer.contiguous().numpy() for name, answer in answers.items()}
@@ -182,7 +182,7 @@ class GraphBlocks:
         return compute
 
     def _tensors_of(self, number: int) -> dict[str, torch.Tensor]:
-        graphs = [block.graph_module.graph for block in self._blocks[self._model.kind_of[number]].values()]
+        graphs = [block.graph_module.graph for block in self._blocks[self._model.type_of[number]].values()]
         names = {str(node.target) for graph in graphs for node in graph.find_nodes(op="get_attr")}
         return with_transposed(self._model.tensors(number), names)
 

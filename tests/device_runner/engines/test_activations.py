@@ -238,7 +238,7 @@ def test_states_that_are_rounded_are_gone_through_again(bundle: Bundle) -> None:
 def test_a_bundle_of_an_earlier_version_computes_all_again(bundle: Bundle, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(bundle.folder, tmp_path / "bundle"))
     manifest = read_json(folder)
-    for kind in manifest["chain"]["kinds"]:
+    for kind in manifest["chain"]["programs"]:
         for role in RESIDUAL_ROLES:
             kind["methods"].pop(role, None)
     write_manifest(folder, manifest)

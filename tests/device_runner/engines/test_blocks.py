@@ -166,17 +166,17 @@ def forget_saved(kind: dict[str, Any]) -> None:
 
 def without_specs(chain: dict[str, Any]) -> None:
     """As manifests of earlier versions are."""
-    for kind in chain["kinds"]:
+    for kind in chain["programs"]:
         for method in kind["methods"].values():
             del method["input_specs"], method["output_specs"]
 
 
 def test_a_manifest_has_specs_of_all_methods_and_one_without_opens(folder: Path) -> None:
     chain = open_bundle(folder).chain
-    assert all(method.has_specs for kind in chain.kinds for method in kind.methods.values())
+    assert all(method.has_specs for kind in chain.programs for method in kind.methods.values())
     before, learned = answer(folder), gradient(folder)
     change(folder, without_specs)
-    assert not open_bundle(folder).chain.kinds[0].methods[FORWARD].has_specs
+    assert not open_bundle(folder).chain.programs[0].methods[FORWARD].has_specs
     assert answer(folder) == before == answer(folder, "torch") and gradient(folder) == learned
 
 
@@ -190,11 +190,11 @@ def test_a_manifest_has_specs_of_all_methods_and_one_without_opens(folder: Path)
         (lambda c: c["modules"][0].update(rank=3), "must be float32 [8, 3, 64]"),
         (lambda c: c["blocks"][1]["tables"].reverse(), "input table.0 of stack is float32 [1, 16, 16]"),
         (
-            lambda c: forget(c["kinds"][1]["methods"]["forward"], "input", "lora_b.1"),
+            lambda c: forget(c["programs"][1]["methods"]["forward"], "input", "lora_b.1"),
             "inputs, the manifest",
         ),
-        (lambda c: exchange_saved(c["kinds"][1]), "of back_saved is float32"),
-        (lambda c: forget_saved(c["kinds"][1]), "save has 9 outputs, the manifest 8"),
+        (lambda c: exchange_saved(c["programs"][1]), "of back_saved is float32"),
+        (lambda c: forget_saved(c["programs"][1]), "save has 9 outputs, the manifest 8"),
     ],
 )
 def test_a_manifest_of_other_shapes_than_the_programs_is_refused(
@@ -218,7 +218,7 @@ def test_a_manifest_of_other_shapes_than_the_programs_is_refused(
 )
 def test_specs_that_are_not_the_programs_are_refused(folder: Path, engine: str, spec: str) -> None:
     def lie(chain: dict[str, Any]) -> None:
-        chain["kinds"][1]["methods"]["forward"]["input_specs"][0] = spec
+        chain["programs"][1]["methods"]["forward"]["input_specs"][0] = spec
 
     change(folder, lie)
     assert f"input state of stack is float32 [8, 4, 16, 64], must be {spec}" in refused(folder, engine)

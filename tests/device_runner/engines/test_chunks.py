@@ -93,11 +93,11 @@ def test_a_bundle_without_a_role_of_pieces_takes_short_rows_in_it(
     folder: Path, role: str, of_pieces: str
 ) -> None:
     bundle = open_bundle(folder / "bundle")
-    kinds = tuple(
-        replace(kind, methods={name: m for name, m in kind.methods.items() if name != of_pieces})
-        for kind in bundle.chain.kinds
+    programs = tuple(
+        replace(program, methods={name: m for name, m in program.methods.items() if name != of_pieces})
+        for program in bundle.chain.programs
     )
-    bundle = replace(bundle, chain=replace(bundle.chain, kinds=kinds))
+    bundle = replace(bundle, chain=replace(bundle.chain, programs=programs))
     assert bundle.chain.longest(role) == PIECE
     assert bundle.chain.longest(FORWARD) == bundle.chain.model.sequence_length == TOKENS
     engine, model = opened(bundle, role).engine, bundle.chain.model

@@ -28,11 +28,11 @@ CHAIN = opened_bundle()
 
 
 def with_roles(roles: set[str]) -> Bundle:
-    kinds = [
-        replace(kind, methods={role: method for role, method in kind.methods.items() if role in roles})
-        for kind in make_small_chain().kinds
+    programs = [
+        replace(program, methods={role: method for role, method in program.methods.items() if role in roles})
+        for program in make_small_chain().programs
     ]
-    return opened_bundle(make_small_chain(kinds=tuple(kinds)))
+    return opened_bundle(make_small_chain(programs=tuple(programs)))
 
 
 def _settings(**changes: Any) -> RunSettings:

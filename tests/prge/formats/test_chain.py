@@ -35,7 +35,7 @@ Change = Callable[[Json], object]
 def block_of(**changes: Any) -> Json:
     """A manifest's block as JSON has it; one of its methods has specs."""
     block = json.loads(json.dumps(make_chain(**changes).to_json()))
-    method = block["kinds"][0]["methods"][FORWARD]
+    method = block["programs"][0]["methods"][FORWARD]
     method["input_specs"] = ["int64 [8, 4, 16]"]
     method["output_specs"] = ["float32 [32, 16, 8]"]
     return block
@@ -73,14 +73,14 @@ MAY_LACK = ("piece", "shared", "takes", "past", "experts", "input_specs", "outpu
 
 
 def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
-    method = Chain.from_json(block_of()).kinds[0].methods[FORWARD]
+    method = Chain.from_json(block_of()).programs[0].methods[FORWARD]
     assert method.has_specs and method.sizes("tokens") == (8, 4, 16) and method.sizes("hidden_states") == ()
     assert method.sizes("hidden_states", is_output=True) == (32, 16, 8)
-    old = Chain.from_json(json.loads(json.dumps(make_chain().to_json()))).kinds[0].methods[FORWARD]
+    old = Chain.from_json(json.loads(json.dumps(make_chain().to_json()))).programs[0].methods[FORWARD]
     assert not old.has_specs and old.sizes("tokens") == ()
     for lacking in ("input_specs", "output_specs"):
         block = block_of()
-        del block["kinds"][0]["methods"][FORWARD][lacking]
+        del block["programs"][0]["methods"][FORWARD][lacking]
         with pytest.raises(
             BundleError, match=rf"1 {lacking[:-6]}s of block 0 in the role stack have 0 specs"
         ):
@@ -92,7 +92,7 @@ def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
 )
 def test_what_is_no_spec_is_refused(spec: str) -> None:
     block = block_of()
-    block["kinds"][0]["methods"][FORWARD]["input_specs"] = [spec]
+    block["programs"][0]["methods"][FORWARD]["input_specs"] = [spec]
     with pytest.raises(
         BundleError, match=r"one of input_specs is '.*', a spec is a text such as float32 \[8,"
     ):
@@ -102,7 +102,7 @@ def test_what_is_no_spec_is_refused(spec: str) -> None:
 @pytest.mark.parametrize("sizes", [[0], [LARGEST_SIZE + 1], [1] * 9])
 def test_a_spec_of_sizes_that_no_model_has_is_refused(sizes: list[int]) -> None:
     block = block_of()
-    block["kinds"][0]["methods"][FORWARD]["input_specs"] = [f"int64 {sizes}"]
+    block["programs"][0]["methods"][FORWARD]["input_specs"] = [f"int64 {sizes}"]
     with pytest.raises(BundleError, match="one of the inputs of block 0 in the role stack is TensorSpec"):
         Chain.from_json(block)
 
@@ -217,7 +217,7 @@ def _adapt_nothing(block: Json) -> None:
 
 
 def _of(kind: int, role: str) -> Callable[[Json], Json]:
-    return lambda block: block["kinds"][kind]["methods"][role]
+    return lambda block: block["programs"][kind]["methods"][role]
 
 
 @pytest.mark.parametrize(
@@ -236,16 +236,16 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
         (lambda b: b["tables"][0].update(window=0), "a table is .*window=0"),
         (lambda b: b["tables"][0].update(first=-1), "a table is .*first=-1"),
         (lambda b: b["blocks"][1].update(kind=3), "block 1 is of kind 3, there are 3"),
-        (lambda b: b["kinds"].append(b["kinds"][0]), "no block is of kind 3"),
+        (lambda b: b["programs"].append(b["programs"][0]), "no block is of kind 3"),
         (lambda b: b["blocks"][1].update(tables=[2]), r"block 1 has the tables \(2,\), there are 2"),
         (lambda b: b["blocks"][2].update(modules=[0, 1]), r"the modules \[0, 0, 1, 1\], the chain 4"),
         (lambda b: b["blocks"][1].update(modules=[0, 0, 1]), r"the modules \[0, 0, 1, 2, 3\]"),
         (lambda b: b["modules"].pop(), r"the modules \[0, 1, 2, 3\], the chain 3"),
         (lambda b: b["modules"].__setitem__(1, b["modules"][0]), "must be at most 10000 different ones"),
         (lambda b: b["modules"][0].update(rank=0), "has rank 0"),
-        (lambda b: b["kinds"][1]["methods"].pop("forward"), "block 1 lacks the role stack"),
+        (lambda b: b["programs"][1]["methods"].pop("forward"), "block 1 lacks the role stack"),
         (
-            lambda b: b["kinds"][1]["methods"].update(see=_of(1, FORWARD)(b)),
+            lambda b: b["programs"][1]["methods"].update(see=_of(1, FORWARD)(b)),
             "the role 'see', .*knows stack",
         ),
         (lambda b: _of(1, FORWARD)(b).update(inputs=["tokens"]), r"block 1 takes \('tokens',\) in the ro"),
@@ -269,7 +269,7 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
             lambda b: _of(1, BACKWARD)(b)["outputs"].append("grad_hidden_states"),
             "block 1 answers .* in the role back",
         ),
-        (lambda b: b["kinds"][1]["methods"].pop(FORWARD_SAVE), "block 1 takes .* in the role back_saved"),
+        (lambda b: b["programs"][1]["methods"].pop(FORWARD_SAVE), "block 1 takes .* in the role back_saved"),
         (
             lambda b: _of(1, FORWARD_SAVE)(b)["outputs"].append("residual.3"),
             "block 1 answers .* in the role save",
@@ -297,8 +297,11 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
         (lambda b: b["blocks"][1].update(takes=[0]), r"block 1 takes the values \(0,\) of 0"),
         (lambda b: b["blocks"][2].update(past=[0, 1]), r"block 2 has its past in \(0, 1\) of 0 values"),
         (_adapt_nothing, "no block has an adapted module: there is nothing to train"),
-        (lambda b: b["kinds"][1].update(experts=True), "block 1, an expert, has modules or tables"),
-        (lambda b: b["kinds"][0].update(experts=True), "block 0, an expert, .* or is the first or the last"),
+        (lambda b: b["programs"][1].update(experts=True), "block 1, an expert, has modules or tables"),
+        (
+            lambda b: b["programs"][0].update(experts=True),
+            "block 0, an expert, .* or is the first or the last",
+        ),
     ],
 )
 def test_a_chain_that_no_engine_can_run_is_refused(change: Change, told: str) -> None:
@@ -317,7 +320,7 @@ def test_a_role_is_there_if_all_blocks_from_the_lowest_adapted_one_have_it() -> 
     upper = make_chain(lowest=2)
     assert upper.lowest_adapted == 2 and upper.roles == (FORWARD, JVP, BACKWARD)
     block = block_of()
-    del block["kinds"][2]["methods"][BACKWARD]
+    del block["programs"][2]["methods"][BACKWARD]
     without = Chain.from_json(block)
     assert without.roles == (FORWARD, JVP)
     without.check_role(JVP)
@@ -329,7 +332,7 @@ def test_a_block_saves_what_its_way_back_takes() -> None:
     chain = make_chain()
     assert [len(chain.saved(number)) for number in range(4)] == [0, 2, 2, 1]
     block = block_of()
-    for kind in block["kinds"][1:]:
+    for kind in block["programs"][1:]:
         for role in RESIDUAL_ROLES:
             del kind["methods"][role]
     # As bundles of an earlier version.

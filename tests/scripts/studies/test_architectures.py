@@ -132,7 +132,7 @@ def test_a_model_computes_with_operators_that_have_a_derivative_or_is_refused(
         chain = open_source(ExportConfig(str(tmp_path), tmp_path, rank=2)).chain("fp32", 48)
     except PrgeError:
         return
-    graphs = [kind.block.graph_module for number, kind in chain.kinds.items() if number]
+    graphs = [kind.block.graph_module for number, kind in chain.block_types.items() if number]
     assert {name for graph in graphs for name in unknown_operators(graph)} <= WITHOUT_DERIVATIVE
 
 

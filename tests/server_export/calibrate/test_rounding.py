@@ -38,7 +38,7 @@ def give(block: EagerBlock, weights: ModelChain | None) -> None:
     if weights is None:
         return
     made = weights.tensors(block.number)
-    for name in weights.kinds[weights.kind_of[block.number]].frozen.layers:
+    for name in weights.block_types[weights.type_of[block.number]].frozen.layers:
         codes, scale = made[codes_of(name)], made[scale_of(name)]
         groups = codes.float().view(*scale.shape, -1) * scale.float().unsqueeze(2)
         block.tensors[name] = groups.view(codes.shape)
@@ -78,7 +78,7 @@ def test_of_int8_layers_nothing_is_calibrated(tmp_path: Path) -> None:
     (tmp_path / "codes").mkdir()
     found = calibrated(chain, ROWS, tmp_path / "codes")
     for number in range(1, chain.end):
-        layers = chain.kinds[chain.kind_of[number]].frozen.layers
+        layers = chain.block_types[chain.type_of[number]].frozen.layers
         int8 = {chain.own_names(number)[name] for name, is_int4 in layers.items() if not is_int4}
         assert int8 and not int8 & set(found.rounded(number))
 

@@ -54,10 +54,10 @@ def test_bits_are_kept_and_spent(tmp_path: Path, bits: float) -> None:
     if bits == 8:
         assert mean_bits(found, int8) == 8
     changed = with_int8(chain, int8)
-    assert len(set(changed.kind_of)) <= len(set(chain.kind_of)) + 1
+    assert len(set(changed.type_of)) <= len(set(chain.type_of)) + 1
     for number, names in int8.items():
         own = changed.own_names(number)
-        layers = changed.kinds[changed.kind_of[number]].frozen.layers
+        layers = changed.block_types[changed.type_of[number]].frozen.layers
         assert {own[name] for name, is_int4 in layers.items() if not is_int4} == names
 
 

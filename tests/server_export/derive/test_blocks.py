@@ -90,12 +90,12 @@ def derived_of(architecture: str, folder: Path, scheme: str = "fp32", rank: int 
     """
     architecture, _, adapter = architecture.partition(" ")
     chain = chain_of(architecture, folder, scheme, rank, trains_a=adapter == "lora")
-    return [derived(chain, number) for number in chain.kinds if number]
+    return [derived(chain, number) for number in chain.block_types if number]
 
 
 def with_weights(chain: ModelChain, number: int) -> Block:
     """A block's type with the block's own tensors, of which derived blocks have transposed ones too."""
-    block = chain.kinds[chain.kind_of[number]].block
+    block = chain.block_types[chain.type_of[number]].block
     for name, tensor in chain.tensors(number).items():
         attribute(block.graph_module, name).copy_(tensor)
     return block

@@ -37,7 +37,7 @@ def names(block: Block) -> tuple[set[str], list[str]]:
 def test_graphs_have_the_ports_that_the_signature_of_their_role_says(tmp_path: Path) -> None:
     """Exporter and device compute what a method takes each for itself, of the same block."""
     chain = chain_of("llama", tmp_path, "fp32", RANK)
-    for number in sorted(chain.kinds)[1:]:
+    for number in sorted(chain.block_types)[1:]:
         block = chain.blocks[number]
         derived = derive(with_weights(chain, number), ALL_ROLES)
         for role, of_role in derived.items():

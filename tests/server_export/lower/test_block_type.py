@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 
 from prge.errors import BundleError
 from server_export.ir.rewriting import rewritten_graph
-from server_export.lower.block_type import LAYOUTS, Constants, LoweredKind, lower_kind
+from server_export.lower.block_type import LAYOUTS, Constants, LoweredBlockType, lower_block_type
 from server_export.lower.sizes import Size, dynamic_program
 from server_export.quantize.quantization import Int8Embedding, quantize_layers
 
@@ -149,13 +149,17 @@ def block_program(module: nn.Module) -> ExportedProgram:
 
 
 def answer(
-    folder: Path, kind: LoweredKind, weights: Mapping[str, torch.Tensor], method: str, *inputs: torch.Tensor
+    folder: Path,
+    kind: LoweredBlockType,
+    weights: Mapping[str, torch.Tensor],
+    method: str,
+    *inputs: torch.Tensor,
 ) -> torch.Tensor:
     """What the engine answers with a block's weights, all in one file of each name."""
     return engine_of(folder, kind, weights).run_method(method, inputs)[0]
 
 
-def engine_of(folder: Path, kind: LoweredKind, weights: Mapping[str, torch.Tensor]) -> Any:
+def engine_of(folder: Path, kind: LoweredBlockType, weights: Mapping[str, torch.Tensor]) -> Any:
     from executorch.extension.pybindings.portable_lib import _load_for_executorch
 
     (folder / "kind.pte").write_bytes(kind.program)
@@ -166,7 +170,7 @@ def engine_of(folder: Path, kind: LoweredKind, weights: Mapping[str, torch.Tenso
 @pytest.mark.parametrize("scheme", ["fp32", "8da8w", "8da4w"])
 def test_a_kind_runs_with_the_weights_of_its_blocks(scheme: str, tmp_path: Path) -> None:
     first, second = (quantized(Block(seed), scheme) for seed in (1, 2))
-    kind = lower_kind({"score": block_program(first)}, SIZES.values())
+    kind = lower_block_type({"score": block_program(first)}, SIZES.values())
     assert len(kind.program) < 20_000
     for block in (first, second):
         weights = tensors(block_program(block))
@@ -187,7 +191,7 @@ def test_a_call_takes_memory_for_its_own_sizes_whatever_the_bounds(tmp_path: Pat
     """XNNPACK writes to all of its workspace, which is at least as large as its program says."""
     bounds = {**SIZES, "tokens": replace(SIZES["tokens"], maximum=4096)}
     exported = program(quantized(Wide(), "fp32"), meta(*HIDDEN_STATES), sizes=bounds)
-    kind, before = lower_kind({"score": exported}, bounds.values()), anonymous_megabytes()
+    kind, before = lower_block_type({"score": exported}, bounds.values()), anonymous_megabytes()
     engine = engine_of(tmp_path, kind, tensors(exported))
     engine.run_method("score", (torch.randn(3, 5, WIDTH),))
     # What lies between the layers takes 537 MB in the largest call.
@@ -198,7 +202,7 @@ def test_a_call_takes_memory_for_its_own_sizes_whatever_the_bounds(tmp_path: Pat
 def test_an_embedding_runs_with_other_tables(is_quantized: bool, tmp_path: Path) -> None:
     first, second = (Embedding(seed, is_quantized) for seed in (1, 2))
     ids = meta(*HIDDEN_STATES[:2], dtype=torch.int64)
-    kind = lower_kind({"score": program(first, ids)}, SIZES.values())
+    kind = lower_block_type({"score": program(first, ids)}, SIZES.values())
     for block in (first, second):
         weights = tensors(program(block, ids))
         for shape in SHAPES:
@@ -210,7 +214,7 @@ def test_an_embedding_runs_with_other_tables(is_quantized: bool, tmp_path: Path)
 def test_a_head_runs_with_other_weights(scheme: str, tmp_path: Path) -> None:
     first, second = (quantized(Head(seed), scheme) for seed in (1, 2))
     inputs = meta(HIDDEN_STATES[0], WIDTH), meta(HIDDEN_STATES[0], 1, dtype=torch.int64)
-    kind = lower_kind({"score": program(first, *inputs)}, SIZES.values())
+    kind = lower_block_type({"score": program(first, *inputs)}, SIZES.values())
     for block in (first, second):
         weights = tensors(program(block, *inputs))
         for rows in (1, 3, 8):
@@ -230,8 +234,8 @@ def test_what_one_method_alone_reads_can_be_a_file_of_its_own(tmp_path: Path) ->
     }
     weights = tensors(methods["score"]) | tensors(methods["backward"])
     together, alone = (
-        lower_kind(methods, SIZES.values()),
-        lower_kind({"score": methods["score"]}, SIZES.values()),
+        lower_block_type(methods, SIZES.values()),
+        lower_block_type({"score": methods["score"]}, SIZES.values()),
     )
     # Without `back`, the file lacks what it alone reads.
     names = ({entry.name for entry in kind.weights.entries} for kind in (together, alone))
@@ -246,13 +250,13 @@ def test_what_one_method_alone_reads_can_be_a_file_of_its_own(tmp_path: Path) ->
 
 
 @pytest.fixture(scope="module")
-def lowered() -> tuple[LoweredKind, dict[str, torch.Tensor]]:
+def lowered() -> tuple[LoweredBlockType, dict[str, torch.Tensor]]:
     """A kind of int4 layers, and the constants of a block."""
     exported = program(quantized(Layer(), "8da4w"), meta(*HIDDEN_STATES))
-    return lower_kind({"score": exported}, SIZES.values()), tensors(exported)
+    return lower_block_type({"score": exported}, SIZES.values()), tensors(exported)
 
 
-def test_layouts_are_known(lowered: tuple[LoweredKind, dict[str, torch.Tensor]]) -> None:
+def test_layouts_are_known(lowered: tuple[LoweredBlockType, dict[str, torch.Tensor]]) -> None:
     kind, _ = lowered
     layouts = {entry.name: entry.layout for entry in kind.weights.entries}
     assert layouts == {
@@ -273,7 +277,9 @@ def test_a_table_is_laid_out_in_no_way_that_no_part_has(monkeypatch: pytest.Monk
         return packed(tensor)
 
     monkeypatch.setitem(LAYOUTS, "int4", watched)
-    lower_kind({"embed": program(Embedding(1, True), meta(10007, 10009, dtype=torch.long))}, SIZES.values())
+    lower_block_type(
+        {"embed": program(Embedding(1, True), meta(10007, 10009, dtype=torch.long))}, SIZES.values()
+    )
     assert laid_out and all(laid_out)
 
 
@@ -286,7 +292,7 @@ def test_scales_of_float32_are_stored_as_bfloat16() -> None:
         weight_dtype=torch.int4, weight_granularity=PerGroup(32), weight_scale_dtype=torch.float32
     )
     quantize_(layer, settings)
-    kind = lower_kind(
+    kind = lower_block_type(
         {"score": program(layer.eval().requires_grad_(False), meta(*HIDDEN_STATES))}, SIZES.values()
     )
     layouts = {entry.name: entry.layout for entry in kind.weights.entries}
@@ -297,7 +303,7 @@ def test_a_layout_that_is_not_known_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(LAYOUTS, "int4")
     exported = program(quantized(Layer(), "8da4w"), meta(*HIDDEN_STATES))
     with pytest.raises(BundleError, match=r"constant \w+ \(256 bytes\) is none that is known here"):
-        lower_kind({"score": exported}, SIZES.values())
+        lower_block_type({"score": exported}, SIZES.values())
 
 
 def test_two_constants_with_one_key_are_told() -> None:
@@ -314,11 +320,11 @@ def test_two_constants_with_one_key_are_told() -> None:
             return torch.logical_or(torch.logical_xor(positive, self.a), positive == self.b) & self.c
 
     with pytest.raises(BundleError, match=r"is that of . and ."):
-        lower_kind({"score": program(Chosen(), meta(*HIDDEN_STATES))}, SIZES.values())
+        lower_block_type({"score": program(Chosen(), meta(*HIDDEN_STATES))}, SIZES.values())
 
 
 def test_constants_that_are_not_the_kinds_are_named(
-    lowered: tuple[LoweredKind, dict[str, torch.Tensor]], tmp_path: Path
+    lowered: tuple[LoweredBlockType, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     kind, weights = lowered
     (fixed,), name = kind.weights.fixed, kind.weights.entries[0].name
@@ -343,7 +349,9 @@ def test_a_weight_that_another_operator_reads_is_refused() -> None:
             return F.linear(state, self.weight) * self.weight
 
     with pytest.raises(BundleError, match=r"constant weight is read by a linear layer and"):
-        lower_kind({"score": program(Tied().requires_grad_(False), meta(*HIDDEN_STATES))}, SIZES.values())
+        lower_block_type(
+            {"score": program(Tied().requires_grad_(False), meta(*HIDDEN_STATES))}, SIZES.values()
+        )
 
 
 def test_a_functional_program_is_not_traced_again() -> None:

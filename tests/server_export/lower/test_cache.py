@@ -17,7 +17,7 @@ from prge.formats.signatures import Port
 from server_export.ir.block import Block
 from server_export.ir.rewriting import rewritten_graph
 from server_export.lower import cache
-from server_export.lower.block_type import LoweredKind
+from server_export.lower.block_type import LoweredBlockType
 from server_export.lower.cache import ProgramCache
 from server_export.lower.sizes import Method, Size
 
@@ -49,14 +49,14 @@ def methods(layer: Layer, name: str = "forward", size: Size = SIZE) -> dict[str,
 
 def lower(
     folder: Path, programs: Mapping[str, Method], in_pieces: Collection[str] = ()
-) -> tuple[LoweredKind, int]:
+) -> tuple[LoweredBlockType, int]:
     """A kind by a cache of this folder, and how many it took from there."""
     programs_of = ProgramCache(folder)
     return programs_of.lower(programs, {}, in_pieces), programs_of.taken
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LoweredKind]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LoweredBlockType]:
     folder = tmp_path_factory.mktemp("made")
     kind, taken = lower(folder, methods(Layer()))
     assert taken == 0
@@ -64,17 +64,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LoweredKind]:
 
 
 @pytest.fixture
-def filled(made: tuple[Path, LoweredKind], tmp_path: Path) -> LoweredKind:
+def filled(made: tuple[Path, LoweredBlockType], tmp_path: Path) -> LoweredBlockType:
     """The kind in the file of `tmp_path / "cache"`."""
     shutil.copytree(made[0], tmp_path / "cache")
     return made[1]
 
 
 def test_the_same_graph_with_other_weights_is_taken(
-    filled: LoweredKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: LoweredBlockType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even torch.export traces it."""
-    monkeypatch.setattr(cache, "lower_kind", None)
+    monkeypatch.setattr(cache, "lower_block_type", None)
     monkeypatch.setattr(Method, "program", None)
     block = Layer(seed=1)
     kind, taken = lower(tmp_path / "cache", methods(block))
@@ -97,24 +97,24 @@ def test_the_same_graph_with_other_weights_is_taken(
     ids=["number", "width", "name", "bound", "pieces"],
 )
 def test_what_a_program_follows_from_makes_another(
-    filled: LoweredKind,
+    filled: LoweredBlockType,
     tmp_path: Path,
     block: Layer,
     name: str,
     changes: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cache, "lower_kind", lambda *_: filled)
+    monkeypatch.setattr(cache, "lower_block_type", lambda *_: filled)
     programs = methods(block, name, changes.get("size", SIZE))
     assert lower(tmp_path / "cache", programs, changes.get("in_pieces", ())) == (filled, 0)
     assert len([*(tmp_path / "cache").iterdir()]) == 2
 
 
 def test_another_version_of_what_lowers_makes_another(
-    filled: LoweredKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: LoweredBlockType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "_code", lambda: "another")
-    monkeypatch.setattr(cache, "lower_kind", lambda *_: filled)
+    monkeypatch.setattr(cache, "lower_block_type", lambda *_: filled)
     assert lower(tmp_path / "cache", methods(Layer())) == (filled, 0)
 
 
@@ -135,7 +135,7 @@ def test_the_code_that_lowers_is_part_of_the_key(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("damage", ["hash", "header", "end", "torn", "empty"])
 def test_a_damaged_file_is_made_again(
-    filled: LoweredKind, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+    filled: LoweredBlockType, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path,) = (tmp_path / "cache").iterdir()
     whole = path.read_bytes()
@@ -145,15 +145,15 @@ def test_a_damaged_file_is_made_again(
     else:
         content[{"hash": 0, "header": 40, "end": -1}[damage]] ^= 1
     path.write_bytes(content)
-    monkeypatch.setattr(cache, "lower_kind", lambda *_: filled)
+    monkeypatch.setattr(cache, "lower_block_type", lambda *_: filled)
     assert lower(tmp_path / "cache", methods(Layer())) == (filled, 0)
     assert path.read_bytes() == whole
 
 
 def test_a_folder_that_cant_be_written_costs_time_alone(
-    filled: LoweredKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: LoweredBlockType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "lower_kind", lambda *_: filled)
+    monkeypatch.setattr(cache, "lower_block_type", lambda *_: filled)
     (tmp_path / "file").touch()
     assert lower(tmp_path / "file" / "cache", methods(Layer())) == (filled, 0)
 
@@ -166,7 +166,7 @@ def test_no_weight_is_kept(tmp_path: Path) -> None:
     assert block.layer.weight.detach().numpy().tobytes()[:16] not in path.read_bytes()
 
 
-def test_a_block_of_another_shape_is_refused_as_ever(filled: LoweredKind, tmp_path: Path) -> None:
+def test_a_block_of_another_shape_is_refused_as_ever(filled: LoweredBlockType, tmp_path: Path) -> None:
     kind, _ = lower(tmp_path / "cache", methods(Layer()))
     with pytest.raises(BundleError, match=r"layer\.weight is"):
         kind.weights.write(

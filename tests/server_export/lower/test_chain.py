@@ -59,7 +59,7 @@ def upper(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 
 def test_every_block_has_a_weights_file_and_its_kinds_program(upper: Written) -> None:
-    programs = [kind.program for kind in upper.lowered.kinds]
+    programs = [program.file for program in upper.lowered.programs]
     assert programs == [f"programs/{name}.pte" for name in ("embedding", "block", "block-2", "head")]
     assert [block.kind for block in upper.lowered.blocks] == [0, 1, 1, 2, 3]
     assert [block.weights for block in upper.lowered.blocks] == [
@@ -69,7 +69,7 @@ def test_every_block_has_a_weights_file_and_its_kinds_program(upper: Written) ->
 
 
 def test_blocks_below_the_lowest_adapter_have_no_derivatives(upper: Written) -> None:
-    roles = [set(kind.methods) for kind in upper.lowered.kinds]
+    roles = [set(program.methods) for program in upper.lowered.programs]
     above = {FORWARD, JVP, BACKWARD, *RESIDUAL_ROLES}
     assert roles == [{FORWARD}, {FORWARD}, above, above]
     assert [block.modules for block in upper.lowered.blocks] == [(), (), (), (0,), ()]
@@ -108,16 +108,16 @@ def test_a_weights_file_of_another_content_is_found(upper: Written, tmp_path: Pa
 
 def test_a_program_that_the_engine_refuses_is_told(upper: Written, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(upper.folder, tmp_path / "bundle"))
-    shutil.copy(folder / upper.lowered.kinds[0].program, folder / upper.lowered.kinds[1].program)
+    shutil.copy(folder / upper.lowered.programs[0].file, folder / upper.lowered.programs[1].file)
     with pytest.raises(Refusal, match=r"block\.pte in the role stack") as refused:
         verify_chain(upper.chain, upper.lowered, folder, "fp32")
     assert refused.value.code == "refused-by-engine"
 
 
 def test_a_program_of_other_tensors_than_the_specs_say_is_told(upper: Written) -> None:
-    kind = upper.lowered.kinds[1]
+    kind = upper.lowered.programs[1]
     method = kind.methods[FORWARD]
-    program = upper.folder / kind.program
+    program = upper.folder / kind.file
     check_specs(program, kind)
     for spec in (TensorSpec("float32", (8, 4, 16, 32)), TensorSpec("int64", (8, 4, 16, WIDTH))):
         other = replace(method, input_specs=(spec, *method.input_specs[1:]))

@@ -57,7 +57,7 @@ def chain_of(folder: Path, **settings: Any) -> ModelChain:
 @pytest.mark.parametrize("folder", ["bert", "gpt2"], indirect=True)
 def test_layers_have_no_bias_of_their_own(folder: Path) -> None:
     chain = chain_of(folder, scheme="8da8w")
-    for kind in chain.kinds.values():
+    for kind in chain.block_types.values():
         graph = kind.block.graph_module.graph
         layers = graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
         assert all(len(layer.args) == 2 for layer in layers)
@@ -73,7 +73,7 @@ def test_quantized_layers_are_codes_and_scales(folder: Path) -> None:
     assert all(int(tensor.min()) >= -8 and int(tensor.max()) <= 7 for tensor in layers)
     assert not any("lora_a_codes" in name for name in block)
     for number, tensors in ((1, block), (len(chain.blocks) - 1, head)):
-        graph_module = chain.kinds[chain.kind_of[number]].block.graph_module
+        graph_module = chain.block_types[chain.type_of[number]].block.graph_module
         read = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
         assert set(tensors) == {name for name in read if not name.startswith("constant_")}
     assert max(int(tensor.max()) for name, tensor in head.items() if name.endswith("_codes")) > 100
@@ -103,7 +103,7 @@ def refuse_whole(read: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 @pytest.mark.parametrize("folder", ["llama4"], indirect=True)
 def test_what_turns_complex_numbers_is_not_quantized(folder: Path) -> None:
     """Queries and keys would be rounded before they are turned."""
-    kinds = chain_of(folder, scheme="8da4w").kinds.values()
+    kinds = chain_of(folder, scheme="8da4w").block_types.values()
     assert any(name.startswith("constant_") for kind in kinds for name in kind.frozen.stored)
     assert not any(name.startswith("constant_") for kind in kinds for name in kind.frozen.layers)
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from prge.formats.signatures import Port
 from prge.model_spec import Matrix
 from server_export.ir.rewriting import rewritten_graph
-from server_export.trace.cutting import ModelBlock, cut, kinds
+from server_export.trace.cutting import ModelBlock, block_types, cut
 from server_export.trace.experts import EXPERTS
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 3, 5, 8, 16
@@ -86,20 +86,20 @@ def test_the_blocks_one_after_the_other_are_the_model(adapted: int) -> None:
 
 def test_stretches_that_repeat_are_one_block_of_one_kind() -> None:
     _, blocks = blocks_of(Model(*(Layer() for _ in range(4))))
-    assert kinds(blocks) == [0, 1, 1, 1, 1, 5]
+    assert block_types(blocks) == [0, 1, 1, 1, 1, 5]
     assert [len(block.weights) for block in blocks] == [1, 3, 3, 3, 3, 2]
     assert blocks[2].weights == tuple(f"layers.1.{name}.weight" for name in ("mix", "up", "down"))
 
 
 def test_an_adapter_makes_another_kind_of_the_same_stretch() -> None:
     _, blocks = blocks_of(Model(*(Layer() for _ in range(4))), adapted=2)
-    assert kinds(blocks) == [0, 1, 1, 3, 3, 5]
+    assert block_types(blocks) == [0, 1, 1, 3, 3, 5]
     assert [len(block.modules) for block in blocks] == [0, 0, 0, 1, 1, 0]
 
 
 def test_another_number_makes_another_kind() -> None:
     _, blocks = blocks_of(Model(Layer(), Layer(0.5), Layer()))
-    assert kinds(blocks) == [0, 1, 2, 1, 4]
+    assert block_types(blocks) == [0, 1, 2, 1, 4]
 
 
 def test_without_points_to_cut_at_the_model_is_one_block() -> None:
@@ -138,7 +138,7 @@ CHOICES, CHOSEN = 6, 2
 def test_a_layer_is_parted_at_its_experts_and_joins_the_next_one() -> None:
     _, blocks = blocks_of(Model(*(Mixture(number) for number in range(3))))
     assert [block.experts for block in blocks] == [None, 0, 1, 2, None]
-    assert kinds(blocks) == [0, 1, 2, 2, 4]
+    assert block_types(blocks) == [0, 1, 2, 2, 4]
     widths = [
         tuple(
             value.shape[-1]

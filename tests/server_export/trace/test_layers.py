@@ -8,7 +8,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from prge.model_spec import Matrix
-from server_export.trace.cutting import ModelBlock, cut, kinds
+from server_export.trace.cutting import ModelBlock, block_types, cut
 from server_export.trace.functional import functional_graph
 
 ROWS, TOKENS, WIDTH, VOCABULARY, STREAMS = 3, 5, 8, 16, 2
@@ -88,7 +88,7 @@ def test_shared_values_come_from_the_block_that_makes_them() -> None:
     assert [block.takes for block in blocks] == [(), (0,), (1,), (2, 4), (3, 4), (), ()]
     widths = [block.value(block.outputs[0]).shape[-1] for block in blocks]
     assert widths == [STREAMS * WIDTH, *[STREAMS * WIDTH] * 4, WIDTH, VOCABULARY]
-    assert kinds(blocks) == [0, 1, 2, 3, 3, 5, 6]
+    assert block_types(blocks) == [0, 1, 2, 3, 3, 5, 6]
 
 
 def test_a_block_of_what_no_adapter_changes_is_of_another_kind() -> None:

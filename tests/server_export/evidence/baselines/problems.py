@@ -12,7 +12,7 @@ from torch import nn
 
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle
-from prge.formats.chain import Block, Bounds, Chain, Interface, Kind
+from prge.formats.chain import Block, BlockProgram, Bounds, Chain, Interface
 from prge.formats.signatures import FORWARD
 from prge.model_spec import AdaptedModule
 from prge.objectives.examples import Example
@@ -105,13 +105,15 @@ def _make_chain(start: StartAdapter, pooling: str) -> Chain:
         for name, layer in layers.items()
     )
     inputs = ("hidden_states", *(f"lora_b.{number}" for number in range(len(modules))))
-    kinds = [
-        Kind("", {FORWARD: Interface(("tokens",), ("hidden_states",))}),
-        Kind("", {FORWARD: Interface(inputs, ("hidden_states",))}),
+    programs = [
+        BlockProgram("", {FORWARD: Interface(("tokens",), ("hidden_states",))}),
+        BlockProgram("", {FORWARD: Interface(inputs, ("hidden_states",))}),
     ]
     blocks = [Block(0, "0", (), ()), Block(1, "1", (), tuple(range(len(modules))))]
     if is_decoder:
-        kinds.append(Kind("", {FORWARD: Interface(("hidden_states", "targets", "shift"), ("parts",))}))
+        programs.append(
+            BlockProgram("", {FORWARD: Interface(("hidden_states", "targets", "shift"), ("parts",))})
+        )
         blocks.append(Block(2, "2", (), ()))
     return Chain(
         readout="logprobs" if is_decoder else "pooled",
@@ -121,7 +123,7 @@ def _make_chain(start: StartAdapter, pooling: str) -> Chain:
         modules=modules,
         bounds=Bounds(tokens=LENGTH),
         tables=(),
-        kinds=tuple(kinds),
+        programs=tuple(programs),
         blocks=tuple(blocks),
     )
 

@@ -39,7 +39,7 @@ def test_the_blocks_of_a_mixture_are_the_model(architecture: str, tmp_path: Path
     experts = [number for number, block in enumerate(chain.blocks) if block.is_expert]
     layers = chain.turns(chain.end)
     assert {len(turn) for turn in layers} == {1, 8} and len(
-        {chain.kind_of[number] for number in experts}
+        {chain.type_of[number] for number in experts}
     ) == 1
     assert compare_with_model(chain, str(tmp_path), None).difference < 1e-5
 
@@ -76,7 +76,7 @@ def test_one_expert_is_read_without_the_others(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("scheme", ["8da8w", "8da4w"])
 def test_an_experts_layers_are_quantized_and_a_routers_is_not(scheme: str, tmp_path: Path) -> None:
     chain = chain_of(tmp_path, "olmoe", scheme)
-    kinds = [chain.kinds[chain.kind_of[turn.start]] for turn in chain.turns(chain.end)]
+    kinds = [chain.block_types[chain.type_of[turn.start]] for turn in chain.turns(chain.end)]
     layers = [set(kind.frozen.layers) for kind in kinds]
     assert len(layers[2]) == 2 and all(".experts." in name for name in layers[2])
     assert not any("mlp.gate" in name for name in layers[1])
