@@ -297,10 +297,11 @@ class Blocks:
         )
 
     def _load(self, number: int, role: str, arena: Any) -> Any:
-        program = self._programs[self.chain.blocks[number].program]
+        place = self.chain.blocks[number].program
+        program, name = self._programs[place], self.chain.programs[place].method_name(role)
         with captured_stderr() as log:
             try:
-                return program.load(role, weights=self._files[number], arena=arena)
+                return program.load(name, weights=self._files[number], arena=arena)
             except RuntimeError as error:
                 refused = error if isinstance(error, RefusedError) else RefusedError(str(error), log())
                 raise load_error(self._bundle.file(self.chain.blocks[number].weights), refused) from None
@@ -321,7 +322,7 @@ class Blocks:
 
     def _new_arena(self) -> Any:
         size = max(
-            program.arena_bytes(role)
+            program.arena_bytes(described.method_name(role))
             for program, described in zip(self._programs, self.chain.programs, strict=True)
             for role in described.methods
         )
@@ -336,7 +337,9 @@ class Blocks:
         described = self.chain.programs[block.program]
         weights, program = self._bundle.file(block.weights), self._bundle.file(described.file)
         if self._packed is not None:
-            probes = {role: self._tried(number, role) for role in described.methods}
+            probes = {
+                described.method_name(role): self._tried(number, role) for role in described.methods
+            }
             try:
                 return self._packed.open(
                     HashedFile(program, self._bundle.hash_of(described.file)),
@@ -356,9 +359,11 @@ class Blocks:
         def attempt() -> None:
             if self._packed is not None:
                 self._runtime.without_threads()
-            for role in self._roles & set(self.chain.programs[block.program].methods):
+            described = self.chain.programs[block.program]
+            for role in self._roles & set(described.methods):
                 outputs = [self._room(spec) for spec in self.interface(number, role).output_specs]
-                program.load(role, weights=self._files[number]).run(self._tried(number, role), outputs)
+                method = program.load(described.method_name(role), weights=self._files[number])
+                method.run(self._tried(number, role), outputs)
 
         check_in_child(self._bundle.file(block.weights), attempt)
 

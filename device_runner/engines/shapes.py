@@ -47,10 +47,11 @@ def program_problems(described: BlockProgram, program: Any) -> Iterator[str]:
         program: opened by one of the engines, which reads the program's own metadata.
     """
     for role, method in described.methods.items():
-        if role not in program.methods:
-            yield f"its methods are {', '.join(program.methods)}, must include {role}"
+        name = described.method_name(role)
+        if name not in program.methods:
+            yield f"its methods are {', '.join(program.methods)}, must include {name}"
             continue
-        signature = program.signature(role)
+        signature = program.signature(name)
         for what, names, specs, tensors in (
             ("input", method.inputs, method.input_specs, signature.inputs),
             ("output", method.outputs, method.output_specs, signature.outputs),
@@ -77,7 +78,7 @@ def with_specs(chain: Chain, programs: Sequence[Any]) -> Chain:
     def of(method: Interface, role: str, program: Any) -> Interface:
         if method.has_specs:
             return method
-        signature = program.signature(role)
+        signature = program.signature(method.name or role)
         return replace(method, input_specs=tuple(signature.inputs), output_specs=tuple(signature.outputs))
 
     return replace(

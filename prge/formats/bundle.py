@@ -23,15 +23,17 @@ from typing import Any
 from prge.errors import BundleError, shown
 from prge.formats.chain import STORED_TABLES, Chain
 from prge.formats.documents import DocumentError, read_json
+from prge.formats.format3 import FORMAT_3, chain_of_format_3
 from prge.formats.tune_folder import bundle_at
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 TABLES = "tables.safetensors"
 PROGRAMS, WEIGHTS = "programs", "weights"
 ADAPTER = "adapter"
 TOKENIZER = "tokenizer"
 LONGEST_NAME = 255
+_READ = (FORMAT_3, FORMAT)
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except DocumentError as error:
         raise BundleError(f"{path} is damaged: {error}", remedy="copy or export the bundle again") from None
     format_seen = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
-    if not isinstance(manifest, dict) or type(format_seen) is not int or format_seen != FORMAT:
+    if not isinstance(manifest, dict) or type(format_seen) is not int or format_seen not in _READ:
         raise BundleError(
-            f"{path} has format {shown(format_seen)}, this version reads {FORMAT}",
+            f"{path} has format {shown(format_seen)}, this version reads {FORMAT_3} and {FORMAT}",
             remedy="export the model again with this version",
         )
     if manifest.get("manifest_sha256") != manifest_sha256(manifest):
@@ -164,7 +166,8 @@ def open_bundle(folder: Path | str) -> Bundle:
 
 def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
     """The chain that a manifest describes; raises BundleError if it can't be run or a file isn't listed."""
-    chain = Chain.from_json(manifest.get("chain"))
+    block = manifest.get("chain")
+    chain = Chain.from_json(chain_of_format_3(block) if manifest["format"] == FORMAT_3 else block)
     needed = {program.file for program in chain.programs} | {block.weights for block in chain.blocks}
     needed |= {TABLES} if any(table.kind in STORED_TABLES for table in chain.tables) else set()
     if missing := sorted(needed - set(manifest["files"])):

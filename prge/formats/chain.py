@@ -168,13 +168,15 @@ class TensorSpec:
 class Interface:
     """Names of a method's inputs and outputs, in order, and the spec of each.
 
-    Manifests of older versions have names alone: an engine takes the specs of their programs.
+    Manifests of older versions have names alone: an engine takes the specs of their programs. `name` is the
+    method's own in its program; programs of this version call it as its role.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     input_specs: tuple[TensorSpec, ...] = ()
     output_specs: tuple[TensorSpec, ...] = ()
+    name: str = ""
 
     @property
     def has_specs(self) -> bool:
@@ -198,6 +200,10 @@ class BlockProgram:
     file: str
     methods: Mapping[str, Interface]
     experts: bool = False
+
+    def method_name(self, role: str) -> str:
+        """What the program calls the method of a role."""
+        return self.methods[role].name or role
 
 
 @dataclass(frozen=True)
@@ -580,7 +586,7 @@ def _spec_problems(method: Interface, where: str) -> Iterator[str]:
 # Fields that manifests of older versions lack.
 _LATER = (
     *("trains_a", "experts", "takes", "past", "shared", "piece", "window"),
-    *("input_specs", "output_specs"),
+    *("input_specs", "output_specs", "name"),
 )
 _IN_WORDS: dict[type, str] = {
     bool: "true or false",

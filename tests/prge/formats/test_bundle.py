@@ -128,8 +128,8 @@ def _rename_file(name: str, new: str) -> Callable[[dict[str, Any]], object]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda manifest: manifest.update(format=4), "has format 4, this version reads 3"),
-        (lambda manifest: manifest.update(format=1), "has format 1, this version reads 3"),
+        (lambda manifest: manifest.update(format=5), "has format 5, this version reads 3 and 4"),
+        (lambda manifest: manifest.update(format=1), "has format 1, this version reads 3 and 4"),
         (lambda manifest: manifest.update(format=2.0), "has format 2.0"),
         (lambda manifest: manifest.pop("format"), "has format None"),
         (lambda manifest: manifest.pop("files"), "lists no files"),
