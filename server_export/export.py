@@ -380,10 +380,10 @@ def _summarize(out: Path, manifest: dict[str, Any]) -> None:
     size = sum(entry["bytes"] for entry in files.values())
     programs = sum(files[program["file"]]["bytes"] for program in chain["programs"])
     trained = adapter_size([AdaptedModule(**module) for module in chain["modules"]])
-    tokens, piece = chain["bounds"]["tokens"], chain["bounds"]["piece"]
+    tokens, chunk = chain["bounds"]["tokens"], chain["bounds"]["chunk"]
     print(f"{out}: {size / 1e6:.1f} MB, of which programs {programs / 1e6:.2f} MB")
     print(
         f"  {len(chain['modules'])} layers adapted, {trained:,} numbers trained; rows of up to "
-        f"{tokens} tokens{f' in pieces of {piece}' if piece < tokens else ''}; readout {chain['readout']}; "
+        f"{tokens} tokens{f' in chunks of {chunk}' if chunk < tokens else ''}; readout {chain['readout']}; "
         f"roles {', '.join(dict.fromkeys(role for program in chain['programs'] for role in program['methods']))}"
     )

@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 
 from prge.errors import Refusal
 from prge.model_spec import AdaptedModule, matrices
-from prge.numerics.vocabulary_shards import pieces_of
+from prge.numerics.vocabulary_shards import shards_of
 from server_export.adapter.layers import CallInputs, conv1d_names, convert_conv1d, insert_lora
 from server_export.checkpoint.files import ModelFiles
 from server_export.checkpoint.loading import LoadedModel, vocabulary_size
@@ -189,7 +189,7 @@ def _check_adapter(blocks: Sequence[ModelBlock], modules: Sequence[AdaptedModule
 def _head_rows(model: torch.nn.Module) -> tuple[list[Sequence[int]], str]:
     """Rows of each piece of a model's head, which is left as many as one has, and its name."""
     words, width = map(int, model.get_output_embeddings().weight.shape)
-    size = words // pieces_of(words, width)
+    size = words // shards_of(words, width)
     rows: list[Sequence[int]] = [range(start, start + size) for start in range(0, words, size)]
     return rows, cut_head(model, len(rows[0]))
 

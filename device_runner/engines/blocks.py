@@ -337,9 +337,7 @@ class Blocks:
         described = self.chain.programs[block.program]
         weights, program = self._bundle.file(block.weights), self._bundle.file(described.file)
         if self._packed is not None:
-            probes = {
-                described.method_name(role): self._tried(number, role) for role in described.methods
-            }
+            probes = {described.method_name(role): self._tried(number, role) for role in described.methods}
             try:
                 return self._packed.open(
                     HashedFile(program, self._bundle.hash_of(described.file)),
@@ -383,7 +381,7 @@ class Blocks:
                 start = bounds.context - shape[1] if role in (PREFILL, DECODE) and number == 0 else 0
                 return self.tables.of(block.tables[int(name.removeprefix(TABLE))], shape[1], start)
             if dtype == "int64":
-                most = chain.piece_words if name == "targets" else chain.vocabulary_size
+                most = chain.shard_size if name == "targets" else chain.vocabulary_size
                 indices = random.integers(0, most, shape)
                 indices[..., -1] = most - 1
                 return indices

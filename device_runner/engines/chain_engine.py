@@ -94,6 +94,6 @@ class ChainEngine(CheckedEngine):
         """Make room for the activations of a call."""
         blocks = [turn.start for turn in self._chain.turns(self._above)]
         checkpoints = [n for part in parts for block in blocks for n in forward.kept_numbers(part, block)]
-        # A row in pieces saves no residuals.
-        whole = [(part.rows.size, 0 if forward.in_pieces(part) else part.length) for part in parts]
+        # A row in chunks saves no residuals.
+        whole = [(part.rows.size, 0 if forward.in_chunks(part) else part.length) for part in parts]
         self._store.begin(checkpoints, whole, targets)

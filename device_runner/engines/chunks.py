@@ -1,12 +1,12 @@
-"""Rows that are longer than a call: a block takes them in pieces, each with the keys and values before it.
+"""Rows that are longer than a call: a block takes them in chunks, each with the keys and values before it.
 
-    forward   the first piece first; its keys and values are the past of those behind it
-    back      the last piece first; what it says of the past's keys and values is a slope of those before it
+    forward   the first chunk first; its keys and values are the past of those behind it
+    back      the last chunk first; what it says of the past's keys and values is a slope of those before it
 
-What a recurrence carries is handed on alike: of each piece to the next one, and its slope to the one before.
+What a recurrence carries is handed on alike: of each chunk to the next one, and its slope to the one before.
 
-Memory grows with a row's length alone: later pieces are shorter, because their tokens have more scores. A
-sliding window's past is the window. Keys and values that a block takes from another are there for all pieces.
+Memory grows with a row's length alone: later chunks are shorter, because their tokens have more scores. A
+sliding window's past is the window. Keys and values that a block takes from another are there for all chunks.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _SLOPES = {kind: Port(kind).gradient.name for kind in (KEYS, VALUES)}
 _SLOPES_OF_PAST = {KEYS: Port(PAST_KEYS).gradient.name, VALUES: Port(PAST_VALUES).gradient.name}
 
 
-class Pieces:
+class Chunks:
     """One row through the blocks, as `Blocks.run` takes rows that fit into a call.
 
     Args:
-        blocks: of a bundle with the roles for pieces that are asked for.
+        blocks: of a bundle with the roles for chunks that are asked for.
     """
 
     def __init__(self, blocks: Blocks) -> None:
@@ -60,7 +60,7 @@ class Pieces:
 
         Returns:
             `state` [1, tokens, width] and what the block gives, and what a way back needs: of attention
-            `keys` and `values` [heads, tokens, width], and what was `carried` to each piece, [pieces, height,
+            `keys` and `values` [heads, tokens, width], and what was `carried` to each chunk, [chunks, height,
             width].
         """
         name = "hidden_states" if number else "tokens"
@@ -77,18 +77,18 @@ class Pieces:
         adapter = {**self._frozen(number), **inputs}
         carried = self._nothing_carried(number)
         carried_to: list[Arrays] = []
-        for piece in self._pieces(number, length):
-            given = {**adapter, **self.beside(number, piece, known), **carried}
-            given |= {each: _cut(array, piece) for each, array in taken.items()}
-            given[name] = entering[:, piece]
+        for chunk in self._chunks(number, length):
+            given = {**adapter, **self.beside(number, chunk, known), **carried}
+            given |= {each: _cut(array, chunk) for each, array in taken.items()}
+            given[name] = entering[:, chunk]
             answer = self._blocks.run(number, PREFILL, given)
             carried_to.append(carried)
             carried = {each: answer[each].copy() for each in carried}
             for each, whole in (*found.items(), *own.items()):
-                whole[..., piece, :] = answer[each]
+                whole[..., chunk, :] = answer[each]
             self._release(answer)
-        of_pieces = {each: np.concatenate([to[each] for to in carried_to]) for each in carried}
-        return {**found, **own, **of_pieces}
+        of_chunks = {each: np.concatenate([to[each] for to in carried_to]) for each in carried}
+        return {**found, **own, **of_chunks}
 
     def jvp(self, number: int, inputs: Arrays) -> Arrays:
         """A block's answer and its tangents.
@@ -119,13 +119,13 @@ class Pieces:
             f"tangent_{name}": np.zeros((queries, *each.shape), np.float32) for name, each in carried.items()
         }
         of_tokens = {name: array for name, array in inputs.items() if _is_of_tokens(name)}
-        for piece in self._pieces(number, length):
-            given = {**inputs, **self.beside(number, piece, known), **carried}
-            given |= {name: _cut(array, piece) for name, array in of_tokens.items()}
+        for chunk in self._chunks(number, length):
+            given = {**inputs, **self.beside(number, chunk, known), **carried}
+            given |= {name: _cut(array, chunk) for name, array in of_tokens.items()}
             answer = self._blocks.run(number, PREFILL_JVP, given)
             carried = {name: answer[name].copy() for name in carried}
             for name, whole in (*found.items(), *own.items()):
-                whole[..., piece, :] = answer[name]
+                whole[..., chunk, :] = answer[name]
             self._release(answer)
         return found
 
@@ -154,14 +154,14 @@ class Pieces:
         of_tokens |= {slope: own[name] for name, slope in _SLOPES.items() if own}
         carried = self._nothing_carried(number)
         by_carried = {f"grad_{name}": each for name, each in carried.items()}
-        for turn, piece in reversed([*enumerate(self._pieces(number, state.shape[1]))]):
-            given = {**inputs, **self.beside(number, piece, known), **by_carried}
+        for turn, chunk in reversed([*enumerate(self._chunks(number, state.shape[1]))]):
+            given = {**inputs, **self.beside(number, chunk, known), **by_carried}
             given |= {name: inputs[name][turn : turn + 1] for name in carried}
-            given |= {name: _cut(array, piece) for name, array in of_tokens.items()}
+            given |= {name: _cut(array, chunk) for name, array in of_tokens.items()}
             answer = self._blocks.run(number, PREFILL_BACKWARD, given)
             by_carried = {name: answer[name].copy() for name in by_carried}
-            found["grad_hidden_states"][:, piece] = answer["grad_hidden_states"]
-            past = slice(self._first_seen(number, piece.start), piece.start)
+            found["grad_hidden_states"][:, chunk] = answer["grad_hidden_states"]
+            past = slice(self._first_seen(number, chunk.start), chunk.start)
             size = past.stop - past.start
             for name, whole in by_past.items():
                 whole[:, past] += answer[_SLOPES_OF_PAST[name]][:, -size:][:, :size]
@@ -169,19 +169,19 @@ class Pieces:
                 if name.startswith("grad_lora"):
                     found[name] = found[name] + array if name in found else array.copy()
                 elif name.startswith(f"grad_{SHARED_IN}"):
-                    found[name][:, piece] += array
+                    found[name][:, chunk] += array
             self._release(answer)
         return found
 
     def kept_numbers(self, number: int, length: int) -> list[int]:
         """Numbers of each thing that a way back needs of a row, beside its state."""
-        heads, pieces = self._blocks.heads(number), len([*self._pieces(number, length)])
+        heads, chunks = self._blocks.heads(number), len([*self._chunks(number, length)])
         is_own = not self._chain.blocks[number].past
         keys = [is_own * length * heads.count * width for width in (heads.key_width, heads.value_width)]
-        return [*keys, *(pieces * high * wide for high, wide in self._blocks.carried(number).values())]
+        return [*keys, *(chunks * high * wide for high, wide in self._blocks.carried(number).values())]
 
     def _nothing_carried(self, number: int) -> Arrays:
-        """What a block carries to its first piece."""
+        """What a block carries to its first chunk."""
         shapes = self._blocks.carried(number)
         return {name: np.zeros((1, *shape), np.float32) for name, shape in shapes.items()}
 
@@ -203,10 +203,10 @@ class Pieces:
                     found[f"{kind}{name}"] = by_heads(array[..., 0, :, :], self._blocks.heads(number).count)
         return found
 
-    def _pieces(self, number: int, length: int) -> Iterator[slice]:
+    def _chunks(self, number: int, length: int) -> Iterator[slice]:
         mask = self._chain.causal_table(number)
         heads = self._blocks.heads(number).count * mask.members if mask else 0
-        return self._chain.bounds.pieces(length, heads)
+        return self._chain.bounds.chunks(length, heads)
 
     def _first_seen(self, number: int, position: int) -> int:
         """The first token that one at this position looks at."""
@@ -218,28 +218,28 @@ class Pieces:
         modules = [self._chain.modules[module].name for module in self._chain.blocks[number].modules]
         return {f"lora_a.{index}": self._blocks.lora_a[name][None] for index, name in enumerate(modules)}
 
-    def beside(self, number: int, piece: slice, known: Arrays) -> Arrays:
-        """What a block is given beside a piece's state and adapter: tables, masks, and the past.
+    def beside(self, number: int, chunk: slice, known: Arrays) -> Arrays:
+        """What a block is given beside a chunk's state and adapter: tables, masks, and the past.
 
         Args:
             number: of the block.
-            piece: places of its tokens in the row.
-            known: `keys` and `values` [heads, tokens, width] of a row, read before the piece,
+            chunk: places of its tokens in the row.
+            known: `keys` and `values` [heads, tokens, width] of a row, read before the chunk,
                 with `tangent_` before the name their tangents [queries, heads, tokens, width].
         """
-        tables, size = self._blocks.tables, piece.stop - piece.start
+        tables, size = self._blocks.tables, chunk.stop - chunk.start
         given: Arrays = {"ones": np.ones((1, size, 1), np.float32)}
         for index, table in enumerate(self._chain.blocks[number].tables):
             if self._chain.tables[table].kind == "causal":
-                # What a piece's tokens see of each other is the same wherever it begins.
+                # What a chunk's tokens see of each other is the same wherever it begins.
                 given[CAUSAL_MASK] = tables.of(table, size).reshape(-1, size)
             else:
-                given[f"{TABLE}{index}"] = tables.of(table, size, piece.start)
+                given[f"{TABLE}{index}"] = tables.of(table, size, chunk.start)
         mask = self._chain.causal_table(number)
         if mask is None:
             return given
-        first = self._first_seen(number, piece.start)
-        past = max(piece.start - first, FEWEST_TOKENS)
+        first = self._first_seen(number, chunk.start)
+        past = max(chunk.start - first, FEWEST_TOKENS)
         names = {PAST_KEYS: KEYS, PAST_VALUES: VALUES}
         names |= {
             f"tangent_{past}": f"tangent_{name}" for past, name in names.items() if f"tangent_{name}" in known
@@ -247,13 +247,13 @@ class Pieces:
         for past_name, name in names.items():
             *lead, _, width = known[name].shape
             array = given[past_name] = np.zeros((*lead, past, width), np.float32)
-            array[..., past - (piece.start - first) :, :] = known[name][..., first : piece.start, :]
+            array[..., past - (chunk.start - first) :, :] = known[name][..., first : chunk.start, :]
         given[PAST_ONES] = np.ones((1, past, 1), np.float32)
         seen = np.zeros((mask.members, size, past), np.float32)
-        seen[..., : past - (piece.start - first)] = MASKED
+        seen[..., : past - (chunk.start - first)] = MASKED
         if mask.window is not None:
-            before = np.arange(piece.start - past, piece.start)
-            behind = np.arange(piece.start, piece.stop)[:, None] - before >= mask.window
+            before = np.arange(chunk.start - past, chunk.start)
+            behind = np.arange(chunk.start, chunk.stop)[:, None] - before >= mask.window
             seen[:, behind] = MASKED
         given[PAST_MASK] = seen.reshape(-1, past)
         return given
@@ -275,5 +275,5 @@ def _is_of_tokens(name: str) -> bool:
     )
 
 
-def _cut(array: FloatArray, piece: slice) -> FloatArray:
-    return np.ascontiguousarray(array[..., piece, :])
+def _cut(array: FloatArray, chunk: slice) -> FloatArray:
+    return np.ascontiguousarray(array[..., chunk, :])

@@ -21,7 +21,7 @@ class Experts:
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._most = blocks.chain.bounds.piece
+        self._most = blocks.chain.bounds.chunk
 
     def forward(
         self, first: int, states: Sequence[FloatArray], tangents: Sequence[FloatArray] = ()

@@ -1,7 +1,7 @@
 """The forward pass of a call's parts through the blocks of a bundle.
 
 What no adapter changes is computed once for all copies. All parts pass a block before the next block is
-loaded. A row that is longer than the bundle's pieces is a part of its own, which passes each block in pieces.
+loaded. A row that is longer than the bundle's chunks is a part of its own, which passes each block in chunks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from device_runner.engines.activations import ActivationStore, outputs_of
 from device_runner.engines.batch import Arrays, Part, tokens_of
 from device_runner.engines.blocks import Blocks
-from device_runner.engines.chunks import Pieces
+from device_runner.engines.chunks import Chunks
 from device_runner.engines.experts import Experts
 from device_runner.engines.planning import copies_together, groups, groups_of_one_adapter, slices
 from device_runner.engines.readouts import Readout
@@ -55,8 +55,8 @@ class Forward:
         self._widths = [blocks.shared_width(value) for value in self._entering]
 
     @cached_property
-    def _pieces(self) -> Pieces:
-        return Pieces(self.blocks)
+    def _chunks(self) -> Chunks:
+        return Chunks(self.blocks)
 
     @cached_property
     def _experts(self) -> Experts:
@@ -174,8 +174,8 @@ class Forward:
                 else:
                     found = self.run(number, role, part)
                 part.shared.keep(number, found)
-                of_pieces = (KEYS, VALUES, *self.chain.carried(number))
-                needed = {name: found.pop(name) for name in of_pieces if name in found}
+                of_chunks = (KEYS, VALUES, *self.chain.carried(number))
+                needed = {name: found.pop(name) for name in of_chunks if name in found}
                 if store is None:
                     part.shared.leave(number, self.blocks.release)
                 else:
@@ -211,13 +211,13 @@ class Forward:
         """What a block answers of a part in a role; see `Blocks.run`."""
         inputs: Arrays = {**part.values, **part.beside, **part.shared.inputs(number), **more}
         inputs |= self._adapter_inputs(number, role, part)
-        if self.in_pieces(part):
-            in_pieces = {
-                FORWARD: self._pieces.forward,
-                JVP: self._pieces.jvp,
-                BACKWARD: self._pieces.backward,
+        if self.in_chunks(part):
+            in_chunks = {
+                FORWARD: self._chunks.forward,
+                JVP: self._chunks.jvp,
+                BACKWARD: self._chunks.backward,
             }
-            found = in_pieces[role](number, inputs)
+            found = in_chunks[role](number, inputs)
         else:
             for index, table in enumerate(self.chain.blocks[number].tables):
                 inputs[f"{TABLE}{index}"] = self.blocks.tables.of(table, part.length)
@@ -249,14 +249,14 @@ class Forward:
             adapted = self.chain.modules[module]
             yield from zip(adapted.matrices, adapted.matrices_of(str(index)), strict=True)
 
-    def in_pieces(self, part: Part) -> bool:
+    def in_chunks(self, part: Part) -> bool:
         """Whether the rows of a part are longer than a call."""
-        return part.length > self.chain.bounds.piece
+        return part.length > self.chain.bounds.chunk
 
     def kept_numbers(self, part: Part, number: int) -> list[int]:
         """Numbers of each array that a way back needs of a part before a block."""
         of_states = part.rows.size * part.length * self.blocks.width(number)
-        return [of_states, *(self._pieces.kept_numbers(number, part.length) if self.in_pieces(part) else ())]
+        return [of_states, *(self._chunks.kept_numbers(number, part.length) if self.in_chunks(part) else ())]
 
     def release(self, values: Mapping[str, Array]) -> None:
         """Let the memory of outputs be used again."""

@@ -1,6 +1,6 @@
 """The chain of a bundle's blocks as a speaker: goes on with sequences, many at once, each with its adapter.
 
-    prefill   a piece of one sequence's tokens passes the blocks
+    prefill   a chunk of one sequence's tokens passes the blocks
     decode    one token of each of several sequences passes them
 
 Keys and values of all tokens lie in arrays of the host, which the engine reads in place: of every block
@@ -21,7 +21,7 @@ import numpy as np
 
 from device_runner.engines.backend import choose
 from device_runner.engines.blocks import Blocks
-from device_runner.engines.chunks import Pieces, by_heads
+from device_runner.engines.chunks import Chunks, by_heads
 from device_runner.engines.experts import Experts
 from device_runner.engines.shared_values import SharedValues
 from device_runner.engines.trunk_cache import Precision
@@ -35,7 +35,7 @@ from prge.formats.signatures import DECODE, KEYS, OWN_MASK, PAST_KEYS, PAST_MASK
 
 # Tokens that pass the blocks together: more aren't faster, and take memory for their scores, of which each
 # has one with every token of the past.
-_PIECE, _PIECE_OF_LONG, _LONG = 128, 64, 512
+_CHUNK, _CHUNK_OF_LONG, _LONG = 128, 64, 512
 # Arrays for more tokens are made when they are needed, of as many as are a multiple of this.
 _GROWTH = 128
 
@@ -63,7 +63,7 @@ class _Step:
     sequences: list[int]
     tokens: Array
     tables: dict[int, Array]
-    pieces: FloatArray
+    shards: FloatArray
     logits: FloatArray
     compute: Callable[[], None] = field(init=False)
     seen: dict[tuple[int | None, int], FloatArray] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class ChainSpeaker:
         self._next = 0
         self._step: _Step | None = None
         self._rotary: dict[int, FloatArray] = {}
-        self._pieces = Pieces(blocks)
+        self._chunks = Chunks(blocks)
         self._experts = Experts(blocks)
 
     @property
@@ -171,8 +171,8 @@ class ChainSpeaker:
         while rest:
             if len(rest) < FEWEST_TOKENS:
                 return self.step({sequence: rest[0]})[sequence]
-            piece = _PIECE if end <= _LONG else _PIECE_OF_LONG
-            size = min(len(rest), piece, self._chain.bounds.piece)
+            chunk = _CHUNK if end <= _LONG else _CHUNK_OF_LONG
+            size = min(len(rest), chunk, self._chain.bounds.chunk)
             if len(rest) - size == 1 and size > FEWEST_TOKENS:
                 # A token that is left alone is a step of its own, which reads all weights once more.
                 size -= 1
@@ -187,7 +187,7 @@ class ChainSpeaker:
         """See Speaker."""
         carries = any(self._blocks.carried(number) for number in range(self._chain.end))
         # The head takes the tokens of a text as it takes those of as many texts.
-        return 0 if carries else min(self._chain.bounds.sequences, self._chain.bounds.piece)
+        return 0 if carries else min(self._chain.bounds.sequences, self._chain.bounds.chunk)
 
     def check(self, sequence: int, tokens: Sequence[int]) -> FloatArray:
         """See Speaker."""
@@ -215,8 +215,8 @@ class ChainSpeaker:
                 place[row, :, 1 + length] = found[row]
         for place, found in step.carried:
             place[: len(lengths)] = found
-        if len(step.pieces) > 1:
-            np.concatenate(step.pieces[:, :, 0], axis=1, out=step.logits)
+        if len(step.shards) > 1:
+            np.concatenate(step.shards[:, :, 0], axis=1, out=step.logits)
         for sequence in tokens:
             self._sequences[sequence].length += 1
         return {sequence: step.logits[row].copy() for row, sequence in enumerate(tokens)}
@@ -296,9 +296,9 @@ class ChainSpeaker:
     def _bound(self, sequences: list[int]) -> _Step:
         """Arrays for steps of some sequences."""
         chain, rows = self._chain, len(sequences)
-        pieces = np.empty((len(chain.blocks) - chain.end, rows, 1, chain.piece_words), np.float32)
-        logits = np.empty((rows, chain.vocabulary_size), np.float32) if len(pieces) > 1 else pieces[0, :, 0]
-        step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, pieces, logits)
+        shards = np.empty((len(chain.blocks) - chain.end, rows, 1, chain.shard_size), np.float32)
+        logits = np.empty((rows, chain.vocabulary_size), np.float32) if len(shards) > 1 else shards[0, :, 0]
+        step = _Step(sequences, np.zeros((rows, 1), np.int64), {}, shards, logits)
         calls: dict[int, tuple[list[Array], list[Array]] | Callable[[], None]] = {}
         state: Array = step.tokens
         values: dict[int, FloatArray] = {}
@@ -317,7 +317,7 @@ class ChainSpeaker:
                     (rows, 1, self._blocks.width(number + 1)), np.float32
                 )
             else:
-                answers["logits"] = pieces[number - chain.end]
+                answers["logits"] = shards[number - chain.end]
             interface = self._blocks.interface(number, DECODE)
             calls[number] = (
                 [given[name] for name in interface.inputs],
@@ -407,7 +407,7 @@ class ChainSpeaker:
     def _prefill(self, sequence: _Sequence, tokens: Sequence[int]) -> FloatArray:
         """The states f32 [1, tokens, width] of some tokens, which are appended to a sequence."""
         chain, start, slot = self._chain, sequence.length, sequence.slot
-        piece = slice(start, start + len(tokens))
+        chunk = slice(start, start + len(tokens))
         state: Array = np.array([tokens], np.int64)
         lora_a, lora_b = self._lora_a(sequence.adapter), sequence.adapter.lora_b
         shared = SharedValues(chain)
@@ -417,7 +417,7 @@ class ChainSpeaker:
                 self._blocks.release(entering)
                 continue
             known = {name: self._caches[place][slot, :, 1:] for name, place in self._kept(number)}
-            given = {"tokens": state, "hidden_states": state, **self._pieces.beside(number, piece, known)}
+            given = {"tokens": state, "hidden_states": state, **self._chunks.beside(number, chunk, known)}
             given |= shared.inputs(number)
             carried = self._carried[number]
             given |= {name: array[slot : slot + 1] for name, array in carried.items()}
@@ -430,7 +430,7 @@ class ChainSpeaker:
             state = found["hidden_states"]
             for name, whole in known.items():
                 if name in found:
-                    whole[:, piece] = found[name]
+                    whole[:, chunk] = found[name]
                     self._blocks.release(found[name])
             for name, array in carried.items():
                 array[slot] = found[name][0]
@@ -438,21 +438,21 @@ class ChainSpeaker:
             shared.keep(number, found)
             for value in chain.gives(number):
                 if (cache := self._caches.get((SHARED_IN, value))) is not None:
-                    cache[slot, :, 1:][:, piece] = by_heads(shared.values[value][0], cache.shape[1])
+                    cache[slot, :, 1:][:, chunk] = by_heads(shared.values[value][0], cache.shape[1])
             shared.leave(number, self._blocks.release)
-        sequence.length = piece.stop
+        sequence.length = chunk.stop
         kept = state.copy()
         self._blocks.release(state)
         return kept
 
     def _logits(self, states: FloatArray) -> FloatArray:
         """Logits f32 [tokens, vocabulary] of states f32 [tokens, 1, width]."""
-        pieces = []
+        shards = []
         for number in range(self._chain.end, len(self._chain.blocks)):
             found = self._blocks.run(number, DECODE, {"hidden_states": states})["logits"]
-            pieces.append(found.reshape(len(states), -1).copy())
+            shards.append(found.reshape(len(states), -1).copy())
             self._blocks.release(found)
-        return np.concatenate(pieces, axis=1)
+        return np.concatenate(shards, axis=1)
 
     def _fill(self, number: int, table: Array, lengths: Array) -> None:
         """Write the rows of a table for tokens that so many others come before."""

@@ -1,7 +1,7 @@
-"""A decoder's head: asked at the positions that a call asks, one piece of the vocabulary after the other.
+"""A decoder's head: asked at the positions that a call asks, one shard of the vocabulary after the other.
 
-states -> asked positions -> piece 0, piece 1, ... -> log-probabilities
-their slopes -> piece 0, piece 1, ... -> slope of the states
+states -> asked positions -> shard 0, shard 1, ... -> log-probabilities
+their slopes -> shard 0, shard 1, ... -> slope of the states
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class VocabularyHead:
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
         self._bounds = blocks.chain.bounds
-        self._pieces = range(len(blocks.chain.blocks) - blocks.chain.end)
+        self._shards = range(len(blocks.chain.blocks) - blocks.chain.end)
 
     def read(
         self,
@@ -49,21 +49,21 @@ class VocabularyHead:
             states: f32 [targets, width] that each is read from.
             targets: tokens, i64 [targets].
             tangents: f32 [queries, targets, width] of the states.
-            store: has room for the residuals of some pieces, if there is a backward pass.
+            store: has room for the residuals of some shards, if there is a backward pass.
         """
         queries = 0 if tangents is None else len(tangents)
-        reading = Reading(targets, self._blocks.chain.piece_words, queries)
-        for piece in self._pieces:
+        reading = Reading(targets, self._blocks.chain.shard_size, queries)
+        for shard in self._shards:
             for mine in self._slices(len(targets), 1 + min(queries, self._bounds.queries)):
                 moved = [
                     at_least_two(tangents[some, mine], 1)[:, None]
                     for some in slices(queries, self._bounds.queries)
                     if tangents is not None
                 ]
-                into = outputs_of(self._residuals(piece, store), mine.start)
-                within = reading.within(piece, mine)[0]
-                ask = partial(self._parts, piece, states[mine], within, moved, into)
-                reading.add(piece, mine, *reading.ask(mine, ask))
+                into = outputs_of(self._residuals(shard, store), mine.start)
+                within = reading.within(shard, mine)[0]
+                ask = partial(self._parts, shard, states[mine], within, moved, into)
+                reading.add(shard, mine, *reading.ask(mine, ask))
         return reading
 
     def backward(
@@ -71,11 +71,11 @@ class VocabularyHead:
     ) -> FloatArray:
         """Slope of the states f32 [targets, width], from that of each target's log-probability."""
         result = np.zeros_like(states)
-        for piece in self._pieces:
-            residuals = self._residuals(piece, store)
+        for shard in self._shards:
+            residuals = self._residuals(shard, store)
             role = BACKWARD_SAVED if residuals else BACKWARD
             for mine in self._slices(len(states), _ROWS_OF_BACK):
-                targets, has = reading.within(piece, mine)
+                targets, has = reading.within(shard, mine)
                 # With the logarithm of the whole sum as the shift, the sum of exponentials is 1.
                 slope = np.stack([slopes[mine] * has, -slopes[mine]], -1)
                 shift = reading.log_total[mine].astype(np.float32)
@@ -83,35 +83,35 @@ class VocabularyHead:
                     "grad_parts": slope,
                     **{name: array[0] for name, array in values_of(residuals, mine).items()},
                 }
-                result[mine] += self._run(piece, role, states[mine], targets, shift, more)[
+                result[mine] += self._run(shard, role, states[mine], targets, shift, more)[
                     "grad_hidden_states"
                 ]
         return result
 
-    def _residuals(self, piece: int, store: ActivationStore | None) -> Residuals:
-        return store.residuals(self._blocks.chain.end + piece) if store else {}
+    def _residuals(self, shard: int, store: ActivationStore | None) -> Residuals:
+        return store.residuals(self._blocks.chain.end + shard) if store else {}
 
     def _parts(
         self,
-        piece: int,
+        shard: int,
         state: FloatArray,
         targets: IntArray,
         moved: Sequence[FloatArray],
         into: Mapping[str, Array],
         shift: FloatArray,
     ) -> tuple[FloatArray, FloatArray | None]:
-        """What a piece answers of states, and of their tangents, some queries after the others."""
+        """What a shard answers of states, and of their tangents, some queries after the others."""
         if not moved:
             role = FORWARD_SAVE if into else FORWARD
-            return self._run(piece, role, state, targets, shift, into=into)["parts"], None
+            return self._run(shard, role, state, targets, shift, into=into)["parts"], None
         found = [
-            self._run(piece, JVP, state, targets, shift, {"tangent_hidden_states": some}) for some in moved
+            self._run(shard, JVP, state, targets, shift, {"tangent_hidden_states": some}) for some in moved
         ]
         return found[0]["parts"], np.concatenate([answer["tangent_parts"] for answer in found])
 
     def _run(
         self,
-        piece: int,
+        shard: int,
         role: str,
         state: FloatArray,
         targets: IntArray,
@@ -119,7 +119,7 @@ class VocabularyHead:
         more: Mapping[str, Array] = MappingProxyType({}),
         into: Mapping[str, Array] = MappingProxyType({}),
     ) -> dict[str, Array]:
-        """Answers [..., questions, numbers] of a piece, for questions [questions]; but for those that go
+        """Answers [..., questions, numbers] of a shard, for questions [questions]; but for those that go
         `into` memory."""
         given = {
             "hidden_states": at_least_two(state)[None],
@@ -130,7 +130,7 @@ class VocabularyHead:
             name: array if name == "tangent_hidden_states" else at_least_two(array)[None]
             for name, array in more.items()
         }
-        found = self._blocks.run(self._blocks.chain.end + piece, role, given, into)
+        found = self._blocks.run(self._blocks.chain.end + shard, role, given, into)
         answered = {name: array for name, array in found.items() if name not in into}
         answers = {name: array[..., 0, : len(targets), :].copy() for name, array in answered.items()}
         for array in answered.values():

@@ -29,9 +29,9 @@ def padded_length(tokens: int, bounds: Bounds) -> int:
 
     One that is longer than a call is computed in chunks, which need no padding.
     """
-    if tokens > bounds.piece:
+    if tokens > bounds.chunk:
         return tokens
-    return min(max(FEWEST_TOKENS, -(-tokens // _MULTIPLE) * _MULTIPLE), bounds.piece)
+    return min(max(FEWEST_TOKENS, -(-tokens // _MULTIPLE) * _MULTIPLE), bounds.chunk)
 
 
 def turns(lengths: IntArray, passes: int) -> Iterator[IntArray]:
@@ -63,7 +63,7 @@ def groups(rows: IntArray, lengths: IntArray, bounds: Bounds) -> Iterator[IntArr
     """
     for length in np.unique(lengths[rows]):
         alike = rows[lengths[rows] == length]
-        for some in slices(len(alike), bounds.batch if length <= bounds.piece else 1):
+        for some in slices(len(alike), bounds.batch if length <= bounds.chunk else 1):
             yield alike[some]
 
 
@@ -71,7 +71,7 @@ def groups_of_one_adapter(rows: IntArray, lengths: IntArray, bounds: Bounds) -> 
     """The same for rows that have one adapter, i64 [copies, batch]: rows take the place of copies, too."""
     for length in np.unique(lengths[rows]):
         alike = rows[lengths[rows] == length]
-        batch = bounds.batch if length <= bounds.piece else 1
+        batch = bounds.batch if length <= bounds.chunk else 1
         whole = len(alike) // batch * batch
         for part in (alike[:whole].reshape(-1, batch), alike[whole:].reshape(1, -1)):
             for some in slices(len(part) if part.size else 0, copies_together(int(length), bounds)):
@@ -80,7 +80,7 @@ def groups_of_one_adapter(rows: IntArray, lengths: IntArray, bounds: Bounds) -> 
 
 def copies_together(length: int, bounds: Bounds) -> int:
     """How many copies of rows of a padded length pass a block together, at most."""
-    return bounds.copies if length <= bounds.piece else 1
+    return bounds.copies if length <= bounds.chunk else 1
 
 
 def slices(stop: int, most: int, start: int = 0) -> Iterator[slice]:

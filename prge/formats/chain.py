@@ -4,7 +4,7 @@
 
 A program has a method for each of its roles; prge/formats/signatures.py says what these take and return.
 Shared values go from the block that makes them to several others. A decoder's head is one or more blocks of
-one program, each with a piece of the vocabulary. `table.<n>` are a block's tables, `taken.<n>` and `given.<n>` the
+one program, each with a shard of the vocabulary. `table.<n>` are a block's tables, `shared_in.<n>` and `shared_out.<n>` the
 shared values that it takes and gives, and `<n>` of an adapter's inputs counts the block's adapted modules.
 """
 
@@ -61,13 +61,13 @@ _SPEC = re.compile(r"([a-z]{3,8}\d{0,2}) \[((?:\d{1,9}(?:, \d{1,9})*)?)\]")
 _SHOWN = 8
 # torch.export takes a size of 1 for another program.
 FEWEST_TOKENS = 2
-# Of a batch in one call, and of a row with as many queries as short ones have, or of a piece of a long one.
+# Of a batch in one call, and of a row with as many queries as short ones have, or of a chunk of a long one.
 MOST_WHOLE_TOKENS, _SHORT = 512, 256
 # Of a call of blocks with a recurrence: its products take time by the square of tokens, or by the cube.
-RECURRENT_PIECE = 128
-# Scores of all heads of a piece of a row, 8 MB, of which a way back holds several; a layer of fewer tokens
+RECURRENT_CHUNK = 128
+# Scores of all heads of a chunk of a row, 8 MB, of which a way back holds several; a layer of fewer tokens
 # takes longer for each.
-_MOST_SCORES, _SHORTEST_PIECE = 1 << 21, 64
+_MOST_SCORES, _SHORTEST_CHUNK = 1 << 21, 64
 # What attention adds where a token isn't seen: exp of it and any score is exactly 0 in float32, and no sum
 # overflows.
 MASKED = -3e4
@@ -78,7 +78,7 @@ _REMEDY = "export the bundle again with this version of prge"
 class Bounds:
     """The most of each size in one call of a method; `states` is of a decoder's head.
 
-    A row has up to `tokens`. One of more than `piece` passes the blocks in pieces; 0 stands for `tokens`.
+    A row has up to `tokens`. One of more than `chunk` passes the blocks in chunks; 0 stands for `tokens`.
     """
 
     copies: int = 8
@@ -88,11 +88,11 @@ class Bounds:
     states: int = 128
     sequences: int = 16
     context: int = 2048
-    piece: int = 0
+    chunk: int = 0
 
     def __post_init__(self) -> None:
-        if self.piece == 0:
-            object.__setattr__(self, "piece", self.tokens)
+        if self.chunk == 0:
+            object.__setattr__(self, "chunk", self.tokens)
 
     @classmethod
     def for_rows(
@@ -101,26 +101,26 @@ class Bounds:
         """What is usual for rows of so many tokens, and texts of `context`.
 
         Memory is planned for a call of all bounds at once. An encoder's rows are whole: their tokens look at
-        those behind. Blocks with a recurrence take shorter pieces.
+        those behind. Blocks with a recurrence take shorter chunks.
         """
-        piece = tokens if is_encoder or tokens <= MOST_WHOLE_TOKENS else _SHORT
-        piece = min(piece, RECURRENT_PIECE) if recurs else piece
+        chunk = tokens if is_encoder or tokens <= MOST_WHOLE_TOKENS else _SHORT
+        chunk = min(chunk, RECURRENT_CHUNK) if recurs else chunk
         return cls(
             # Programs are traced, and verified, with 2 rows.
-            batch=max(2, min(cls.batch, MOST_WHOLE_TOKENS // piece)),
-            queries=cls.queries if piece <= _SHORT else cls.queries // 2,
+            batch=max(2, min(cls.batch, MOST_WHOLE_TOKENS // chunk)),
+            queries=cls.queries if chunk <= _SHORT else cls.queries // 2,
             tokens=tokens,
             context=max(tokens, context),
-            piece=piece,
+            chunk=chunk,
         )
 
     @property
     def of_call(self) -> Bounds:
         """The same with the tokens that pass a block together."""
-        return replace(self, tokens=self.piece)
+        return replace(self, tokens=self.chunk)
 
-    def pieces(self, length: int, heads: int) -> Iterator[slice]:
-        """The pieces of a row of so many tokens: shorter ones where a token has more scores before it.
+    def chunks(self, length: int, heads: int) -> Iterator[slice]:
+        """The chunks of a row of so many tokens: shorter ones where a token has more scores before it.
 
         Args:
             length: of the row.
@@ -128,19 +128,19 @@ class Bounds:
         """
         start = 0
         while start < length:
-            size = self.piece
-            while size > _SHORTEST_PIECE and heads * size * (start + size) > _MOST_SCORES:
+            size = self.chunk
+            while size > _SHORTEST_CHUNK and heads * size * (start + size) > _MOST_SCORES:
                 size //= 2
             if length - start - size == 1:
-                # No piece has one token alone.
+                # No chunk has one token alone.
                 size -= 1
             yield slice(start, min(start + size, length))
             start += size
 
     @property
-    def has_pieces(self) -> bool:
+    def has_chunks(self) -> bool:
         """Whether rows may be longer than a call."""
-        return self.piece < self.tokens
+        return self.chunk < self.tokens
 
 
 @dataclass(frozen=True)
@@ -293,18 +293,18 @@ class Chain:
                 yield f"blocks {first} and {number} share a weights file and aren't one layer"
         if self.pooling not in POOLINGS:
             yield f"pooling is {shown(self.pooling)}, must be one of {', '.join(POOLINGS)}"
-        words, pieces = self.vocabulary_size, len(self.blocks) - self.end
-        if pieces and words % pieces:
-            yield f"its head has {pieces} pieces, of {words} words"
+        words, shards = self.vocabulary_size, len(self.blocks) - self.end
+        if shards and words % shards:
+            yield f"its head has {shards} shards, of {words} tokens"
         if self.width < 1:
             yield f"width is {shown(self.width)}, must be at least 1"
         for name, size in asdict(self.bounds).items():
-            least = FEWEST_TOKENS if name in ("tokens", "states", "piece") else 1
+            least = FEWEST_TOKENS if name in ("tokens", "states", "chunk") else 1
             if not least <= size <= LARGEST_SIZE:
                 yield f"the bound of {name} is {shown(size)}, must be {least} to {LARGEST_SIZE}"
-        if self.bounds.piece > self.bounds.tokens:
-            yield f"pieces of rows have {shown(self.bounds.piece)} tokens, rows {shown(self.bounds.tokens)}"
-        if self.bounds.has_pieces and self.bounds.context < self.bounds.tokens:
+        if self.bounds.chunk > self.bounds.tokens:
+            yield f"chunks of rows have {shown(self.bounds.chunk)} tokens, rows {shown(self.bounds.tokens)}"
+        if self.bounds.has_chunks and self.bounds.context < self.bounds.tokens:
             yield f"rows have {shown(self.bounds.tokens)} tokens, texts {shown(self.bounds.context)}"
 
     def _part_problems(self) -> Iterator[str]:
@@ -451,7 +451,7 @@ class Chain:
 
     @cached_property
     def end(self) -> int:
-        """Number of the first block that answers no state: the first piece of a decoder's head."""
+        """Number of the first block that answers no state: the first shard of a decoder's head."""
         programs = [block.program for block in self.blocks]
         if self.is_encoder:
             return len(programs)
@@ -476,8 +476,8 @@ class Chain:
         ]
 
     @property
-    def piece_words(self) -> int:
-        """Words of a piece of a decoder's vocabulary."""
+    def shard_size(self) -> int:
+        """Tokens of a shard of a decoder's vocabulary."""
         return self.vocabulary_size // (len(self.blocks) - self.end)
 
     @property
@@ -513,7 +513,7 @@ class Chain:
 
     def longest(self, role: str) -> int:
         """Most tokens of a row in calls of a role of steps."""
-        return self.bounds.tokens if CHUNK_ROLE.get(role) in self.roles else self.bounds.piece
+        return self.bounds.tokens if CHUNK_ROLE.get(role) in self.roles else self.bounds.chunk
 
     def causal_table(self, number: int) -> Table | None:
         """The mask of a block's attention, if it has one."""
@@ -585,7 +585,7 @@ def _spec_problems(method: Interface, where: str) -> Iterator[str]:
 
 # Fields that manifests of older versions lack.
 _LATER = (
-    *("trains_a", "experts", "takes", "past", "shared", "piece", "window"),
+    *("trains_a", "experts", "takes", "past", "shared", "chunk", "window"),
     *("input_specs", "output_specs", "name"),
 )
 _IN_WORDS: dict[type, str] = {

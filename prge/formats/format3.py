@@ -44,6 +44,7 @@ def chain_of_format_3(chain: Any) -> Any:
             **{name: value for name, value in chain.items() if name != "kinds"},
             "programs": [_program(kind) for kind in chain["kinds"]],
             "blocks": [_renamed(block, {"kind": "program"}) for block in chain["blocks"]],
+            "bounds": _renamed(chain["bounds"], {"piece": "chunk"}),
         }
     except (AttributeError, KeyError, TypeError, ValueError):
         return chain  # its reader says what is wrong

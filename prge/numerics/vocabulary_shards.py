@@ -1,10 +1,10 @@
-"""Log-probabilities of a vocabulary that is read in pieces, so that no program holds all of its head.
+"""Log-probabilities of a vocabulary that is read in shards, so that no program holds all of its head.
 
     log p(target) = logit - log(sum of the exponentials of all logits)
 
-A piece tells its logit of every target, and the sum of its own exponentials. Both come with a shift taken
-from the logits, because exponentials of float32 overflow above 88: the logarithm of the sum over the pieces
-before, which a first piece has to be asked for again where its logits are far from 0.
+A shard tells its logit of every target, and the sum of its own exponentials. Both come with a shift taken
+from the logits, because exponentials of float32 overflow above 88: the logarithm of the sum over the shards
+before, which a first shard has to be asked for again where its logits are far from 0.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from prge.engine import FloatArray, IntArray
 
-# Numbers of a piece's weight: bytes in int8.
-_LARGEST_PIECE = 20_000_000
+# Numbers of a shard's weight: bytes in int8.
+_LARGEST_SHARD = 20_000_000
 _MOST_PIECES = 64
 # Sums below this have lost digits. No step leads from too small a sum to too large a one.
 _LEAST_SUM = 1e-30
@@ -24,28 +24,28 @@ _STEP = 80.0
 _MOST_SHIFTS = 64
 
 
-def pieces_of(words: int, width: int) -> int:
-    """How many equal pieces a vocabulary of so many words is read in, by a head of a width.
+def shards_of(words: int, width: int) -> int:
+    """How many equal shards a vocabulary of so many words is read in, by a head of a width.
 
     The fewest of at most 20 million numbers; else, where it can't be cut evenly, as many as there can be.
     """
-    even = [pieces for pieces in range(1, _MOST_PIECES + 1) if words % pieces == 0]
-    return next((pieces for pieces in even if words // pieces * width <= _LARGEST_PIECE), even[-1])
+    even = [shards for shards in range(1, _MOST_PIECES + 1) if words % shards == 0]
+    return next((shards for shards in even if words // shards * width <= _LARGEST_SHARD), even[-1])
 
 
 class Reading:
-    """What the pieces that were read so far tell of some targets, and of their tangents.
+    """What the shards that were read so far tell of some targets, and of their tangents.
 
         reading = Reading(targets, words=32_768)
-        for piece in range(8):
-            reading.add(piece, which, *reading.ask(which, lambda shift: ...))
+        for shard in range(8):
+            reading.add(shard, which, *reading.ask(which, lambda shift: ...))
         reading.logprobs
 
     `log_total` f64 [questions] is the logarithm of the sum of exponentials so far.
 
     Args:
         targets: i64 [questions], numbers of words in the vocabulary.
-        words: of one piece.
+        words: of one shard.
         queries: tangents of every question.
     """
 
@@ -67,16 +67,16 @@ class Reading:
         """Tangents of these, f32 [queries, questions]."""
         return np.asarray(self._changes - self._mean_changes, np.float32)
 
-    def within(self, piece: int, which: slice) -> tuple[IntArray, FloatArray]:
-        """Targets as a piece counts them, and 1 where it has them; where it has not, 0 and any number."""
-        numbers = self._targets[which] - piece * self._words
+    def within(self, shard: int, which: slice) -> tuple[IntArray, FloatArray]:
+        """Targets as a shard counts them, and 1 where it has them; where it has not, 0 and any number."""
+        numbers = self._targets[which] - shard * self._words
         has = (numbers >= 0) & (numbers < self._words)
         return np.where(has, numbers, 0), has.astype(np.float32)
 
     def ask(
         self, which: slice, compute: Callable[[FloatArray], tuple[FloatArray, FloatArray | None]]
     ) -> tuple[FloatArray, FloatArray, FloatArray | None]:
-        """The shift, and what a piece answers to it: asked again as long as sums overflow, or vanish.
+        """The shift, and what a shard answers to it: asked again as long as sums overflow, or vanish.
 
         Args:
             which: questions.
@@ -96,22 +96,22 @@ class Reading:
 
     def add(
         self,
-        piece: int,
+        shard: int,
         which: slice,
         shift: FloatArray,
         parts: FloatArray,
         tangents: FloatArray | None = None,
     ) -> None:
-        """Take in what a piece tells.
+        """Take in what a shard tells.
 
         Args:
-            piece: its number.
+            shard: its number.
             which: questions that it was asked.
             shift: f32 [questions] that it was given.
             parts: f32 [questions, 2], the logit of the target and the sum of exponentials, after the shift.
             tangents: f32 [queries, questions, 2] of these.
         """
-        has = self.within(piece, which)[1]
+        has = self.within(shard, which)[1]
         with np.errstate(divide="ignore"):
             log_total = shift + np.log(parts[:, 1].astype(np.float64))
         before = self.log_total[which].copy()

@@ -23,7 +23,7 @@ from prge.formats.bundle import Bundle
 from prge.formats.chain import Bounds, Chain
 from prge.formats.signatures import BACKWARD, DECODE, FORWARD, FORWARD_SAVE, JVP, PREFILL, STEP_ROLES
 from prge.model_spec import AdaptedModule, ModelSpec, matrices
-from prge.numerics.vocabulary_shards import pieces_of
+from prge.numerics.vocabulary_shards import shards_of
 from prge.objectives.examples import Example, sequences_of
 from prge.objectives.scoring import SCORED_TOKENS
 from prge.training.estimators.exact import MICROBATCH_TOKENS
@@ -58,9 +58,9 @@ _FLOAT = 4
 _ROOM = 1.05
 _STARTS = 1.03
 # Tokens of a prompt that pass a block together, of a short and of a long text, and their scores at once.
-_TEXT_PIECE, _LONG_TEXT, _SCORES_OF_A_TEXT = (128, 64), 512, 3
-# Of scores as large as a long row's piece has, so many are there at once.
-_SCORES_OF_A_PIECE = 6
+_TEXT_CHUNK, _LONG_TEXT, _SCORES_OF_A_TEXT = (128, 64), 512, 3
+# Of scores as large as a long row's chunk has, so many are there at once.
+_SCORES_OF_A_CHUNK = 6
 # What the system reads of a file around a row of a table.
 _READ_AROUND = 64 << 10
 
@@ -216,9 +216,9 @@ class Outline:
         return round(wide / self.blocks) + 1
 
     @property
-    def pieces(self) -> int:
-        """Blocks of the head, each with a piece of the vocabulary; an encoder has none."""
-        return pieces_of(self.head.outputs, self.head.inputs) if self.head else 0
+    def shards(self) -> int:
+        """Blocks of the head, each with a shard of the vocabulary; an encoder has none."""
+        return shards_of(self.head.outputs, self.head.inputs) if self.head else 0
 
     @property
     def experts(self) -> int:
@@ -338,7 +338,7 @@ def weights_of(outline: Outline, scheme: str, int8_table: bool, roles: Collectio
         packed=sum(_packed(layer, scheme) for layer, scheme in schemes),
         packed_transposed=sum(_packed(layer, scheme) for layer, scheme in back),
         largest=max(
-            of_heads // max(outline.pieces, 1),
+            of_heads // max(outline.shards, 1),
             (stored + transposed - of_heads - of_experts) // outline.blocks,
             of_experts // max(outline.experts, 1),
         ),
@@ -431,11 +431,11 @@ class _Call:
 
 
 def _largest_call(shape: StepShape, bounds: Bounds) -> _Call:
-    """The largest call of a block in steps: of a row in pieces one alone."""
+    """The largest call of a block in steps: of a row in chunks one alone."""
     queries, whole = min(shape.queries, bounds.queries), shape.tokens
     rows = min(shape.copies, bounds.copies) * min(shape.together, bounds.batch)
     asked = min(shape.rows * shape.targets, bounds.states // (1 + queries))
-    return _Call(1 if whole > bounds.piece else rows, queries, min(whole, bounds.piece), asked)
+    return _Call(1 if whole > bounds.chunk else rows, queries, min(whole, bounds.chunk), asked)
 
 
 def _arena(outline: Outline, shape: StepShape, bounds: Bounds, call: _Call) -> int:
@@ -459,11 +459,11 @@ def _run_workspace(outline: Outline, shape: StepShape, call: _Call) -> int:
 
 
 def _checkpoints(outline: Outline, shape: StepShape, bounds: Bounds, state: int) -> int:
-    """Bytes of the states that an exact step keeps, and of a row in pieces its keys and values."""
+    """Bytes of the states that an exact step keeps, and of a row in chunks its keys and values."""
     # Around experts lie what they see, what they say, and what passes by.
     states = 4 if outline.experts else 1
     kept = (states * outline.adapted_blocks + 1) * state
-    if shape.tokens > bounds.piece:
+    if shape.tokens > bounds.chunk:
         kept += outline.adapted_blocks * shape.states * 8 * outline.key_width
     return kept
 
@@ -478,11 +478,11 @@ def _kept(weights: Weights, goes_back: bool, loaded: int | None) -> int:
 
 
 def _past(outline: Outline, bounds: Bounds, queries: int, length: int) -> int:
-    """Bytes of a piece's scores, several times, and of a block's keys and values, twice: of a long row."""
+    """Bytes of a chunk's scores, several times, and of a block's keys and values, twice: of a long row."""
     keys = 2 * outline.key_width * length
-    sizes = ((cut.stop, cut.stop - cut.start) for cut in bounds.pieces(length, outline.heads))
+    sizes = ((cut.stop, cut.stop - cut.start) for cut in bounds.chunks(length, outline.heads))
     scores: int = max(outline.heads * size * seen for seen, size in sizes)
-    return 4 * (1 + queries) * (2 * keys + _SCORES_OF_A_PIECE * scores)
+    return 4 * (1 + queries) * (2 * keys + _SCORES_OF_A_CHUNK * scores)
 
 
 def _saved(outline: Outline, shape: StepShape, weights: Weights, loaded: int | None) -> int:
@@ -493,7 +493,7 @@ def _saved(outline: Outline, shape: StepShape, weights: Weights, loaded: int | N
         layer.outputs * layer.count for layer in outline.layers if not layer.below and not layer.of_experts
     )
     found = 0
-    if shape.tokens <= bounds.piece:
+    if shape.tokens <= bounds.chunk:
         found = numbers * shape.states
     if outline.head is not None:
         found += outline.head.outputs * shape.rows * shape.targets
@@ -541,13 +541,13 @@ def text_memory(
         loaded: bytes of weights that may stay loaded; by default all may.
         cache_bytes: of a number of keys and values: 4, or 2.
     """
-    piece, heads = min(_TEXT_PIECE[context > _LONG_TEXT], outline.longest, context), outline.heads
+    chunk, heads = min(_TEXT_CHUNK[context > _LONG_TEXT], outline.longest, context), outline.heads
     rows = outline.key_width * 2 * context
     kept = slots * rows * (cache_bytes * outline.blocks + (4 if cache_bytes < _FLOAT else 0))
-    # A piece of a prompt, and a token of each sequence, have scores with all tokens before.
-    scores = _FLOAT * heads * context * max(_SCORES_OF_A_TEXT * piece, slots)
+    # A chunk of a prompt, and a token of each sequence, have scores with all tokens before.
+    scores = _FLOAT * heads * context * max(_SCORES_OF_A_TEXT * chunk, slots)
     held = _kept(weights, goes_back=False, loaded=loaded)
-    held += min(weights.table, (piece + slots) * _READ_AROUND)
+    held += min(weights.table, (chunk + slots) * _READ_AROUND)
     numbers = sum(module.rank * (module.in_features + module.out_features) for module in outline.modules)
     return RunMemory(
         runtime=RUNTIME_BYTES[engine],
@@ -556,10 +556,10 @@ def text_memory(
         mapped=held if engine == "native" else 0,
         weights=0 if engine == "native" else held,
         methods=outline.blocks * _TEXT_METHOD_BYTES,
-        arena=_block_arena(outline, FORWARD, 1, 0, piece) + scores,
-        workspace=max(_workspace(outline, FORWARD, 1, 0, piece), _head_logits(outline, slots)),
+        arena=_block_arena(outline, FORWARD, 1, 0, chunk) + scores,
+        workspace=max(_workspace(outline, FORWARD, 1, 0, chunk), _head_logits(outline, slots)),
         # Logits of each sequence: of the engine, joined, as probabilities, and sorted.
-        states=_FLOAT * (3 * piece * outline.width + 4 * slots * vocabulary_size) + kept,
+        states=_FLOAT * (3 * chunk * outline.width + 4 * slots * vocabulary_size) + kept,
         saved=0,
         # The bundle's, that of the sequences, and each sequence's beside the others.
         adapter=_FLOAT * numbers * (2 + slots),
@@ -776,12 +776,12 @@ def _block_arena(outline: Outline, role: str, rows: int, queries: int, length: i
 
 
 def _head_logits(outline: Outline, asked: int) -> int:
-    """Bytes of the logits of a piece of the head."""
-    return 4 * asked * outline.head.outputs // outline.pieces if outline.head is not None else 0
+    """Bytes of the logits of a shard of the head."""
+    return 4 * asked * outline.head.outputs // outline.shards if outline.head is not None else 0
 
 
 def _head_arena(outline: Outline, queries: int, asked: int) -> int:
-    """Bytes that the program of a head's piece plans: logits and their exponentials, and tangents of both."""
+    """Bytes that the program of a head's shard plans: logits and their exponentials, and tangents of both."""
     return 2 * (1 + queries) * _head_logits(outline, asked)
 
 

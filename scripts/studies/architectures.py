@@ -45,7 +45,7 @@ OUTCOMES = ("works", "only graphs", "wrong", "refused", "defect", "not made")
 # The code of a type of which the rules of tests/tiny_types.py make no tiny model.
 NOT_MADE, TOO_SLOW = "not-made-tiny", "too-slow"
 TOLERANCE = 1e-4
-_LENGTH, _PIECE, _WRITTEN = 24, 8, 8
+_LENGTH, _CHUNK, _WRITTEN = 24, 8, 8
 _LONGEST_SENTENCE = 300
 _PAGE = """\
 # Architectures
@@ -180,13 +180,13 @@ def checked(folder: Path, found: dict[str, Any], scheme: str, roles: Sequence[st
     )
 
     # Longer rows go in pieces.
-    with patch.multiple(chain, MOST_WHOLE_TOKENS=2 * _PIECE, _SHORT=_PIECE, _SHORTEST_PIECE=2):
+    with patch.multiple(chain, MOST_WHOLE_TOKENS=2 * _CHUNK, _SHORT=_CHUNK, _SHORTEST_CHUNK=2):
         settings: dict[str, Any] = {"rank": 2, "sequence_length": _LENGTH, "context": 2 * _LENGTH}
         settings |= {"quantize": scheme} | ({"roles": [*roles]} if roles else {})
         export(ExportConfig(str(folder / "model"), folder / "bundle", **settings))
         found["exported"] = True
         bundle = open_bundle(folder / "bundle")
-        lengths = [_LENGTH] if bundle.chain.is_encoder else [_PIECE, _LENGTH]
+        lengths = [_LENGTH] if bundle.chain.is_encoder else [_CHUNK, _LENGTH]
         if "backward" in bundle.chain.roles:
             found["gradient_error"] = max(gradient_error(folder, bundle, length) for length in lengths)
         if "jvp" in bundle.chain.roles:

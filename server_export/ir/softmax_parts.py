@@ -1,9 +1,9 @@
-"""What one piece of a vocabulary adds to log-probabilities, as one operator of a graph.
+"""What one shard of a vocabulary adds to log-probabilities, as one operator of a graph.
 
     softmax_parts(logits [..., words], shift [..., 1], index i64 [..., 1]) -> [..., 2]
 
 The logit at the index, and the sum of the exponentials of all, both after `shift` is taken from the logits.
-With the sums of all pieces, log p = logit - log(sum); `prge.numerics.vocabulary_shards` adds them up. A traced graph
+With the sums of all shards, log p = logit - log(sum); `prge.numerics.vocabulary_shards` adds them up. A traced graph
 keeps the operator whole, so that what is made of the graph has a short form of it and needn't look for it.
 """
 

@@ -65,7 +65,7 @@ def lower_chain(
     """
     if not chain.generates:
         roles = {*roles} - {PREFILL, DECODE}
-    if bounds.has_pieces:
+    if bounds.has_chunks:
         roles = {*roles, *(CHUNK_ROLE[role] for role in {FORWARD, *roles} & {*CHUNK_ROLE})}
     (folder / PROGRAMS).mkdir()
     (folder / WEIGHTS).mkdir()

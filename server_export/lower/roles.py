@@ -106,7 +106,7 @@ def sizes_of(name: str, bounds: Bounds, of_head: bool) -> dict[str, Size]:
         }
     if role.view is View.CHUNK:
         return {
-            "tokens": Size(TOKENS, 5, 2, bounds.piece),
+            "tokens": Size(TOKENS, 5, 2, bounds.chunk),
             "past": Size(PAST, 13, 2, 1 + bounds.context, after=TOKENS),
             "queries": Size(QUERIES, 4, 1, bounds.queries),
         }
@@ -116,10 +116,10 @@ def sizes_of(name: str, bounds: Bounds, of_head: bool) -> dict[str, Size]:
         return {
             "copies": Size(COPIES, 3, 1, bounds.copies),
             "batch": Size(BATCH, 2, 1, bounds.batch),
-            "tokens": Size(TOKENS, 5, 2, bounds.piece),
+            "tokens": Size(TOKENS, 5, 2, bounds.chunk),
             "queries": Size(QUERIES, 4, 1, bounds.queries),
         }
-    return {"copies": Size(COPIES, 2, 1, bounds.batch), "tokens": Size(TOKENS, 5, 2, bounds.piece)}
+    return {"copies": Size(COPIES, 2, 1, bounds.batch), "tokens": Size(TOKENS, 5, 2, bounds.chunk)}
 
 
 def _with_own_constants(graph_module: GraphModule, role: str, shared: Collection[str]) -> GraphModule:

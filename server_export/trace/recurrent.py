@@ -19,7 +19,7 @@ def scan(tables: ModelTables, factor: torch.Tensor, source: torch.Tensor) -> tor
         factor, source: f32 [rows, width, tokens].
     """
     tokens, shifts, back = source.shape[-1], [], 1
-    while back < tables.piece:
+    while back < tables.chunk:
         shifts.append(tables.relation("behind", tokens, back, 1))
         back *= 2
     found: torch.Tensor = SCAN(
@@ -56,7 +56,7 @@ def recurrence(
 
     halves, meeting, size = [], [], 1
     own = decay.dim() == key.dim()
-    while (own or strength is not None) and size < tables.piece:
+    while (own or strength is not None) and size < tables.chunk:
         halves.append(tables.relation("halves", tokens, size))
         if own:
             meeting.append(tables.relation("meeting", tokens, size))

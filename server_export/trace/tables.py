@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.fx import Node
 
-from prge.formats.chain import MASKED, RECURRENT_PIECE
+from prge.formats.chain import MASKED, RECURRENT_CHUNK
 from prge.formats.relations import RELATIONS, relation, relation_shape
 from server_export.adapter.layers import replace_module
 from server_export.trace.attention import causal_mask
@@ -83,7 +83,7 @@ class ModelTables:
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
-        self.piece = min(longest, RECURRENT_PIECE)
+        self.chunk = min(longest, RECURRENT_CHUNK)
         self.all: list[ModelTable] = []
         self._numbers: dict[Hashable, int] = {}
 

@@ -35,7 +35,7 @@ def test_the_loss_of_long_texts(shared: Path, tmp_path: Path) -> None:
 
     bundle = tmp_path / "bundle"
     prge.export(model=str(model), out=bundle, quantize="fp32", sequence_length=1024, roles=("forward",))
-    assert open_bundle(bundle).chain.bounds.piece < LENGTH - 100
+    assert open_bundle(bundle).chain.bounds.chunk < LENGTH - 100
     found = prge.evaluate(bundle=bundle, data=rows)
 
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)

@@ -36,16 +36,16 @@ from tests.workshop import Made
 pytestmark = needs_compiler
 
 # Rows have up to five calls' tokens; windows of tiny models are shorter than a call.
-TOKENS, PIECE = 40, 8
+TOKENS, CHUNK = 40, 8
 
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of more than two calls' tokens go in pieces, later ones in shorter pieces."""
-    monkeypatch.setattr(chain, "MOST_WHOLE_TOKENS", 2 * PIECE)
-    monkeypatch.setattr(chain, "_SHORT", PIECE)
-    monkeypatch.setattr(chain, "_MOST_SCORES", 4 * PIECE * 20)
-    monkeypatch.setattr(chain, "_SHORTEST_PIECE", 2)
+    """Rows of more than two calls' tokens go in chunks, later ones in shorter chunks."""
+    monkeypatch.setattr(chain, "MOST_WHOLE_TOKENS", 2 * CHUNK)
+    monkeypatch.setattr(chain, "_SHORT", CHUNK)
+    monkeypatch.setattr(chain, "_MOST_SCORES", 4 * CHUNK * 20)
+    monkeypatch.setattr(chain, "_SHORTEST_CHUNK", 2)
 
 
 @pytest.fixture(params=["llama", *rest("gemma3", "llama lora")])
@@ -57,18 +57,18 @@ def folder(request: pytest.FixtureRequest, made_once: Made) -> Path:
     def make(place: Path) -> object:
         return export_chain(place, architecture, sequence_length=TOKENS, roles=roles, context=TOKENS, **more)
 
-    return made_once(f"pieces of {request.param}", make)
+    return made_once(f"chunks of {request.param}", make)
 
 
 def calls_of(bundle: Bundle, sequences: int, copies: int = 1) -> Call:
     """Sequences of all lengths, the first the longest."""
-    lengths = [TOKENS, 5, 2 * PIECE + 1, 27, PIECE]
+    lengths = [TOKENS, 5, 2 * CHUNK + 1, 27, CHUNK]
     return call_of(bundle.chain.model, sequences, copies, lengths=lengths)
 
 
 def test_an_export_for_long_rows_has_pieces(folder: Path) -> None:
     found = open_bundle(folder / "bundle").chain
-    assert (found.bounds.tokens, found.bounds.piece) == (TOKENS, PIECE)
+    assert (found.bounds.tokens, found.bounds.chunk) == (TOKENS, CHUNK)
     assert {PREFILL, PREFILL_JVP, PREFILL_BACKWARD} <= set(found.roles)
     assert found.longest(BACKWARD) == found.model.sequence_length == TOKENS
 
@@ -88,17 +88,17 @@ def test_the_bits_follow_from_the_row_alone(folder: Path) -> None:
         assert bits(computed(other.engine, BACKWARD, call)) == whole
 
 
-@pytest.mark.parametrize(("role", "of_pieces"), [(JVP, PREFILL_JVP), (BACKWARD, PREFILL_BACKWARD)])
-def test_a_bundle_without_a_role_of_pieces_takes_short_rows_in_it(
-    folder: Path, role: str, of_pieces: str
+@pytest.mark.parametrize(("role", "of_chunks"), [(JVP, PREFILL_JVP), (BACKWARD, PREFILL_BACKWARD)])
+def test_a_bundle_without_a_role_of_chunks_takes_short_rows_in_it(
+    folder: Path, role: str, of_chunks: str
 ) -> None:
     bundle = open_bundle(folder / "bundle")
     programs = tuple(
-        replace(program, methods={name: m for name, m in program.methods.items() if name != of_pieces})
+        replace(program, methods={name: m for name, m in program.methods.items() if name != of_chunks})
         for program in bundle.chain.programs
     )
     bundle = replace(bundle, chain=replace(bundle.chain, programs=programs))
-    assert bundle.chain.longest(role) == PIECE
+    assert bundle.chain.longest(role) == CHUNK
     assert bundle.chain.longest(FORWARD) == bundle.chain.model.sequence_length == TOKENS
     engine, model = opened(bundle, role).engine, bundle.chain.model
     with pytest.raises(EngineError, match=f"has 9 tokens, the bundle takes 8 in the role {role}"):
@@ -107,15 +107,15 @@ def test_a_bundle_without_a_role_of_pieces_takes_short_rows_in_it(
     assert engine.forward(call_of(model, 2)).size
 
 
-def test_pieces_longer_than_rows_are_refused(folder: Path) -> None:
+def test_chunks_longer_than_rows_are_refused(folder: Path) -> None:
     found = open_bundle(folder / "bundle").chain
-    with pytest.raises(BundleError, match="pieces of rows have 41 tokens, rows 40"):
-        replace(found, bounds=replace(found.bounds, piece=TOKENS + 1))
+    with pytest.raises(BundleError, match="chunks of rows have 41 tokens, rows 40"):
+        replace(found, bounds=replace(found.bounds, chunk=TOKENS + 1))
 
 
 @pytest.mark.whole
 def test_a_block_of_a_real_shape_at_1024_tokens(made_once: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen2.5-0.5B's block and a row of four pieces as an export cuts them, against autograd."""
+    """Qwen2.5-0.5B's block and a row of four chunks as an export cuts them, against autograd."""
     monkeypatch.undo()
 
     def make(place: Path) -> object:
@@ -125,7 +125,7 @@ def test_a_block_of_a_real_shape_at_1024_tokens(made_once: Made, monkeypatch: py
         settings = {"rank": 16, "sequence_length": 1024, "context": 1024, "roles": ["forward", "backward"]}
         return export(ExportConfig(model=str(place / "model"), out=place / "bundle", **settings))
 
-    folder = made_once("a real block in pieces", make)
+    folder = made_once("a real block in chunks", make)
     bundle = open_bundle(folder / "bundle")
     call = call_of(bundle.chain.model, 1)
     _, found = computed(opened(bundle, BACKWARD).engine, BACKWARD, call)

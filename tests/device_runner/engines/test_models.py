@@ -151,7 +151,7 @@ def short_chunks() -> Iterator[None]:
     """Rows of more than two calls' tokens go in chunks, later ones in shorter ones; memory grows often."""
     numbers = {"MOST_WHOLE_TOKENS": 2 * CHUNK, "_SHORT": CHUNK, "_MOST_SCORES": 4 * CHUNK * 20}
     with pytest.MonkeyPatch.context() as patch:
-        for name, number in {**numbers, "_SHORTEST_PIECE": 2}.items():
+        for name, number in {**numbers, "_SHORTEST_CHUNK": 2}.items():
             patch.setattr(chain, name, number)
         patch.setattr(speaking, "_GROWTH", 16)
         yield
@@ -168,7 +168,7 @@ def lora_a_of(network: Any, names: Sequence[str], size: float) -> dict[str, torc
 
 def graphs_of(folder: Path, lora_a: dict[str, torch.Tensor], tokens: int, limits: Limits) -> Case:
     """Of a decoder in a folder, for rows of so many tokens in chunks; the oracle is in double precision."""
-    blocks: Any = GraphBlocks(folder, lora_a, Bounds(tokens=tokens, context=CONTEXT, piece=CHUNK))
+    blocks: Any = GraphBlocks(folder, lora_a, Bounds(tokens=tokens, context=CONTEXT, chunk=CHUNK))
     network: Any = load_model(str(folder)).model
     network.set_experts_implementation("eager")
     oracle = TorchEngine(network, blocks.chain.model, lora_a)
@@ -223,7 +223,7 @@ def classifier(folder: Path, name: str) -> Case:
     loaded = load_model(str(folder))
     network: Any = loaded.model
     lora_a = lora_a_of(network, match_target_modules(network, default_target_modules(network)), 0.3)
-    blocks: Any = GraphBlocks(folder, lora_a, Bounds(tokens=12, context=12, piece=12))
+    blocks: Any = GraphBlocks(folder, lora_a, Bounds(tokens=12, context=12, chunk=12))
     assert loaded.classifier is not None
     head = loaded.classifier.linear.double()
     network.set_submodule(loaded.classifier.layer, head)
@@ -238,7 +238,7 @@ def chunks(made_once: Made, name: str) -> Case:
     architecture, *adapter = name.split()
     settings: dict[str, Any] = {"adapter": adapter[0]} if adapter else {}
     settings |= {"sequence_length": 40, "context": 40, "roles": ["forward", "jvp", "backward"]}
-    folder = made_once(f"pieces of {name}", lambda place: export_chain(place, architecture, **settings))
+    folder = made_once(f"chunks of {name}", lambda place: export_chain(place, architecture, **settings))
     bundle = open_bundle(folder / "bundle")
     limits = Limits(outputs=2e-5, gradient=1e-5, tangents=2e-5)
     lengths = [40, 5, 2 * CHUNK + 1, 27, CHUNK]

@@ -19,7 +19,7 @@ from device_runner.engines.planning import (
 from prge.engine import STATES_AT_ONCE, IntArray
 from prge.formats.chain import Bounds
 
-BOUNDS = Bounds(copies=3, batch=4, tokens=300, piece=100)
+BOUNDS = Bounds(copies=3, batch=4, tokens=300, chunk=100)
 COUNTS = st.lists(st.integers(1, BOUNDS.tokens), min_size=1, max_size=40)
 
 
@@ -66,7 +66,7 @@ def test_every_row_passes_once_and_only_with_rows_of_its_length(
     assert sorted(np.concatenate(found).tolist()) == mine.tolist()
     for rows in found:
         assert len({*lengths[rows].tolist()}) == 1
-        assert len(rows) <= (BOUNDS.batch if lengths[rows[0]] <= BOUNDS.piece else 1)
+        assert len(rows) <= (BOUNDS.batch if lengths[rows[0]] <= BOUNDS.chunk else 1)
         assert rows.tolist() == sorted(rows.tolist())
 
 
@@ -79,7 +79,7 @@ def test_rows_of_one_adapter_take_the_place_of_copies_too(counts: list[int], dat
         length = int(lengths[rows.flat[0]])
         assert (lengths[rows] == length).all()
         assert len(rows) <= copies_together(length, BOUNDS)
-        assert rows.shape[1] <= (BOUNDS.batch if length <= BOUNDS.piece else 1)
+        assert rows.shape[1] <= (BOUNDS.batch if length <= BOUNDS.chunk else 1)
 
 
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 9))

@@ -69,7 +69,7 @@ def at(value: Json, path: tuple[Any, ...]) -> Json:
 PLACES = [*places(block_of())]
 MAY_BE_NULL = "window"
 # Rows of earlier bundles are whole, their blocks share no values, none is an expert; methods have no specs.
-MAY_LACK = ("piece", "shared", "takes", "past", "experts", "input_specs", "output_specs")
+MAY_LACK = ("chunk", "shared", "takes", "past", "experts", "input_specs", "output_specs")
 
 
 def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
@@ -107,17 +107,17 @@ def test_a_spec_of_sizes_that_no_model_has_is_refused(sizes: list[int]) -> None:
         Chain.from_json(block)
 
 
-def test_a_bundle_that_knows_no_pieces_has_whole_rows() -> None:
+def test_a_bundle_that_knows_no_chunks_has_whole_rows() -> None:
     block = block_of()
-    del block["bounds"]["piece"]
+    del block["bounds"]["chunk"]
     bounds = Chain.from_json(block).bounds
-    assert bounds.piece == bounds.tokens and not bounds.has_pieces
+    assert bounds.chunk == bounds.tokens and not bounds.has_chunks
 
 
 @given(st.integers(2, 3000), st.sampled_from([0, 8, 32]))
-def test_pieces_follow_each_other_and_none_has_one_token_alone(length: int, heads: int) -> None:
-    bounds = Bounds(tokens=4096, piece=256)
-    cuts = [*bounds.pieces(length, heads)]
+def test_chunks_follow_each_other_and_none_has_one_token_alone(length: int, heads: int) -> None:
+    bounds = Bounds(tokens=4096, chunk=256)
+    cuts = [*bounds.chunks(length, heads)]
     assert [cut.start for cut in cuts] == [0, *(cut.stop for cut in cuts[:-1])] and cuts[-1].stop == length
     sizes = [cut.stop - cut.start for cut in cuts]
     assert all(2 <= size <= 256 for size in sizes)
@@ -230,7 +230,7 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
         (lambda b: b.update(width=0), "width is 0"),
         (lambda b: b["bounds"].update(batch=0), "the bound of batch is 0, must be 1 to"),
         (lambda b: b["bounds"].update(tokens=1), "the bound of tokens is 1, must be 2 to"),
-        (lambda b: b["bounds"].update(piece=4, context=8), "rows have 16 tokens, texts 8"),
+        (lambda b: b["bounds"].update(chunk=4, context=8), "rows have 16 tokens, texts 8"),
         (lambda b: b["bounds"].update(states=LARGEST_SIZE + 1), "the bound of states is 16777217"),
         (lambda b: b["tables"][0].update(kind="alibi"), "a table is .*alibi"),
         (lambda b: b["tables"][0].update(window=0), "a table is .*window=0"),

@@ -1,4 +1,4 @@
-"""A vocabulary that is read in pieces gives the log-probabilities that it gives as a whole."""
+"""A vocabulary that is read in shards gives the log-probabilities that it gives as a whole."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prge.engine import FloatArray
-from prge.numerics.vocabulary_shards import Reading, pieces_of
+from prge.numerics.vocabulary_shards import Reading, shards_of
 
 ALL = slice(None)
 
 
 @pytest.mark.parametrize(
-    ("words", "width", "pieces"),
+    ("words", "width", "shards"),
     [
         (2, 4096, 1),
         (49_152, 576, 2),
@@ -27,8 +27,8 @@ ALL = slice(None)
         (104_729, 4096, 1),  # a prime: there is no cut
     ],
 )
-def test_a_vocabulary_is_cut_evenly_into_few_pieces(words: int, width: int, pieces: int) -> None:
-    assert pieces_of(words, width) == pieces
+def test_a_vocabulary_is_cut_evenly_into_few_pieces(words: int, width: int, shards: int) -> None:
+    assert shards_of(words, width) == shards
 
 
 def oracle(logits: FloatArray, targets: FloatArray) -> FloatArray:
@@ -37,7 +37,7 @@ def oracle(logits: FloatArray, targets: FloatArray) -> FloatArray:
     return logits[np.arange(len(targets)), targets] - log_total
 
 
-class Pieces:
+class Shards:
     """A head that answers in float32, as an engine does, and counts how often it was asked."""
 
     def __init__(self, logits: FloatArray, words: int, tangents: FloatArray | None = None) -> None:
@@ -46,9 +46,9 @@ class Pieces:
     def read(self, targets: FloatArray) -> Reading:
         queries = 0 if self.tangents is None else len(self.tangents)
         reading = Reading(targets, self.words, queries)
-        for piece in range(self.logits.shape[1] // self.words):
-            index = reading.within(piece, ALL)[0]
-            mine = slice(piece * self.words, (piece + 1) * self.words)
+        for shard in range(self.logits.shape[1] // self.words):
+            index = reading.within(shard, ALL)[0]
+            mine = slice(shard * self.words, (shard + 1) * self.words)
 
             def parts(shift: FloatArray) -> tuple[FloatArray, FloatArray | None]:
                 self.calls += 1
@@ -64,25 +64,25 @@ class Pieces:
                 at = np.take_along_axis(moved, places, 2)[..., 0]
                 return answer, np.stack([at, (moved * exponentials).sum(-1)], -1)
 
-            reading.add(piece, ALL, *reading.ask(ALL, parts))
+            reading.add(shard, ALL, *reading.ask(ALL, parts))
         return reading
 
 
 @given(
     seed=st.integers(0, 1000),
-    pieces=st.integers(1, 5),
+    shards=st.integers(1, 5),
     middle=st.sampled_from([0.0, -40.0, 60.0, -300.0, 1000.0]),
     spread=st.sampled_from([0.1, 3.0, 30.0]),
 )
 @settings(derandomize=True)
 def test_logprobs_and_their_tangents_are_those_of_the_whole(
-    seed: int, pieces: int, middle: float, spread: float
+    seed: int, shards: int, middle: float, spread: float
 ) -> None:
     random = np.random.default_rng(seed)
-    logits = (middle + spread * random.standard_normal((4, 6 * pieces))).astype(np.float32).astype(np.float64)
+    logits = (middle + spread * random.standard_normal((4, 6 * shards))).astype(np.float32).astype(np.float64)
     tangents = random.standard_normal((3, *logits.shape))
     targets = random.integers(0, logits.shape[1], 4)
-    reading = Pieces(logits, 6, tangents).read(targets)
+    reading = Shards(logits, 6, tangents).read(targets)
     expected = oracle(logits, targets)
     np.testing.assert_allclose(reading.logprobs, expected, rtol=2e-6, atol=1e-6 * (10 + abs(middle)))
     probability = np.exp(np.stack([oracle(logits, np.full(4, word)) for word in range(logits.shape[1])], -1))
@@ -93,19 +93,19 @@ def test_logprobs_and_their_tangents_are_those_of_the_whole(
 
 
 def test_a_log_probability_may_be_less_than_that_of_the_least_float() -> None:
-    reading = Pieces(np.array([[0.0, 500.0, 0.0, 1.0]]), 2).read(np.array([2]))
+    reading = Shards(np.array([[0.0, 500.0, 0.0, 1.0]]), 2).read(np.array([2]))
     assert reading.logprobs.tolist() == [-500.0]
 
 
 @pytest.mark.parametrize(("middle", "calls"), [(0.0, 3), (-60.0, 3), (70.0, 3), (-100.0, 4), (170.0, 5)])
 def test_only_a_first_piece_far_from_0_is_asked_again(middle: float, calls: int) -> None:
-    pieces = Pieces(np.full((2, 9), middle), 3)
-    np.testing.assert_allclose(pieces.read(np.array([0, 8])).logprobs, -np.log(9), rtol=1e-5)
-    assert pieces.calls == calls
+    shards = Shards(np.full((2, 9), middle), 3)
+    np.testing.assert_allclose(shards.read(np.array([0, 8])).logprobs, -np.log(9), rtol=1e-5)
+    assert shards.calls == calls
 
 
 @pytest.mark.parametrize("strange", [np.nan, np.inf, 1e30])
 def test_logits_that_are_no_numbers_end_and_are_none(strange: float) -> None:
     with np.errstate(invalid="ignore"):
-        reading = Pieces(np.array([[0.0, strange]]), 2).read(np.array([0]))
+        reading = Shards(np.array([[0.0, strange]]), 2).read(np.array([0]))
     assert not np.isfinite(reading.logprobs).any()

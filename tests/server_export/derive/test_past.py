@@ -136,8 +136,8 @@ def test_tokens_that_come_later_are_answered_as_in_the_whole(architecture: str, 
 
 
 @pytest.mark.parametrize("architecture", ["llama", *rest(*(name for name in DECODERS if name != "llama"))])
-def test_the_way_back_in_pieces_is_that_of_the_whole(architecture: str, tmp_path: Path) -> None:
-    """The last piece first: it answers what the piece before is given for its keys and values."""
+def test_the_way_back_in_chunks_is_that_of_the_whole(architecture: str, tmp_path: Path) -> None:
+    """The last chunk first: it answers what the chunk before is given for its keys and values."""
     block = Derived(architecture, tmp_path)
     state, slope = (random(1, LENGTH, block.width, seed=seed).float() for seed in range(2))
     tables = {f"table.{number}": table.of(LENGTH) for number, table in enumerate(block.tables)}
@@ -146,26 +146,26 @@ def test_the_way_back_in_pieces_is_that_of_the_whole(architecture: str, tmp_path
         BACKWARD, {"hidden_states": state, "grad_hidden_states": slope, "ones": ones, **tables}
     )
 
-    def piece(role: str, start: int, end: int, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def chunk(role: str, start: int, end: int, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         mask = block.mask(start, end)
         masks = {PAST_MASK: mask[:, :start] if start else torch.full((len(mask), 2), MASKED)}
-        of_piece = {
+        of_chunk = {
             "hidden_states": state[:, start:end],
             "grad_hidden_states": slope[:, start:end],
             "ones": ones[:, start:end],
         }
         return block.call(
-            role, {**given, **of_piece, **block.tables_of(start, end), **masks, CAUSAL_MASK: mask[:, start:]}
+            role, {**given, **of_chunk, **block.tables_of(start, end), **masks, CAUSAL_MASK: mask[:, start:]}
         )
 
     shapes = {kind: block.shape(kind) for kind in (PAST_KEYS, PAST_VALUES)}
     nothing = {kind: torch.zeros(shape[0], 2, shape[2]) for kind, shape in shapes.items()}
-    _, keys, values = piece(PREFILL, 0, BEFORE, nothing)
+    _, keys, values = chunk(PREFILL, 0, BEFORE, nothing)
     past = {PAST_KEYS: keys, PAST_VALUES: values}
     none = {"grad_keys": keys[:, :AFTER] * 0, "grad_values": values[:, :AFTER] * 0}
-    last, by_keys, by_values, *later = piece(PREFILL_BACKWARD, BEFORE, LENGTH, past | none)
+    last, by_keys, by_values, *later = chunk(PREFILL_BACKWARD, BEFORE, LENGTH, past | none)
     of_past = {"grad_keys": by_keys, "grad_values": by_values}
-    first, _, _, *earlier = piece(PREFILL_BACKWARD, 0, BEFORE, nothing | of_past)
+    first, _, _, *earlier = chunk(PREFILL_BACKWARD, 0, BEFORE, nothing | of_past)
     found = [torch.cat([first, last], 1), *(a + b for a, b in zip(earlier, later, strict=True))]
     for ours, theirs in zip(found, expected, strict=True):
         assert relative_difference(ours, theirs) < 1e-5

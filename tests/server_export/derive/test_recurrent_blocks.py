@@ -1,4 +1,4 @@
-"""Blocks with recurrences and short convolutions: all tokens at once, in pieces and one by one."""
+"""Blocks with recurrences and short convolutions: all tokens at once, in chunks and one by one."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from tests.tiny_models import RECURRENT
 torch.set_num_threads(1)
 
 RANK = 3
-# Pieces of a row, of which one is shorter than what a convolution looks back at.
-PIECES = [(0, 5), (5, 7), (7, 13)]
-LENGTH = PIECES[-1][1]
+# Chunks of a row, of which one is shorter than what a convolution looks back at.
+CHUNKS = [(0, 5), (5, 7), (7, 13)]
+LENGTH = CHUNKS[-1][1]
 ROLES = {FORWARD, JVP, BACKWARD, PREFILL, DECODE, PREFILL_JVP, PREFILL_BACKWARD}
 
 Tensors = dict[str, torch.Tensor]
@@ -93,7 +93,7 @@ class Derived:
         return {f"table.{number}": table.of(LENGTH) for number, table in enumerate(self.tables)}
 
     def extra_inputs(self, start: int, end: int, rows: int = 1) -> Tensors:
-        """Tables of a piece, masks of its attention, and room for what attention knows of the past."""
+        """Tables of a chunk, masks of its attention, and room for what attention knows of the past."""
         given: Tensors = {}
         for number, table in enumerate(self.tables):
             is_place = table.kind in ("rotary", "positions", "zeros")
@@ -115,11 +115,11 @@ def block(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Derived(chain_of(request.param, tmp_path_factory.mktemp("model"), "fp32", RANK), 1)
 
 
-def in_pieces(block: Derived, state: torch.Tensor) -> tuple[torch.Tensor, list[Tensors]]:
-    """What the pieces of a row answer, and what each was given of those before."""
+def in_chunks(block: Derived, state: torch.Tensor) -> tuple[torch.Tensor, list[Tensors]]:
+    """What the chunks of a row answer, and what each was given of those before."""
     answers, given, carried = [], [], dict(block.carried)
     known = {n: torch.zeros(block.shapes[n][0], 0, block.shapes[n][2]) for n in PASTS if n in block.shapes}
-    for start, end in PIECES:
+    for start, end in CHUNKS:
         past = {
             n: torch.cat([torch.zeros(len(v), max(0, 2 - start), v.shape[2]), v], 1) for n, v in known.items()
         }
@@ -146,13 +146,13 @@ def test_all_tokens_at_once_are_those_one_after_the_other(block: Derived) -> Non
 
 
 @pytest.mark.parametrize("block", ALL, indirect=True)
-def test_pieces_and_single_tokens_go_on_with_what_came_before(block: Derived) -> None:
+def test_chunks_and_single_tokens_go_on_with_what_came_before(block: Derived) -> None:
     state = random(1, LENGTH, block.width).float()
     (expected,) = block.call(FORWARD, {"hidden_states": state, **block.whole()})
-    found, given = in_pieces(block, state)
+    found, given = in_chunks(block, state)
     assert relative_difference(found, expected) < 1e-5
-    # Two sequences, of which one is behind the second piece and one behind the third.
-    last = PIECES[-1][0]
+    # Two sequences, of which one is behind the second chunk and one behind the third.
+    last = CHUNKS[-1][0]
     carried = {name: torch.cat([given[2][name], given[2][name]]) for name in block.carried}
     pasts = {}
     for name in PASTS:
@@ -171,7 +171,7 @@ def test_pieces_and_single_tokens_go_on_with_what_came_before(block: Derived) ->
 
 
 @pytest.mark.parametrize("block", ALL, indirect=True)
-def test_the_way_back_is_autograds_whole_and_in_pieces(block: Derived) -> None:
+def test_the_way_back_is_autograds_whole_and_in_chunks(block: Derived) -> None:
     state, slope = (random(1, LENGTH, block.width, seed=seed).float() for seed in range(2))
     matrices = {name: m.clone().requires_grad_() for name, m in block.adapter.items()}
     wanted = state.clone().requires_grad_()
@@ -181,22 +181,22 @@ def test_the_way_back_is_autograds_whole_and_in_pieces(block: Derived) -> None:
     found = block.call(BACKWARD, {"hidden_states": state, "grad_hidden_states": slope, **block.whole()})
     for ours, theirs in zip(found, expected, strict=True):
         assert relative_difference(ours, theirs) < 1e-4
-    _, given = in_pieces(block, state)
+    _, given = in_chunks(block, state)
     later = {f"slope_{name}": torch.zeros_like(value) for name, value in given[-1].items()}
     slopes, gradients = [], []
-    for (start, end), before in reversed(list(zip(PIECES, given[:-1], strict=True))):
+    for (start, end), before in reversed(list(zip(CHUNKS, given[:-1], strict=True))):
         own = {
             name: later[f"slope_{past}"][:, start:end]
             for name, past in (("grad_keys", PAST_KEYS), ("grad_values", PAST_VALUES))
             if past in before
         }
         own |= {name: value for name, value in later.items() if "recurrent_state" in name}
-        piece = {
+        chunk = {
             "hidden_states": state[:, start:end],
             "grad_hidden_states": slope[:, start:end],
             **block.extra_inputs(start, end),
         }
-        by_state, *rest_of = block.call(PREFILL_BACKWARD, {**piece, **before, **own})
+        by_state, *rest_of = block.call(PREFILL_BACKWARD, {**chunk, **before, **own})
         slopes.insert(0, by_state)
         names = [name for name in (*block.carried, *PASTS) if name in before]
         for name, by_past in zip(names, rest_of, strict=False):
@@ -211,7 +211,7 @@ def test_the_way_back_is_autograds_whole_and_in_pieces(block: Derived) -> None:
 
 
 @pytest.mark.parametrize("block", ALL, indirect=True)
-def test_tangents_are_derivatives_whole_and_in_pieces(block: Derived) -> None:
+def test_tangents_are_derivatives_whole_and_in_chunks(block: Derived) -> None:
     state, moved = (random(*lead, LENGTH, block.width, seed=5).float() for lead in ((1,), (2, 1)))
     directions = {
         name.replace("lora_b", factor): random(2, 1, width, seed=9).float()
@@ -236,28 +236,28 @@ def test_tangents_are_derivatives_whole_and_in_pieces(block: Derived) -> None:
         JVP, {"hidden_states": state, "tangent_hidden_states": moved, **block.whole(), **directions}
     )
     assert relative_difference(found, torch.stack(expected)) < 1e-4
-    _, given = in_pieces(block, state)
+    _, given = in_chunks(block, state)
     later = {f"d_{name}": torch.zeros(2, *value.shape) for name, value in block.carried.items()}
-    pieces = []
+    chunks = []
     d_known = {
         f"d_{n}": torch.zeros(2, block.shapes[n][0], 0, block.shapes[n][2])
         for n in PASTS
         if n in block.shapes
     }
-    for (start, end), before in zip(PIECES, given[:-1], strict=True):
+    for (start, end), before in zip(CHUNKS, given[:-1], strict=True):
         d_past = {
             n: torch.cat([torch.zeros(2, v.shape[1], max(0, 2 - start), v.shape[3]), v], 2)
             for n, v in d_known.items()
         }
-        piece = {
+        chunk = {
             "hidden_states": state[:, start:end],
             "tangent_hidden_states": moved[:, :, start:end],
             **directions,
         }
-        piece |= block.extra_inputs(start, end)
-        _, d_state, *behind = block.call(PREFILL_JVP, {**piece, **before, **later, **d_past})
-        pieces.append(d_state)
+        chunk |= block.extra_inputs(start, end)
+        _, d_state, *behind = block.call(PREFILL_JVP, {**chunk, **before, **later, **d_past})
+        chunks.append(d_state)
         tangents = dict(zip([*later, *d_known], behind[1::2], strict=True))
         d_known = {n: torch.cat([d_known[n], tangents[n]], 2) for n in d_known}
         later = {n: tangents[n] for n in later}
-    assert relative_difference(torch.cat(pieces, 2), torch.stack(expected)) < 1e-4
+    assert relative_difference(torch.cat(chunks, 2), torch.stack(expected)) < 1e-4
