@@ -85,7 +85,7 @@ class ActivationStore:
         chain = blocks.chain
         self._head = chain.end
         self._adapted = range(chain.lowest_adapted, len(chain.blocks))
-        self._widths = {number: blocks.saved_widths(number) for number in self._adapted}
+        self._widths = {number: blocks.residual_widths(number) for number in self._adapted}
         bounds = chain.bounds.of_call
         widest = max((width for widths in self._widths.values() for width in widths.values()), default=0)
         self._largest_output = widest * max(bounds.batch * bounds.tokens, bounds.states)

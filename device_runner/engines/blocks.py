@@ -108,9 +108,9 @@ class Blocks:
         """The heads of a block's attention."""
         return self._shapes.heads[number]
 
-    def carried(self, number: int) -> Mapping[str, tuple[int, int]]:
+    def recurrent_states(self, number: int) -> Mapping[str, tuple[int, int]]:
         """Height and width of what a block carries from call to call, by name."""
-        return self._shapes.carried[number]
+        return self._shapes.recurrent_states[number]
 
     @cached_property
     def lora_a(self) -> dict[str, FloatArray]:
@@ -139,9 +139,9 @@ class Blocks:
         """Width of a shared value."""
         return self._shapes.shared[value]
 
-    def saved_widths(self, number: int) -> Mapping[str, int]:
+    def residual_widths(self, number: int) -> Mapping[str, int]:
         """Widths by name of the values that a block saves for the way back."""
-        return self._shapes.saved[number]
+        return self._shapes.residuals[number]
 
     @property
     def beside_weights(self) -> int:

@@ -67,7 +67,7 @@ class Chunks:
         entering = inputs[name][0]
         length = entering.shape[1]
         found = {"hidden_states": np.empty((1, length, self._blocks.width(number + 1)), np.float32)}
-        for place, value in enumerate(self._chain.gives(number)):
+        for place, value in enumerate(self._chain.shared_out(number)):
             found[f"{SHARED_OUT}{place}"] = np.empty(
                 (1, length, self._blocks.shared_width(value)), np.float32
             )
@@ -75,7 +75,7 @@ class Chunks:
         taken = {each: array[0] for each, array in inputs.items() if each.startswith(SHARED_IN)}
         known = own or self._taken_keys(number, taken)
         adapter = {**self._frozen(number), **inputs}
-        carried = self._nothing_carried(number)
+        carried = self._initial_recurrent_states(number)
         carried_to: list[Arrays] = []
         for chunk in self._chunks(number, length):
             given = {**adapter, **self.beside(number, chunk, known), **carried}
@@ -103,7 +103,7 @@ class Chunks:
         """
         length, queries = inputs["hidden_states"].shape[1], len(inputs["tangent_hidden_states"])
         widths = {"hidden_states": self._blocks.width(number + 1)}
-        for place, value in enumerate(self._chain.gives(number)):
+        for place, value in enumerate(self._chain.shared_out(number)):
             widths[f"{SHARED_OUT}{place}"] = self._blocks.shared_width(value)
         found: Arrays = {}
         for name, width in widths.items():
@@ -114,7 +114,7 @@ class Chunks:
             f"tangent_{name}": np.empty((queries, *array.shape), np.float32) for name, array in own.items()
         }
         known = own or self._taken_keys(number, inputs)
-        carried = self._nothing_carried(number)
+        carried = self._initial_recurrent_states(number)
         carried |= {
             f"tangent_{name}": np.zeros((queries, *each.shape), np.float32) for name, each in carried.items()
         }
@@ -142,7 +142,7 @@ class Chunks:
         """
         state = inputs["hidden_states"]
         found: Arrays = {"grad_hidden_states": np.empty_like(state)}
-        changes = self._chain.ports(number).takes
+        changes = self._chain.ports(number).shared_in
         for place in (place for place, each in enumerate(changes) if each):
             found[f"grad_{SHARED_IN}{place}"] = np.zeros_like(inputs[f"{SHARED_IN}{place}"])
         own = {name: np.zeros_like(inputs[name]) for name in (KEYS, VALUES) if name in inputs}
@@ -152,7 +152,7 @@ class Chunks:
         )
         of_tokens = {name: array for name, array in inputs.items() if _is_of_tokens(name)}
         of_tokens |= {slope: own[name] for name, slope in _SLOPES.items() if own}
-        carried = self._nothing_carried(number)
+        carried = self._initial_recurrent_states(number)
         by_carried = {f"grad_{name}": each for name, each in carried.items()}
         for turn, chunk in reversed([*enumerate(self._chunks(number, state.shape[1]))]):
             given = {**inputs, **self.beside(number, chunk, known), **by_carried}
@@ -178,11 +178,14 @@ class Chunks:
         heads, chunks = self._blocks.heads(number), len([*self._chunks(number, length)])
         is_own = not self._chain.blocks[number].past
         keys = [is_own * length * heads.count * width for width in (heads.key_width, heads.value_width)]
-        return [*keys, *(chunks * high * wide for high, wide in self._blocks.carried(number).values())]
+        return [
+            *keys,
+            *(chunks * high * wide for high, wide in self._blocks.recurrent_states(number).values()),
+        ]
 
-    def _nothing_carried(self, number: int) -> Arrays:
+    def _initial_recurrent_states(self, number: int) -> Arrays:
         """What a block carries to its first chunk."""
-        shapes = self._blocks.carried(number)
+        shapes = self._blocks.recurrent_states(number)
         return {name: np.zeros((1, *shape), np.float32) for name, shape in shapes.items()}
 
     def _own_keys(self, number: int, length: int) -> Arrays:

@@ -174,7 +174,7 @@ class Forward:
                 else:
                     found = self.run(number, role, part)
                 part.shared.keep(number, found)
-                of_chunks = (KEYS, VALUES, *self.chain.carried(number))
+                of_chunks = (KEYS, VALUES, *self.chain.recurrent_states(number))
                 needed = {name: found.pop(name) for name in of_chunks if name in found}
                 if store is None:
                     part.shared.leave(number, self.blocks.release)

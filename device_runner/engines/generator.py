@@ -185,7 +185,7 @@ class ChainSpeaker:
     @property
     def most_checked(self) -> int:
         """See Speaker."""
-        carries = any(self._blocks.carried(number) for number in range(self._chain.end))
+        carries = any(self._blocks.recurrent_states(number) for number in range(self._chain.end))
         # The head takes the tokens of a text as it takes those of as many texts.
         return 0 if carries else min(self._chain.bounds.sequences, self._chain.bounds.chunk)
 
@@ -213,7 +213,7 @@ class ChainSpeaker:
         for place, found in step.kept:
             for row, length in enumerate(lengths):
                 place[row, :, 1 + length] = found[row]
-        for place, found in step.carried:
+        for place, found in step.recurrent_states:
             place[: len(lengths)] = found
         if len(step.shards) > 1:
             np.concatenate(step.shards[:, :, 0], axis=1, out=step.logits)
@@ -239,7 +239,7 @@ class ChainSpeaker:
         self._capacity = min(-(-length // _GROWTH) * _GROWTH, self._context)
         for number in range(self._chain.end):
             if number not in self._carried:
-                shapes = self._blocks.carried(number).items()
+                shapes = self._blocks.recurrent_states(number).items()
                 self._carried[number] = {n: np.zeros((self._slots, *s), np.float32) for n, s in shapes}
             heads = self._blocks.heads(number)
             widths = heads.key_width, heads.value_width
@@ -257,7 +257,7 @@ class ChainSpeaker:
         if not self._chain.attends(number):
             return []
         block = self._chain.blocks[number]
-        keys = [(SHARED_IN, block.takes[place]) for place in block.past]
+        keys = [(SHARED_IN, block.shared_in[place]) for place in block.past]
         return [*zip((KEYS, VALUES), keys or [(KEYS, number), (VALUES, number)], strict=True)]
 
     def _forget(self, sequence: _Sequence, before: int) -> None:
@@ -333,7 +333,7 @@ class ChainSpeaker:
         """What a block takes of a step: the state, shared values, tables, and the sequences' adapters."""
         chain, block, rows = self._chain, self._chain.blocks[number], len(step.sequences)
         given: dict[str, Array] = {"tokens": state, "hidden_states": state}
-        given |= {f"{SHARED_IN}{index}": values[value] for index, value in enumerate(block.takes)}
+        given |= {f"{SHARED_IN}{index}": values[value] for index, value in enumerate(block.shared_in)}
         for index, table in enumerate(block.tables):
             if chain.tables[table].kind in ("causal", *RELATIONS):
                 continue
@@ -353,7 +353,7 @@ class ChainSpeaker:
         rows, answers = len(step.sequences), dict[str, Array]()
         for name, array in self._carried.get(number, {}).items():
             given[name], answers[name] = array[:rows], np.empty((rows, *array.shape[1:]), np.float32)
-            step.carried.append((array, answers[name]))
+            step.recurrent_states.append((array, answers[name]))
         return answers
 
     def _attending(self, step: _Step, number: int, given: dict[str, Array]) -> dict[str, Array]:
@@ -393,7 +393,7 @@ class ChainSpeaker:
     def _giving(self, step: _Step, number: int, values: dict[int, FloatArray]) -> dict[str, Array]:
         """Answers for the shared values that a block makes, which are added to those of before."""
         rows, answers = len(step.sequences), dict[str, Array]()
-        for index, value in enumerate(self._chain.gives(number)):
+        for index, value in enumerate(self._chain.shared_out(number)):
             width = self._blocks.shared_width(value)
             answers[f"{SHARED_OUT}{index}"] = values[value] = np.empty((rows, 1, width), np.float32)
             if (cache := self._caches.get((SHARED_IN, value))) is not None:
@@ -436,7 +436,7 @@ class ChainSpeaker:
                 array[slot] = found[name][0]
                 self._blocks.release(found[name])
             shared.keep(number, found)
-            for value in chain.gives(number):
+            for value in chain.shared_out(number):
                 if (cache := self._caches.get((SHARED_IN, value))) is not None:
                     cache[slot, :, 1:][:, chunk] = by_heads(shared.values[value][0], cache.shape[1])
             shared.leave(number, self._blocks.release)

@@ -103,8 +103,8 @@ class Shapes:
     Attributes:
         widths: of the states that enter and leave every block; 0 where none does.
         heads: of the keys and values of every block.
-        saved: widths of every block's saved values, by name.
-        carried: height and width of what every block carries from call to call, by name.
+        residuals: widths of every block's residuals, by name.
+        recurrent_states: height and width of what every block carries from call to call, by name.
         shared: widths of all shared values.
         routings: how states lie around the experts of each layer, by the number of the first.
     """
@@ -115,18 +115,18 @@ class Shapes:
         self.widths = [_widths(_method(chain, block, FORWARD)) for block in chain.blocks]
         self.routings = read_routings(chain, self.widths)
         self.heads = [_heads(chain, block) for block in chain.blocks]
-        self.saved = [
+        self.residuals = [
             {
                 name: _last(_method(chain, block, FORWARD_SAVE).sizes(name, True))
-                for name in chain.saved(number)
+                for name in chain.residuals(number)
             }
             for number, block in enumerate(chain.blocks)
         ]
-        self.carried = [_carried(chain, number) for number in range(len(chain.blocks))]
+        self.recurrent_states = [_recurrent_states(chain, number) for number in range(len(chain.blocks))]
         self.shared = [
             _last(
                 _method(chain, chain.blocks[maker], FORWARD).sizes(
-                    f"{SHARED_OUT}{chain.gives(maker).index(value)}", True
+                    f"{SHARED_OUT}{chain.shared_out(maker).index(value)}", True
                 )
             )
             for value, maker in enumerate(chain.shared)
@@ -154,15 +154,15 @@ class Shapes:
         }
         if chain.is_head(number):
             numbers["words"] = chain.shard_size
-        if name in self.saved[number]:
-            numbers["residual"] = self.saved[number][name]
+        if name in self.residuals[number]:
+            numbers["residual"] = self.residuals[number][name]
         elif RECURRENT_STATE in name:
-            shape = self.carried[number].get(name[name.index(RECURRENT_STATE) :], (0, 0))
+            shape = self.recurrent_states[number].get(name[name.index(RECURRENT_STATE) :], (0, 0))
             numbers |= {"high": shape[0], "wide": shape[1]}
         elif SHARED_IN in name:
-            numbers["shared_in"] = self.shared[block.takes[_index(name)]]
+            numbers["shared_in"] = self.shared[block.shared_in[_index(name)]]
         elif SHARED_OUT in name:
-            numbers["shared_out"] = self.shared[chain.gives(number)[_index(name)]]
+            numbers["shared_out"] = self.shared[chain.shared_out(number)[_index(name)]]
         elif "." in name:
             module = chain.modules[block.modules[_index(name)]]
             numbers |= {"rank": module.rank, "in": module.in_features, "out": module.out_features}
@@ -207,10 +207,10 @@ def _heads(chain: Chain, block: Block) -> AttentionHeads:
     return AttentionHeads(keys[0] // sequences, keys[2], values[2]) if fits else AttentionHeads(0, 0, 0)
 
 
-def _carried(chain: Chain, number: int) -> dict[str, tuple[int, int]]:
+def _recurrent_states(chain: Chain, number: int) -> dict[str, tuple[int, int]]:
     """Height and width of what a block carries from call to call, by name."""
     method = _of_texts(chain, chain.blocks[number])
-    both = {name: method.sizes(name) for name in chain.carried(number)}
+    both = {name: method.sizes(name) for name in chain.recurrent_states(number)}
     return {name: (sizes[1], sizes[2]) if len(sizes) == 3 else (0, 0) for name, sizes in both.items()}
 
 
@@ -239,16 +239,19 @@ def block_problems(chain: Chain, shapes: Shapes, number: int) -> Iterator[str]:
         yield f"it gives states of width {widths[number][1]}, the manifest says {chain.width}"
     heads = shapes.heads[number]
     for place, width in zip(block.past, (heads.key_width, heads.value_width), strict=False):
-        if heads.count * width not in (0, shapes.shared[block.takes[place]]):
-            yield f"it takes keys or values of the width {shapes.shared[block.takes[place]]} for {heads}"
+        if heads.count * width not in (0, shapes.shared[block.shared_in[place]]):
+            yield f"it takes keys or values of the width {shapes.shared[block.shared_in[place]]} for {heads}"
     if any(
-        not 1 <= width <= LARGEST_SIZE for width in (shapes.shared[value] for value in chain.gives(number))
+        not 1 <= width <= LARGEST_SIZE
+        for width in (shapes.shared[value] for value in chain.shared_out(number))
     ):
-        yield f"it gives values of the widths {[shapes.shared[value] for value in chain.gives(number)]}"
-    if any(not 1 <= width <= LARGEST_SIZE for width in shapes.saved[number].values()):
-        yield f"it saves values of the widths {sorted(shapes.saved[number].values())}"
-    if any(not 1 <= size <= LARGEST_SIZE for shape in shapes.carried[number].values() for size in shape):
-        yield f"it carries things of the shapes {sorted(shapes.carried[number].values())}"
+        yield f"it gives values of the widths {[shapes.shared[value] for value in chain.shared_out(number)]}"
+    if any(not 1 <= width <= LARGEST_SIZE for width in shapes.residuals[number].values()):
+        yield f"it saves values of the widths {sorted(shapes.residuals[number].values())}"
+    if any(
+        not 1 <= size <= LARGEST_SIZE for shape in shapes.recurrent_states[number].values() for size in shape
+    ):
+        yield f"it carries things of the shapes {sorted(shapes.recurrent_states[number].values())}"
     for role, method in chain.programs[block.program].methods.items():
         for what, names, specs in (
             ("input", method.inputs, method.input_specs),

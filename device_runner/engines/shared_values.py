@@ -30,25 +30,25 @@ class SharedValues:
     def inputs(self, number: int) -> Arrays:
         """What a block may be given of them, by its programs' names."""
         found: Arrays = {}
-        for place, value in enumerate(self.chain.blocks[number].takes):
+        for place, value in enumerate(self.chain.blocks[number].shared_in):
             found[f"{SHARED_IN}{place}"] = self.values[value]
             if value in self.tangents:
                 found[f"{_TANGENT}{SHARED_IN}{place}"] = self.tangents[value]
-        for place, value in enumerate(self.chain.gives(number)):
+        for place, value in enumerate(self.chain.shared_out(number)):
             if value in self.slopes:
                 found[f"{_GRAD}{SHARED_OUT}{place}"] = self.slopes[value]
         return found
 
     def keep(self, number: int, found: Arrays) -> None:
         """Take what a block answered of them out of its answers."""
-        for place, value in enumerate(self.chain.gives(number)):
+        for place, value in enumerate(self.chain.shared_out(number)):
             for name, kept in (
                 (f"{SHARED_OUT}{place}", self.values),
                 (f"{_TANGENT}{SHARED_OUT}{place}", self.tangents),
             ):
                 if name in found:
                     kept[value] = found.pop(name)
-        for place, value in enumerate(self.chain.blocks[number].takes):
+        for place, value in enumerate(self.chain.blocks[number].shared_in):
             slope = found.pop(f"{_GRAD}{SHARED_IN}{place}", None)
             if slope is not None:
                 self.slopes[value] = self.slopes[value] + slope if value in self.slopes else slope.copy()

@@ -52,9 +52,9 @@ _PAST = (PAST_KEYS, PAST_VALUES)
 _MOST_BLOCKS = 1 << 14
 _MOST_SHARED = 4096
 # Values that a block saves: a few of its own, and one for each adapted module.
-_MOST_SAVED = 256
+_MOST_RESIDUALS = 256
 # Things that a block carries from call to call: two of a layer, of which a block may have several.
-_MOST_CARRIED = 64
+_MOST_RECURRENT_STATES = 64
 _MOST_AXES = 8
 _SPEC = re.compile(r"([a-z]{3,8}\d{0,2}) \[((?:\d{1,9}(?:, \d{1,9})*)?)\]")
 # Of what is wrong with a chain: one mistake can show in every block.
@@ -210,7 +210,7 @@ class BlockProgram:
 class Block:
     """One block: the number of its program, its weights file, its tables, its modules among the chain's.
 
-    `takes` are numbers of the chain's shared values. `past` tells which of these are the keys and the values
+    `shared_in` has numbers of the chain's shared values. `past` tells which of these are the keys and the values
     of its attention, [tokens, heads x width]; it is empty if the block makes its own.
     """
 
@@ -218,7 +218,7 @@ class Block:
     weights: str
     tables: tuple[int, ...]
     modules: tuple[int, ...]
-    takes: tuple[int, ...] = ()
+    shared_in: tuple[int, ...] = ()
     past: tuple[int, ...] = ()
 
 
@@ -350,13 +350,13 @@ class Chain:
     def _sharing_problem(self, number: int, block: Block) -> str:
         """What is wrong with the values that a block takes, if anything is."""
         before = {value for value, maker in enumerate(self.shared) if 0 <= maker < number}
-        if self.is_head(number) and (block.takes or number in self.shared):
+        if self.is_head(number) and (block.shared_in or number in self.shared):
             return f"block {number}, a head, shares values"
-        if not before.issuperset(block.takes) or len({*block.takes}) < len(block.takes):
-            return f"block {number} takes the values {shown(block.takes)} of {len(self.shared)}"
-        places = range(len(block.takes))
+        if not before.issuperset(block.shared_in) or len({*block.shared_in}) < len(block.shared_in):
+            return f"block {number} takes the values {shown(block.shared_in)} of {len(self.shared)}"
+        places = range(len(block.shared_in))
         if block.past and (len(block.past) != len(_PAST) or not {*places}.issuperset(block.past)):
-            return f"block {number} has its past in {shown(block.past)} of {len(block.takes)} values"
+            return f"block {number} has its past in {shown(block.past)} of {len(block.shared_in)} values"
         return ""
 
     def _interface_problems(self, number: int, block: Block) -> Iterator[str]:
@@ -366,7 +366,7 @@ class Chain:
             if role not in ALL_ROLES:
                 yield f"block {number} has the role {shown(role)}, this version knows {', '.join(ALL_ROLES)}"
                 continue
-            if len(method.outputs) > _MOST_SAVED + modules + 2 * len(self.shared):
+            if len(method.outputs) > _MOST_RESIDUALS + modules + 2 * len(self.shared):
                 yield f"block {number} has {len(method.outputs)} outputs in the role {role}"
                 continue
             expected, asked = self.signature(number, role), {*method.inputs}
@@ -386,49 +386,49 @@ class Chain:
 
     def ports(self, number: int) -> BlockPorts:
         """What enters and leaves a block, whatever is computed of it."""
-        block, saved = self.blocks[number], len(self._saved(number))
+        block, saved = self.blocks[number], len(self._residuals(number))
         if self.is_head(number):
-            return BlockPorts(is_head=True, saved=saved)
+            return BlockPorts(is_head=True, residuals=saved)
         return BlockPorts(
             modules=len(block.modules),
             trains_a=self.trains_a,
             is_first=number == 0,
             attends=self.attends(number),
-            takes=tuple(self.shared[value] >= self.lowest_adapted for value in block.takes),
-            gives=len(self.gives(number)),
+            shared_in=tuple(self.shared[value] >= self.lowest_adapted for value in block.shared_in),
+            shared_out=len(self.shared_out(number)),
             past=block.past,
-            carried=len(self.carried(number)),
-            saved=saved,
+            recurrent_states=len(self.recurrent_states(number)),
+            residuals=saved,
         )
 
-    def carried(self, number: int) -> list[str]:
+    def recurrent_states(self, number: int) -> list[str]:
         """Names of what a block carries from call to call, whatever the role."""
         methods = self.programs[self.blocks[number].program].methods
         inputs = [methods[role].inputs for role in (PREFILL, DECODE) if role in methods]
         return [name for name in (inputs or [()])[0] if name.startswith(f"{RECURRENT_STATE}.")][
-            : _MOST_CARRIED + 1
+            : _MOST_RECURRENT_STATES + 1
         ]
 
-    def gives(self, number: int) -> list[int]:
+    def shared_out(self, number: int) -> list[int]:
         """Numbers of the shared values that a block makes."""
         return [value for value, maker in enumerate(self.shared) if maker == number]
 
     def shared_at(self, number: int) -> list[int]:
         """Numbers of the shared values that enter the blocks from this one on."""
-        needed = {value for block in self.blocks[number:] for value in block.takes}
+        needed = {value for block in self.blocks[number:] for value in block.shared_in}
         return [value for value in sorted(needed) if self.shared[value] < number]
 
-    def saved(self, number: int) -> list[str]:
+    def residuals(self, number: int) -> list[str]:
         """Names of what a block's forward pass saves for the way back; none if it can't."""
         return (
-            self._saved(number)
+            self._residuals(number)
             if BACKWARD_SAVED in self.programs[self.blocks[number].program].methods
             else []
         )
 
-    def _saved(self, number: int) -> list[str]:
+    def _residuals(self, number: int) -> list[str]:
         method = self.programs[self.blocks[number].program].methods.get(FORWARD_SAVE)
-        outputs = method.outputs[: _MOST_SAVED + 1 + len(self.shared)] if method else ()
+        outputs = method.outputs[: _MOST_RESIDUALS + 1 + len(self.shared)] if method else ()
         return [name for name in outputs if name.startswith(f"{RESIDUAL}.")]
 
     def is_head(self, number: int) -> bool:
@@ -585,7 +585,7 @@ def _spec_problems(method: Interface, where: str) -> Iterator[str]:
 
 # Fields that manifests of older versions lack.
 _LATER = (
-    *("trains_a", "experts", "takes", "past", "shared", "chunk", "window"),
+    *("trains_a", "experts", "shared_in", "past", "shared", "chunk", "window"),
     *("input_specs", "output_specs", "name"),
 )
 _IN_WORDS: dict[type, str] = {

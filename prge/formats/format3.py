@@ -43,7 +43,9 @@ def chain_of_format_3(chain: Any) -> Any:
         return {
             **{name: value for name, value in chain.items() if name != "kinds"},
             "programs": [_program(kind) for kind in chain["kinds"]],
-            "blocks": [_renamed(block, {"kind": "program"}) for block in chain["blocks"]],
+            "blocks": [
+                _renamed(block, {"kind": "program", "takes": "shared_in"}) for block in chain["blocks"]
+            ],
             "bounds": _renamed(chain["bounds"], {"piece": "chunk"}),
         }
     except (AttributeError, KeyError, TypeError, ValueError):

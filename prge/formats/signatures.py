@@ -195,12 +195,12 @@ class BlockPorts:
         is_first: whether tokens enter it.
         is_head: whether it is a shard of a decoder's head.
         attends: whether it looks at the tokens before through keys and values.
-        takes: of each shared value that it takes from another block, whether adapters change it.
-        gives: how many shared values it makes.
+        shared_in: of each shared value that it takes from another block, whether adapters change it.
+        shared_out: how many shared values it makes.
         past: which of the values that it takes are the keys and the values of its attention; empty if it
             makes its own.
-        carried: how many recurrent states it has.
-        saved: how many residuals its forward pass answers.
+        recurrent_states: how many recurrent states it has.
+        residuals: how many residuals its forward pass answers.
     """
 
     modules: int = 0
@@ -208,11 +208,11 @@ class BlockPorts:
     is_first: bool = False
     is_head: bool = False
     attends: bool = False
-    takes: tuple[bool, ...] = ()
-    gives: int = 0
+    shared_in: tuple[bool, ...] = ()
+    shared_out: int = 0
     past: tuple[int, ...] = ()
-    carried: int = 0
-    saved: int = 0
+    recurrent_states: int = 0
+    residuals: int = 0
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def signature(block: BlockPorts, role: Role) -> Signature:
     if block.is_head and view is View.CHUNK:
         return Signature((), ())
     of_block = _of_head(view) if block.is_head else _of_block(block, view, derivative)
-    return _with_derivative(of_block, derivative, block.saved)
+    return _with_derivative(of_block, derivative, block.residuals)
 
 
 def _of_head(view: View) -> Signature:
@@ -285,9 +285,9 @@ def _of_block(block: BlockPorts, view: View, derivative: Derivative) -> Signatur
     inputs = [Port(TOKENS, sizes=tokens) if block.is_first else entering]
     outputs = [Port(HIDDEN_STATES, sizes=(*answered, "leaving"), changes=True)]
     outputs += [
-        Port(SHARED_OUT, n, sizes=(*answered, "shared_out"), changes=True) for n in range(block.gives)
+        Port(SHARED_OUT, n, sizes=(*answered, "shared_out"), changes=True) for n in range(block.shared_out)
     ]
-    for number, changes in enumerate(block.takes):
+    for number, changes in enumerate(block.shared_in):
         inputs.append(Port(SHARED_IN, number, sizes=(*tokens, "shared_in"), changes=changes))
     # Texts may be written with any adapter: `lora_a` is an input there, whatever is trained.
     has_lora_a = block.trains_a or (is_value and view is not View.BATCH)
@@ -300,7 +300,8 @@ def _of_block(block: BlockPorts, view: View, derivative: Derivative) -> Signatur
         inputs.append(Port(PADDING_MASK, sizes=(*rows, "1", "1", "tokens"), optional=True))
         return Signature(tuple(inputs), tuple(outputs))
     carried = [
-        Port(RECURRENT_STATE, n, sizes=(*rows, "high", "wide"), changes=True) for n in range(block.carried)
+        Port(RECURRENT_STATE, n, sizes=(*rows, "high", "wide"), changes=True)
+        for n in range(block.recurrent_states)
     ]
     of_past = _of_past(block, view, derivative) if block.attends else Signature((), ())
     return Signature((*inputs, *carried, *of_past.inputs), (*outputs, *carried, *of_past.outputs))
@@ -310,7 +311,7 @@ def _of_past(block: BlockPorts, view: View, derivative: Derivative) -> Signature
     """What a block that looks at the tokens before takes and answers besides."""
     is_token = view is View.TOKEN
     heads, length = ("sequences*heads", "1") if is_token else ("heads", "tokens")
-    changes = not block.past or block.takes[block.past[0]]
+    changes = not block.past or block.shared_in[block.past[0]]
     inputs = [
         Port(PAST_KEYS, sizes=(heads, "past", "key"), changes=changes),
         Port(PAST_VALUES, sizes=(heads, "past", "value"), changes=changes),

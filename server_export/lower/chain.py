@@ -98,7 +98,7 @@ def lower_chain(
             layers |= _stored_layers(chain, number, path, lowered[program].block_type.weights)
         modules = tuple(number_of[layer] for layer in block.modules)
         past = lowered[program].past
-        blocks.append(manifest.Block(program, path, block.tables, modules, block.takes, past))
+        blocks.append(manifest.Block(program, path, block.tables, modules, block.shared_in, past))
         part()
     _write_tables(folder / TABLES, chain.tables.all)
     tables = tuple(

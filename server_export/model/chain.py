@@ -77,7 +77,7 @@ class ModelChain:
     @property
     def shared(self) -> list[int]:
         """The number of the block that makes each shared value."""
-        return [number for number, block in enumerate(self.blocks) for _ in block.gives]
+        return [number for number, block in enumerate(self.blocks) for _ in block.shared_out]
 
     @property
     def is_decoder(self) -> bool:

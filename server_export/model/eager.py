@@ -76,7 +76,7 @@ class EagerBlock:
             if port.kind == TABLE:
                 return self._chain.tables.all[block.tables[number]].of(length)
             if port.kind == SHARED_IN:
-                return shared[block.takes[number]]
+                return shared[block.shared_in[number]]
             given = {
                 HIDDEN_STATES: state,
                 TOKENS: state,
@@ -90,7 +90,7 @@ class EagerBlock:
         inputs = {port.name: value(port, node) for port, node in self._block.inputs.items()}
         found = self._block.call(inputs, self.tensors, watch=watch, operators=operators)
         answer, *given = (array.reshape(rows, length, -1) for array in found.values())
-        shared |= dict(zip(block.gives, given, strict=True))
+        shared |= dict(zip(block.shared_out, given, strict=True))
         return answer
 
 

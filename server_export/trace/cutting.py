@@ -61,7 +61,7 @@ class ModelBlock(Block):
         signature: equal for blocks that compute the same of their inputs and weights.
         tables: numbers of the model's tables by the index of their ports.
         modules: names of the adapted layers by the index of their matrices' ports.
-        takes, gives: numbers of the model's shared values f32 [rows, tokens, width] by the index of their
+        shared_in, shared_out: numbers of the model's shared values f32 [rows, tokens, width] by the index of their
             ports.
         experts: the number of the layer whose experts come after the block.
         is_expert: whether it is one of a layer's experts.
@@ -70,8 +70,8 @@ class ModelBlock(Block):
     signature: tuple[Any, ...] = ()
     tables: tuple[int, ...] = ()
     modules: tuple[str, ...] = ()
-    takes: tuple[int, ...] = ()
-    gives: tuple[int, ...] = ()
+    shared_in: tuple[int, ...] = ()
+    shared_out: tuple[int, ...] = ()
     experts: int | None = None
     is_expert: bool = False
 
@@ -93,13 +93,13 @@ def cut(graph_module: GraphModule, adapter: Mapping[str, Matrix], table: Any) ->
     if len(stretches) < _LEAST:
         stretches = of_layers([*graph_module.graph.nodes], flow, answer, all_read=True) or stretches
     stretches = [*parted_at_experts(list(graph_module.graph.nodes), flow, stretches)]
-    given = [value for stretch in stretches for value in stretch.gives]
+    given = [value for stretch in stretches for value in stretch.shared_out]
     shared = {value: number for number, value in enumerate(given)}
     blocks = [_block(graph_module, stretch, adapter, table, source, shared) for stretch in stretches]
     # A block that takes what no adapter changes computes other derivatives.
     lowest = next((number for number, block in enumerate(blocks) if block.modules), len(blocks))
-    changes = [number >= lowest for number, block in enumerate(blocks) for _ in block.gives]
-    return [_with_changes(block, [changes[value] for value in block.takes]) for block in blocks]
+    changes = [number >= lowest for number, block in enumerate(blocks) for _ in block.shared_out]
+    return [_with_changes(block, [changes[value] for value in block.shared_in]) for block in blocks]
 
 
 def _with_changes(block: ModelBlock, changes: Sequence[bool]) -> ModelBlock:
@@ -232,7 +232,7 @@ def _block(
     source: Node,
     shared: Mapping[Node, int],
 ) -> ModelBlock:
-    needed = ancestors([*stretch.ends, *stretch.gives], without=[*stretch.starts, *stretch.takes])
+    needed = ancestors([*stretch.ends, *stretch.shared_out], without=[*stretch.starts, *stretch.shared_in])
     graph = Graph()
     values: dict[Node, Node] = {}
     packing = _Packing(graph, tuple(source.meta["val"].shape))
@@ -255,7 +255,7 @@ def _block(
             if number not in tables:
                 tables[number] = new_input(graph, Port(TABLE, len(tables)), node.meta["val"])
             values[node] = tables[number]
-    for number, taken in enumerate(stretch.takes):
+    for number, taken in enumerate(stretch.shared_in):
         packed.append((packing.input(Port(SHARED_IN, number), (taken,)), (taken,)))
     modules = list(dict.fromkeys(matrix.of for matrix in trained.values()))
     for node, matrix in trained.items():
@@ -268,17 +268,19 @@ def _block(
     (end, *_) = stretch.ends
     is_last = end in graph_module.graph.output_node().args[0]
     answers = [values[end]] if is_last else [packing.side_by_side(stretch.ends, values)]
-    answers += [packing.side_by_side((value,), values) for value in stretch.gives]
+    answers += [packing.side_by_side((value,), values) for value in stretch.shared_out]
     graph.output(tuple(answers))
-    takes, gives = (tuple(map(shared.__getitem__, each)) for each in (stretch.takes, stretch.gives))
+    shared_in, shared_out = (
+        tuple(map(shared.__getitem__, each)) for each in (stretch.shared_in, stretch.shared_out)
+    )
     answer = PARTS if end.target is SOFTMAX_PARTS else HIDDEN_STATES
     return replace(
         whole_block(as_module(graph_module, graph)),
-        outputs=(Port(answer, changes=True), *(Port(SHARED_OUT, n, changes=True) for n in range(len(gives)))),
+        outputs=(Port(answer, changes=True), *(Port(SHARED_OUT, n, changes=True) for n in range(len(shared_out)))),
         tables=tuple(tables),
         modules=tuple(modules),
-        takes=takes,
-        gives=gives,
+        shared_in=shared_in,
+        shared_out=shared_out,
         experts=stretch.experts,
     )
 

@@ -53,7 +53,7 @@ def parted_at_experts(
     if not experts:
         yield from stretches
         return
-    if any(stretch.takes or stretch.gives for stretch in stretches):
+    if any(stretch.shared_in or stretch.shared_out for stretch in stretches):
         raise Refusal(
             "experts-with-shared-values",
             "the model's layers share values, and have experts",

@@ -35,8 +35,8 @@ class Stretch:
 
     starts: Values
     ends: Values
-    takes: Values = ()
-    gives: Values = ()
+    shared_in: Values = ()
+    shared_out: Values = ()
     experts: int | None = None
 
 
@@ -65,7 +65,7 @@ def of_layers(
     if not _is_plain(behind, source):
         ends += _first_alone(nodes, flow, source, ends[-1])
     block_of = _numbers(nodes, ends)
-    state, takes, gives = ([list[Node]() for _ in range(len(ends) + 1)] for _ in range(3))
+    state, shared_in, shared_out = ([list[Node]() for _ in range(len(ends) + 1)] for _ in range(3))
     crossing = [
         node for node in nodes if node in flow and {*map(block_of.get, node.users)} - {block_of[node]}
     ]
@@ -80,14 +80,14 @@ def of_layers(
         state[number] = ends_here or ahead or both[:all_read]
         for node in made:
             others = readers[node] - ({number + 1} if node in state[number] else set())
-            gives[number] += [node] if others else []
+            shared_out[number] += [node] if others else []
             for reader in others:
-                takes[reader].append(node)
-    if not all(state[:-1]) or not _is_plain(state[-2], source) or takes[-1]:
+                shared_in[reader].append(node)
+    if not all(state[:-1]) or not _is_plain(state[-2], source) or shared_in[-1]:
         return None
     starts = [[source], *state[:-1]]
     state[-1] = [answer]
-    every = zip(starts, state, takes, gives, strict=True)
+    every = zip(starts, state, shared_in, shared_out, strict=True)
     return [Stretch(tuple(a), tuple(b), tuple(taken), tuple(given)) for a, b, taken, given in every]
 
 

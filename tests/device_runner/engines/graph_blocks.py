@@ -85,7 +85,7 @@ class GraphBlocks:
                 f"{files.setdefault((first, block.weights), number)}.ptd",
                 block.tables,
                 tuple(number_of[module] for module in block.modules),
-                block.takes,
+                block.shared_in,
                 self._past[first],
             )
             for number, (block, first) in enumerate(zip(model.blocks, model.type_of, strict=True))
@@ -116,11 +116,11 @@ class GraphBlocks:
     def shared_width(self, value: int) -> int:
         maker = self._model.shared[value]
         block = self._blocks[self._model.type_of[maker]][FORWARD]
-        return block.value(Port("shared_out", self.chain.gives(maker).index(value))).shape[-1]
+        return block.value(Port("shared_out", self.chain.shared_out(maker).index(value))).shape[-1]
 
-    def saved_widths(self, number: int) -> dict[str, int]:
+    def residual_widths(self, number: int) -> dict[str, int]:
         block = self._blocks[self._model.type_of[number]].get("forward_save")
-        saved = [port for port in block.outputs if port.kind == "saved"] if block else []
+        saved = [port for port in block.outputs if port.kind == "residual"] if block else []
         return {port.name: block.value(port).shape[-1] for port in saved if block}
 
     def heads(self, number: int) -> AttentionHeads:
@@ -129,7 +129,7 @@ class GraphBlocks:
             return AttentionHeads(0, 0, 0)
         return AttentionHeads(found[PAST_KEYS][0], found[PAST_KEYS][2], found[PAST_VALUES][2])
 
-    def carried(self, number: int) -> dict[str, tuple[int, ...]]:
+    def recurrent_states(self, number: int) -> dict[str, tuple[int, ...]]:
         shapes = self._before(number).items()
         return {name: shape[1:] for name, shape in shapes if name.startswith("recurrent_state.")}
 

@@ -256,7 +256,7 @@ def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) 
 
     chain = open_bundle(folder).chain
     shapes = Shapes(chain, Tables(open_bundle(folder), chain))
-    widths, saved = shapes.widths, shapes.saved
+    widths, saved = shapes.widths, shapes.residuals
     assert widths == [(0, 64), (64, 64), (64, 64), *[(64, 0)] * 4]
     assert not any([*block_problems(chain, shapes, n)] for n in range(7))
     widths[1] = (64, 32)

@@ -69,7 +69,7 @@ def at(value: Json, path: tuple[Any, ...]) -> Json:
 PLACES = [*places(block_of())]
 MAY_BE_NULL = "window"
 # Rows of earlier bundles are whole, their blocks share no values, none is an expert; methods have no specs.
-MAY_LACK = ("chunk", "shared", "takes", "past", "experts", "input_specs", "output_specs")
+MAY_LACK = ("chunk", "shared", "shared_in", "past", "experts", "input_specs", "output_specs")
 
 
 def test_every_input_and_output_of_a_method_has_a_spec_or_none_has() -> None:
@@ -294,7 +294,7 @@ def _of(kind: int, role: str) -> Callable[[Json], Json]:
         (lambda b: b.update(shared=[1] * 5000), "its 5000 shared values come from"),
         (lambda b: b.update(shared=[3]), "block 3, a head, shares values"),
         (lambda b: b.update(shared=[1]), r"block 1 answers \('hidden_states',\) in the role stack"),
-        (lambda b: b["blocks"][1].update(takes=[0]), r"block 1 takes the values \(0,\) of 0"),
+        (lambda b: b["blocks"][1].update(shared_in=[0]), r"block 1 takes the values \(0,\) of 0"),
         (lambda b: b["blocks"][2].update(past=[0, 1]), r"block 2 has its past in \(0, 1\) of 0 values"),
         (_adapt_nothing, "no block has an adapted module: there is nothing to train"),
         (lambda b: b["programs"][1].update(experts=True), "block 1, an expert, has modules or tables"),
@@ -330,14 +330,14 @@ def test_a_role_is_there_if_all_blocks_from_the_lowest_adapted_one_have_it() -> 
 
 def test_a_block_saves_what_its_way_back_takes() -> None:
     chain = make_chain()
-    assert [len(chain.saved(number)) for number in range(4)] == [0, 2, 2, 1]
+    assert [len(chain.residuals(number)) for number in range(4)] == [0, 2, 2, 1]
     block = block_of()
     for kind in block["programs"][1:]:
         for role in RESIDUAL_ROLES:
             del kind["methods"][role]
     # As bundles of an earlier version.
     before = Chain.from_json(block)
-    assert before.roles == chain.roles and not any(map(before.saved, range(4)))
+    assert before.roles == chain.roles and not any(map(before.residuals, range(4)))
 
 
 def test_a_chain_tells_callers_of_its_model() -> None:

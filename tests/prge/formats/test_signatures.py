@@ -37,15 +37,15 @@ SIZES |= {"residual": 20, "shared_in": 21, "shared_out": 22}
 # Values that a block takes from another, with those that are keys and values of its attention.
 SHARED = [((), ()), ((True,), ()), ((False, False), (0, 1)), ((True, False, True), (0, 2))]
 BLOCKS = st.builds(
-    lambda shared, **ports: BlockPorts(takes=shared[0], past=shared[1], **ports),
+    lambda shared, **ports: BlockPorts(shared_in=shared[0], past=shared[1], **ports),
     st.sampled_from(SHARED),
     modules=st.integers(0, 2),
     trains_a=st.booleans(),
     is_first=st.booleans(),
     attends=st.booleans(),
-    gives=st.integers(0, 2),
-    carried=st.integers(0, 2),
-    saved=st.integers(0, 2),
+    shared_out=st.integers(0, 2),
+    recurrent_states=st.integers(0, 2),
+    residuals=st.integers(0, 2),
 )
 
 
@@ -140,7 +140,7 @@ def test_what_changes_has_a_tangent_in_forward_mode_and_a_gradient_in_reverse_mo
 def test_the_roles_of_a_block_with_attention_and_one_adapted_layer(
     role: str, inputs: dict[str, tuple[int, ...]], outputs: dict[str, tuple[int, ...]]
 ) -> None:
-    found = signature(BlockPorts(modules=1, attends=True, saved=1), ROLE_OF[role])
+    found = signature(BlockPorts(modules=1, attends=True, residuals=1), ROLE_OF[role])
     for name, shape in inputs.items():
         assert found.port(name).shape(SIZES) == shape
     for name, shape in outputs.items():
@@ -151,7 +151,7 @@ def test_the_roles_of_a_block_with_attention_and_one_adapted_layer(
 def test_of_what_a_block_takes_only_values_that_change_have_derivatives(role: str) -> None:
     is_back, is_tangent = ROLE_OF[role].derivative.is_backward, role in (JVP, PREFILL_JVP)
     found = signature(
-        BlockPorts(attends=True, takes=(False, True, True), gives=1, past=(1, 2)), ROLE_OF[role]
+        BlockPorts(attends=True, shared_in=(False, True, True), shared_out=1, past=(1, 2)), ROLE_OF[role]
     )
     assert {"shared_in.0", "shared_in.1", "shared_in.2"} < found.needed
     assert ("shared_out.0" in found.answers) == (not is_back)
@@ -167,7 +167,7 @@ def test_of_what_a_block_takes_only_values_that_change_have_derivatives(role: st
 
 
 def test_a_past_that_doesnt_change_has_no_derivative() -> None:
-    block = BlockPorts(attends=True, takes=(False, False), past=(0, 1))
+    block = BlockPorts(attends=True, shared_in=(False, False), past=(0, 1))
     tangent, back = (signature(block, ROLE_OF[role]) for role in (PREFILL_JVP, PREFILL_BACKWARD))
     assert "past_keys" in tangent.needed & back.needed
     assert not {"tangent_past_keys", "grad_past_keys"} & {*tangent.needed, *back.answers}
@@ -192,7 +192,7 @@ def test_the_first_matrix_of_an_adapter_is_an_input_where_it_is_trained_or_texts
 
 
 def test_the_backward_pass_takes_the_residuals_of_a_forward_pass() -> None:
-    save, back = (signature(BlockPorts(saved=2), ROLE_OF[role]) for role in RESIDUAL_ROLES)
+    save, back = (signature(BlockPorts(residuals=2), ROLE_OF[role]) for role in RESIDUAL_ROLES)
     assert save.answers == ["hidden_states", "residual.0", "residual.1"] and back.needed >= {
         "residual.0",
         "residual.1",
@@ -206,7 +206,7 @@ def test_only_a_block_with_attention_has_a_past() -> None:
 
 
 def test_a_head_answers_parts_or_logits_and_goes_on_with_no_row() -> None:
-    head = BlockPorts(is_head=True, saved=1)
+    head = BlockPorts(is_head=True, residuals=1)
     answers = [signature(head, ROLE_OF[role]).answers for role in (*STEP_ROLES, FORWARD_SAVE, DECODE)]
     assert answers == [
         ["parts"],

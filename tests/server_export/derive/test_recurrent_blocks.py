@@ -68,7 +68,7 @@ class Derived:
         self.shapes = {
             port.name: tuple(node.meta["val"].shape) for port, node in self.blocks[PREFILL].inputs.items()
         }
-        self.carried = {
+        self.recurrent_states = {
             name: torch.zeros(s) for name, s in self.shapes.items() if name.startswith("recurrent_state")
         }
         causal = [table for table in self.tables if table.kind == "causal"]
@@ -117,7 +117,7 @@ def block(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def in_chunks(block: Derived, state: torch.Tensor) -> tuple[torch.Tensor, list[Tensors]]:
     """What the chunks of a row answer, and what each was given of those before."""
-    answers, given, carried = [], [], dict(block.carried)
+    answers, given, carried = [], [], dict(block.recurrent_states)
     known = {n: torch.zeros(block.shapes[n][0], 0, block.shapes[n][2]) for n in PASTS if n in block.shapes}
     for start, end in CHUNKS:
         past = {
@@ -153,7 +153,7 @@ def test_chunks_and_single_tokens_go_on_with_what_came_before(block: Derived) ->
     assert relative_difference(found, expected) < 1e-5
     # Two sequences, of which one is behind the second chunk and one behind the third.
     last = CHUNKS[-1][0]
-    carried = {name: torch.cat([given[2][name], given[2][name]]) for name in block.carried}
+    carried = {name: torch.cat([given[2][name], given[2][name]]) for name in block.recurrent_states}
     pasts = {}
     for name in PASTS:
         if name in block.shapes:
@@ -182,11 +182,11 @@ def test_the_way_back_is_autograds_whole_and_in_chunks(block: Derived) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert relative_difference(ours, theirs) < 1e-4
     _, given = in_chunks(block, state)
-    later = {f"slope_{name}": torch.zeros_like(value) for name, value in given[-1].items()}
+    later = {f"grad_{name}": torch.zeros_like(value) for name, value in given[-1].items()}
     slopes, gradients = [], []
     for (start, end), before in reversed(list(zip(CHUNKS, given[:-1], strict=True))):
         own = {
-            name: later[f"slope_{past}"][:, start:end]
+            name: later[f"grad_{past}"][:, start:end]
             for name, past in (("grad_keys", PAST_KEYS), ("grad_values", PAST_VALUES))
             if past in before
         }
@@ -198,12 +198,12 @@ def test_the_way_back_is_autograds_whole_and_in_chunks(block: Derived) -> None:
         }
         by_state, *rest_of = block.call(PREFILL_BACKWARD, {**chunk, **before, **own})
         slopes.insert(0, by_state)
-        names = [name for name in (*block.carried, *PASTS) if name in before]
+        names = [name for name in (*block.recurrent_states, *PASTS) if name in before]
         for name, by_past in zip(names, rest_of, strict=False):
             if name in PASTS:
-                later[f"slope_{name}"][:, :start] += by_past[:, -start:] if start else 0
+                later[f"grad_{name}"][:, :start] += by_past[:, -start:] if start else 0
             else:
-                later[f"slope_{name}"] = by_past
+                later[f"grad_{name}"] = by_past
         gradients.append(rest_of[len(names) :])
     found = [torch.cat(slopes, 1), *(sum(parts) for parts in zip(*gradients, strict=True))]
     for ours, theirs in zip(found, expected, strict=True):
@@ -237,10 +237,12 @@ def test_tangents_are_derivatives_whole_and_in_chunks(block: Derived) -> None:
     )
     assert relative_difference(found, torch.stack(expected)) < 1e-4
     _, given = in_chunks(block, state)
-    later = {f"d_{name}": torch.zeros(2, *value.shape) for name, value in block.carried.items()}
+    later = {
+        f"tangent_{name}": torch.zeros(2, *value.shape) for name, value in block.recurrent_states.items()
+    }
     chunks = []
     d_known = {
-        f"d_{n}": torch.zeros(2, block.shapes[n][0], 0, block.shapes[n][2])
+        f"tangent_{n}": torch.zeros(2, block.shapes[n][0], 0, block.shapes[n][2])
         for n in PASTS
         if n in block.shapes
     }

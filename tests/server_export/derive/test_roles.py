@@ -45,7 +45,7 @@ def test_graphs_have_the_ports_that_the_signature_of_their_role_says(tmp_path: P
                 modules=len(block.modules),
                 is_head=number >= chain.end,
                 attends=number < chain.end,
-                saved=sum(port.kind == "saved" for port in derived["forward_save"].outputs),
+                residuals=sum(port.kind == "residual" for port in derived["forward_save"].outputs),
             )
             expected, (inputs, outputs) = signature(ports, ROLE_OF[role]), names(of_role)
             tables = {f"table.{place}" for place in range(len(block.tables))}
@@ -83,7 +83,7 @@ def test_a_role_that_no_program_has_yet_is_a_combination(tmp_path: Path) -> None
         inputs[f"lora_a.{number}"] = chain.lora_a[module][None]
     answers = derived[save].call(inputs)
     residuals = {name: value for name, value in answers.items() if name.startswith("residual.")}
-    ports = BlockPorts(modules=len(chain.blocks[1].modules), attends=True, saved=len(residuals))
+    ports = BlockPorts(modules=len(chain.blocks[1].modules), attends=True, residuals=len(residuals))
     assert residuals and list(answers) == signature(ports, save).answers
     for name, value in known[PREFILL].call(inputs).items():
         assert relative_difference(answers[name], value) < 1e-5

@@ -72,10 +72,10 @@ def test_the_blocks_one_after_the_other_are_the_model(adapted: int) -> None:
     state, shared, adapter = given[0], dict[int, torch.Tensor](), iter(given[1:])
     for block in blocks:
         inputs = {"hidden_states": state, "tokens": given[0]}
-        inputs |= {f"shared_in.{number}": shared[value] for number, value in enumerate(block.takes)}
+        inputs |= {f"shared_in.{number}": shared[value] for number, value in enumerate(block.shared_in)}
         inputs |= {f"lora_b.{number}": next(adapter) for number, _ in enumerate(block.modules)}
         state, *answers = block.call(inputs).values()
-        shared |= dict(zip(block.gives, answers, strict=True))
+        shared |= dict(zip(block.shared_out, answers, strict=True))
         assert state.shape[:2] == (ROWS, TOKENS)
         assert all(value.shape == (ROWS, TOKENS, WIDTH) for value in answers)
     torch.testing.assert_close(state, graph(*given))
@@ -84,8 +84,8 @@ def test_the_blocks_one_after_the_other_are_the_model(adapted: int) -> None:
 def test_shared_values_come_from_the_block_that_makes_them() -> None:
     """Each layer's part of one value, and keys. What is behind the layers is a block until one is alive."""
     _, blocks, _ = cut_model(4)
-    assert [len(block.gives) for block in blocks] == [4, 0, 1, 0, 0, 0, 0]
-    assert [block.takes for block in blocks] == [(), (0,), (1,), (2, 4), (3, 4), (), ()]
+    assert [len(block.shared_out) for block in blocks] == [4, 0, 1, 0, 0, 0, 0]
+    assert [block.shared_in for block in blocks] == [(), (0,), (1,), (2, 4), (3, 4), (), ()]
     widths = [block.value(block.outputs[0]).shape[-1] for block in blocks]
     assert widths == [STREAMS * WIDTH, *[STREAMS * WIDTH] * 4, WIDTH, VOCABULARY]
     assert block_types(blocks) == [0, 1, 2, 3, 3, 5, 6]
@@ -133,11 +133,11 @@ def test_the_same_in_another_shape_is_no_shared_value() -> None:
         graph = functional_graph(torch.export.export(Laid(), (tokens,), strict=False))
     expected = graph(tokens)
     blocks = cut(graph, {}, table=None)
-    assert not any(block.gives for block in blocks[1:])
+    assert not any(block.shared_out for block in blocks[1:])
     state = tokens
     shared = dict[int, torch.Tensor]()
     for block in blocks:
-        inputs = {f"shared_in.{number}": shared[value] for number, value in enumerate(block.takes)}
+        inputs = {f"shared_in.{number}": shared[value] for number, value in enumerate(block.shared_in)}
         state, *answers = block.call({"hidden_states": state, "tokens": tokens, **inputs}).values()
-        shared |= dict(zip(block.gives, answers, strict=True))
+        shared |= dict(zip(block.shared_out, answers, strict=True))
     torch.testing.assert_close(state, expected)

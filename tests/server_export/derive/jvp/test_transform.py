@@ -70,7 +70,7 @@ def test_tangents_are_inputs_after_all_others() -> None:
     graph_module = rewritten_graph(Function(lambda a, b, c: a * b * c), (random(3), random(3), random(3)))
     a, b, c = inputs_of(graph_module)
     graph = differentiate(graph_module, {c: Dense(), a: Dense()}, 2, {ONES: TOKENS})
-    assert inputs_of(graph) == [a, b, c, f"d_{a}", f"d_{c}"]
+    assert inputs_of(graph) == [a, b, c, f"tangent_{a}", f"tangent_{c}"]
 
 
 @pytest.mark.parametrize("is_active", [False, True])
@@ -133,8 +133,8 @@ def test_ones_are_an_input_before_the_adapter_if_tokens_are_added_up(tokens: int
     graph = differentiate(graph_module, {first: Dense(), last: RankOne(2)}, 2, {ONES: tokens})
     takes_ones = tokens == 3
     factors = [f"u_{last}", f"v_{last}"]
-    assert inputs_of(graph) == [first, *[ONES] * takes_ones, last, f"d_{first}", *factors]
+    assert inputs_of(graph) == [first, *[ONES] * takes_ones, last, f"tangent_{first}", *factors]
     shapes = {str(node.target): node.meta["val"].shape for node in graph.graph.find_nodes(op="placeholder")}
     assert shapes.get(ONES, (1, 3, 1)) == (1, 3, 1)
-    assert (shapes[last], shapes[f"d_{first}"]) == ((3, 4), (2, 2, 3, 3))
+    assert (shapes[last], shapes[f"tangent_{first}"]) == ((3, 4), (2, 2, 3, 3))
     assert [shapes[name] for name in factors] == [(2, 2, 3), (2, 2, 4)]
