@@ -216,7 +216,7 @@ def _chain_text(report: Mapping[str, Any]) -> Iterator[str]:
         window = f", window {table.window}" if table.window else ""
         first = f", counted from {table.first}" if table.first else ""
         users = sum(number in block.tables for block in chain.blocks)
-        yield f"  {table.kind}{window}{first}: {_blocks(users)}"
+        yield f"  {table.type}{window}{first}: {_blocks(users)}"
     yield from _modules(chain.modules)
 
 

@@ -35,7 +35,7 @@ from prge.formats.signatures import (
 Arrays = dict[str, Array]
 
 _OF_TOKENS = (SHARED_IN, f"tangent_{SHARED_IN}", f"grad_{SHARED_OUT}")
-_SLOPES = {kind: Port(kind).gradient.name for kind in (KEYS, VALUES)}
+_SLOPES = {value: Port(value).gradient.name for value in (KEYS, VALUES)}
 _SLOPES_OF_PAST = {KEYS: Port(PAST_KEYS).gradient.name, VALUES: Port(PAST_VALUES).gradient.name}
 
 
@@ -201,9 +201,9 @@ class Chunks:
         tangents."""
         found: Arrays = {}
         for name, place in zip((KEYS, VALUES), self._chain.blocks[number].past, strict=False):
-            for kind in ("", "tangent_"):
-                if (array := taken.get(f"{kind}{SHARED_IN}{place}")) is not None:
-                    found[f"{kind}{name}"] = by_heads(array[..., 0, :, :], self._blocks.heads(number).count)
+            for prefix in ("", "tangent_"):
+                if (array := taken.get(f"{prefix}{SHARED_IN}{place}")) is not None:
+                    found[f"{prefix}{name}"] = by_heads(array[..., 0, :, :], self._blocks.heads(number).count)
         return found
 
     def _chunks(self, number: int, length: int) -> Iterator[slice]:
@@ -233,7 +233,7 @@ class Chunks:
         tables, size = self._blocks.tables, chunk.stop - chunk.start
         given: Arrays = {"ones": np.ones((1, size, 1), np.float32)}
         for index, table in enumerate(self._chain.blocks[number].tables):
-            if self._chain.tables[table].kind == "causal":
+            if self._chain.tables[table].type == "causal":
                 # What a chunk's tokens see of each other is the same wherever it begins.
                 given[CAUSAL_MASK] = tables.of(table, size).reshape(-1, size)
             else:

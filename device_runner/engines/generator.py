@@ -335,7 +335,7 @@ class ChainSpeaker:
         given: dict[str, Array] = {"tokens": state, "hidden_states": state}
         given |= {f"{SHARED_IN}{index}": values[value] for index, value in enumerate(block.shared_in)}
         for index, table in enumerate(block.tables):
-            if chain.tables[table].kind in ("causal", *RELATIONS):
+            if chain.tables[table].type in ("causal", *RELATIONS):
                 continue
             if table not in step.tables:
                 dtype, shape = self._blocks.tables.tensor(table, 1)
@@ -456,10 +456,10 @@ class ChainSpeaker:
 
     def _fill(self, number: int, table: Array, lengths: Array) -> None:
         """Write the rows of a table for tokens that so many others come before."""
-        kind = self._tables[number]
-        if kind.kind == "positions":
-            table[:, 0] = kind.first + lengths
-        elif kind.kind == "rotary":
+        known = self._tables[number]
+        if known.type == "positions":
+            table[:, 0] = known.first + lengths
+        elif known.type == "rotary":
             known = self._rotary.get(number)
             if known is None or len(known) < self._capacity:
                 known = self._rotary[number] = self._blocks.tables.of(number, self._capacity)[0]

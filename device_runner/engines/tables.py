@@ -33,7 +33,7 @@ class Tables:
         self._tables = chain.tables
         self._stored: dict[int, Any] = {}
         path = bundle.file(TABLES)
-        listed = [number for number, table in enumerate(chain.tables) if table.kind in STORED_TABLES]
+        listed = [number for number, table in enumerate(chain.tables) if table.type in STORED_TABLES]
         writes = PREFILL in chain.roles
         longest = max(chain.bounds.tokens, chain.bounds.context if writes else 0)
         try:
@@ -42,7 +42,7 @@ class Tables:
             names = stored.keys() if listed else []
             for number in listed:
                 values = stored.get_slice(str(number)) if str(number) in names else None
-                is_relative = chain.tables[number].kind == "relative"
+                is_relative = chain.tables[number].type == "relative"
                 dtypes, dimensions = (_DTYPES, 1) if is_relative else (("F32",), 2)
                 if (
                     values is None
@@ -66,33 +66,33 @@ class Tables:
     def tensor(self, number: int, length: int) -> tuple[str, tuple[int, ...]]:
         """dtype and shape of the table of that number, which isn't made for that."""
         table = self._tables[number]
-        if table.kind == "rotary":
+        if table.type == "rotary":
             return "float32", (1, length, self._stored[number].get_shape()[1])
-        if table.kind == "relative":
+        if table.type == "relative":
             dtype = _DTYPES[self._stored[number].get_dtype()]
             return dtype, (table.members, length, length)
-        if table.kind == "causal":
+        if table.type == "causal":
             return "float32", (table.members, length, length)
-        if table.kind in RELATIONS:
-            return "float32", relation_shape(table.kind, length, table.window)
+        if table.type in RELATIONS:
+            return "float32", relation_shape(table.type, length, table.window)
         return "int64", (1, length)
 
     def _of(self, number: int, length: int, start: int = 0) -> Array:
         """The table of that number for rows of `length` tokens, of which `start` others come before."""
         table = self._tables[number]
-        if table.kind == "rotary":
+        if table.type == "rotary":
             return np.ascontiguousarray(self._stored[number][start : start + length])[None]
-        if table.kind == "relative":
+        if table.type == "relative":
             values, place = np.asarray(self._stored[number][:]), np.arange(length)
             return np.repeat(values[place[:, None] - place + len(values) // 2][None], table.members, 0)
-        if table.kind == "positions":
+        if table.type == "positions":
             first = table.first + start
             return np.arange(first, first + length).reshape(1, length)
-        if table.kind == "zeros":
+        if table.type == "zeros":
             return np.zeros((1, length), np.int64)
-        if table.kind in RELATIONS:
+        if table.type in RELATIONS:
             # What a piece's tokens are to each other is the same wherever it begins.
-            return relation(table.kind, length, table.first, table.window)
+            return relation(table.type, length, table.first, table.window)
         mask = np.triu(np.full((length, length), MASKED, np.float32), 1)
         if table.window is not None and table.window < length:
             mask += np.tril(np.full((length, length), MASKED, np.float32), -table.window)

@@ -169,7 +169,7 @@ def read_chain(folder: Path, manifest: Mapping[str, Any]) -> Chain:
     block = manifest.get("chain")
     chain = Chain.from_json(chain_of_format_3(block) if manifest["format"] == FORMAT_3 else block)
     needed = {program.file for program in chain.programs} | {block.weights for block in chain.blocks}
-    needed |= {TABLES} if any(table.kind in STORED_TABLES for table in chain.tables) else set()
+    needed |= {TABLES} if any(table.type in STORED_TABLES for table in chain.tables) else set()
     if missing := sorted(needed - set(manifest["files"])):
         raise BundleError(
             f"{folder / MANIFEST} lists no {shown(missing[0])}", remedy="copy or export the bundle again"

@@ -235,7 +235,7 @@ class Table:
     those of prge.formats.relations, f32.
     """
 
-    kind: str
+    type: str
     window: int | None = None
     first: int = 0
     members: int = 1
@@ -312,7 +312,7 @@ class Chain:
         for table in self.tables:
             window = 1 if table.window is None else table.window
             if (
-                table.kind not in TABLES
+                table.type not in TABLES
                 or not 0 <= table.first <= LARGEST_SIZE
                 or not 1 <= table.members <= _MOST_BLOCKS
                 or window < 1
@@ -518,7 +518,7 @@ class Chain:
     def causal_table(self, number: int) -> Table | None:
         """The mask of a block's attention, if it has one."""
         tables = (self.tables[place] for place in self.blocks[number].tables)
-        return next((table for table in tables if table.kind == "causal"), None)
+        return next((table for table in tables if table.type == "causal"), None)
 
     def attends(self, number: int) -> bool:
         """Whether a block looks at the tokens before."""

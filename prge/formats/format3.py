@@ -46,6 +46,7 @@ def chain_of_format_3(chain: Any) -> Any:
             "blocks": [
                 _renamed(block, {"kind": "program", "takes": "shared_in"}) for block in chain["blocks"]
             ],
+            "tables": [_renamed(table, {"kind": "type"}) for table in chain["tables"]],
             "bounds": _renamed(chain["bounds"], {"piece": "chunk"}),
         }
     except (AttributeError, KeyError, TypeError, ValueError):

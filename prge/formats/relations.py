@@ -19,31 +19,31 @@ from prge.engine import FloatArray
 RELATIONS = ("behind", "halves", "meeting", "entering", "leaving", "staying")
 
 
-def relation_shape(kind: str, length: int, window: int | None) -> tuple[int, int, int]:
+def relation_shape(relation_type: str, length: int, window: int | None) -> tuple[int, int, int]:
     """The shape of a table for calls of `length` tokens."""
-    if kind in ("behind", "halves", "meeting"):
+    if relation_type in ("behind", "halves", "meeting"):
         return 1, length, length
     assert window is not None
-    return 1, window if kind == "staying" else length, window
+    return 1, window if relation_type == "staying" else length, window
 
 
 @lru_cache(maxsize=64)
-def relation(kind: str, length: int, first: int, window: int | None) -> FloatArray:
+def relation(relation_type: str, length: int, first: int, window: int | None) -> FloatArray:
     """A table f32 for calls of `length` tokens."""
-    shape = relation_shape(kind, length, window)
+    shape = relation_shape(relation_type, length, window)
     row, column = np.arange(shape[1])[:, None], np.arange(shape[2])
-    if kind == "behind":
+    if relation_type == "behind":
         apart = row - column
         found = (apart >= first) & (apart < (length if window is None else first + window))
-    elif kind == "halves":
+    elif relation_type == "halves":
         found = (row // first % 2 == 1) & (column // first == row // first - 1)
-    elif kind == "meeting":
+    elif relation_type == "meeting":
         # A token of the second half is itself among those, one of the first isn't.
         within = column // first == row // first
         found = within & np.where(row // first % 2 == 1, column <= row, column > row)
-    elif kind == "entering":
+    elif relation_type == "entering":
         found = row + shape[2] - column == first
-    elif kind == "leaving":
+    elif relation_type == "leaving":
         found = row == length - shape[2] + column
     else:
         found = row == length + column

@@ -124,15 +124,15 @@ class Port:
     """A tensor that enters or leaves a method of a block.
 
     Attributes:
-        kind: of value, such as `state` or `past_keys`.
-        index: its number among the values of its kind, where a block may have several.
+        value: which value of the block it is, such as `state` or `past_keys`.
+        index: its number among such values, where a block may have several.
         part: the value itself, or one of the tensors of its derivative.
         sizes: words for the length of each axis; a product is `sequences*heads`.
         changes: whether an adapter may change the value, so that it has derivatives.
         optional: whether a method has it only if its graph reads it.
     """
 
-    kind: str
+    value: str
     index: int | None = None
     part: Part = Part.VALUE
     sizes: tuple[str, ...] = field(default=(), compare=False)
@@ -147,12 +147,12 @@ class Port:
     @property
     def is_adapter(self) -> bool:
         """Whether it is a matrix of the adapter, or a part of one's derivative."""
-        return self.kind in (LORA_A, LORA_B)
+        return self.value in (LORA_A, LORA_B)
 
     @property
     def dtype(self) -> str:
         """Its numpy name."""
-        return "int64" if self.kind in _INTEGERS else "float32"
+        return "int64" if self.value in _INTEGERS else "float32"
 
     @property
     def tangent(self) -> Port:
@@ -176,13 +176,13 @@ class Port:
     def _stem(self) -> str:
         match self.part:
             case Part.VALUE:
-                return self.kind
+                return self.value
             case Part.TANGENT:
-                return f"tangent_{self.kind}"
+                return f"tangent_{self.value}"
             case Part.GRADIENT:
-                return f"grad_{self.kind}"
+                return f"grad_{self.value}"
             case _:
-                return f"{self.part.name.lower()}_a" if self.kind == LORA_A else self.part.name.lower()
+                return f"{self.part.name.lower()}_a" if self.value == LORA_A else self.part.name.lower()
 
 
 @dataclass(frozen=True)
@@ -292,9 +292,9 @@ def _of_block(block: BlockPorts, view: View, derivative: Derivative) -> Signatur
     # Texts may be written with any adapter: `lora_a` is an input there, whatever is trained.
     has_lora_a = block.trains_a or (is_value and view is not View.BATCH)
     for number in range(block.modules):
-        for kind, width in ((LORA_A, "in"), (LORA_B, "out")) if has_lora_a else ((LORA_B, "out"),):
+        for value, width in ((LORA_A, "in"), (LORA_B, "out")) if has_lora_a else ((LORA_B, "out"),):
             sizes = (*copies, "rank", width)
-            inputs.append(Port(kind, number, sizes=sizes, changes=True, optional=True))
+            inputs.append(Port(value, number, sizes=sizes, changes=True, optional=True))
     inputs.append(Port(ONES, sizes=("1", tokens[-1], "1"), optional=True))
     if view is View.BATCH:
         inputs.append(Port(PADDING_MASK, sizes=(*rows, "1", "1", "tokens"), optional=True))
@@ -324,7 +324,7 @@ def _of_past(block: BlockPorts, view: View, derivative: Derivative) -> Signature
     if derivative is Derivative.JVP:
         inputs.append(Port(PAST_ONES, sizes=("1", "past", "1"), optional=True))
     made = ((KEYS, "key"), (VALUES, "value")) if not block.past else ()
-    outputs = [Port(kind, sizes=(heads, length, width), changes=True) for kind, width in made]
+    outputs = [Port(value, sizes=(heads, length, width), changes=True) for value, width in made]
     return Signature(tuple(inputs), tuple(outputs))
 
 
@@ -370,7 +370,7 @@ def _tangents(port: Port, inputs: Collection[Port]) -> Iterator[Port]:
     if not port.is_adapter:
         yield port.tangent
         return
-    rows = next(each.sizes[0] for each in inputs if each.kind in (HIDDEN_STATES, TOKENS))
+    rows = next(each.sizes[0] for each in inputs if each.value in (HIDDEN_STATES, TOKENS))
     for part, width in zip((Part.U, Part.V), port.sizes[-2:], strict=True):
         yield replace(port.of(part), sizes=("queries", rows, width))
 

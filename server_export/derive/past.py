@@ -224,7 +224,7 @@ def _give_lora_a(graph_module: GraphModule, port: Port, rows: int) -> None:
         raise BundleError(f"what {name} multiplies comes from {layer.format_node()}", remedy=_REMEDY)
     source, matrix = layer.args
     rank, width = matrix.meta["val"].shape
-    lora_a = _given(graph_module, replace(port, kind=LORA_A), rows, rank, width)
+    lora_a = _given(graph_module, replace(port, value=LORA_A), rows, rank, width)
 
     def factor(writer: Writer) -> Node:
         states = writer.reshape(source, [rows, -1, width])

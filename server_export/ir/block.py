@@ -47,10 +47,10 @@ def port_of(node: Node) -> Port | None:
     return port
 
 
-def is_input(node: Any, kind: str) -> bool:
-    """Whether a node is an input of a kind."""
+def is_input(node: Any, value: str) -> bool:
+    """Whether a node is an input of a value."""
     port = port_of(node) if isinstance(node, Node) else None
-    return port is not None and port.kind == kind
+    return port is not None and port.value == value
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Block:
         nodes = self.graph_module.graph.find_nodes(op="placeholder")
         return {node.meta[PORT]: node for node in nodes}
 
-    def has(self, kind: str) -> bool:
-        """Whether it has an input of a kind."""
-        return any(port.kind == kind for port in self.inputs)
+    def has(self, value: str) -> bool:
+        """Whether it has an input of a value."""
+        return any(port.value == value for port in self.inputs)
 
     def value(self, port: Port) -> torch.Tensor:
         """Shape and type of an output, in a tensor without memory."""

@@ -102,7 +102,7 @@ def lower_chain(
         part()
     _write_tables(folder / TABLES, chain.tables.all)
     tables = tuple(
-        manifest.Table(table.kind, table.window, table.first, table.members) for table in chain.tables.all
+        manifest.Table(table.type, table.window, table.first, table.members) for table in chain.tables.all
     )
     return LoweredChain(tuple(programs), tuple(blocks), tables, tuple(lowered), tuple(chain.shared), layers)
 

@@ -71,11 +71,11 @@ class EagerBlock:
         def value(port: Port, node: Node) -> torch.Tensor:
             number = port.index or 0
             if port.is_adapter:
-                name = f"{port.kind}.{block.modules[number]}"
+                name = f"{port.value}.{block.modules[number]}"
                 return adapter.get(name, torch.zeros(1, *node.meta["val"].shape[1:]))
-            if port.kind == TABLE:
+            if port.value == TABLE:
                 return self._chain.tables.all[block.tables[number]].of(length)
-            if port.kind == SHARED_IN:
+            if port.value == SHARED_IN:
                 return shared[block.shared_in[number]]
             given = {
                 HIDDEN_STATES: state,
@@ -83,7 +83,7 @@ class EagerBlock:
                 PADDING_MASK: beside,
                 TARGETS: beside,
                 SHIFT: shift,
-            }[port.kind]
+            }[port.value]
             assert given is not None
             return given
 

@@ -105,7 +105,7 @@ def cut(graph_module: GraphModule, adapter: Mapping[str, Matrix], table: Any) ->
 def _with_changes(block: ModelBlock, changes: Sequence[bool]) -> ModelBlock:
     """The block whose ports say which of the values that it takes an adapter may change."""
     for port, node in block.inputs.items():
-        if port.kind == SHARED_IN and port.index is not None:
+        if port.value == SHARED_IN and port.index is not None:
             node.meta[PORT] = replace(port, changes=changes[port.index])
     return replace(block, signature=(tuple(changes), *block.signature))
 
@@ -259,8 +259,8 @@ def _block(
         packed.append((packing.input(Port(SHARED_IN, number), (taken,)), (taken,)))
     modules = list(dict.fromkeys(matrix.of for matrix in trained.values()))
     for node, matrix in trained.items():
-        kind = LORA_A if matrix.letter == "a" else LORA_B
-        port = Port(kind, modules.index(matrix.of), changes=True)
+        value = LORA_A if matrix.letter == "a" else LORA_B
+        port = Port(value, modules.index(matrix.of), changes=True)
         values[node] = new_input(graph, port, node.meta["val"])
     for whole, parts in packed:
         values |= packing.taken_apart(whole, parts)
@@ -276,7 +276,10 @@ def _block(
     answer = PARTS if end.target is SOFTMAX_PARTS else HIDDEN_STATES
     return replace(
         whole_block(as_module(graph_module, graph)),
-        outputs=(Port(answer, changes=True), *(Port(SHARED_OUT, n, changes=True) for n in range(len(shared_out)))),
+        outputs=(
+            Port(answer, changes=True),
+            *(Port(SHARED_OUT, n, changes=True) for n in range(len(shared_out))),
+        ),
         tables=tuple(tables),
         modules=tuple(modules),
         shared_in=shared_in,

@@ -42,14 +42,14 @@ TABLE = torch.ops.prge.table.default
 class ModelTable:
     """What a table holds for sequences of some length.
 
-    `kind` is `causal`, a mask f32 [members, length, length] that lets a token see itself and `window` - 1
+    `type` is `causal`, a mask f32 [members, length, length] that lets a token see itself and `window` - 1
     tokens before; `rotary`, the first rows of `values` f32 [longest, width] as [1, length, width];
     `positions`, i64 [1, length] counted from `first`; `zeros`, i64 [1, length]; `relative`, [members, length,
     length] of `values` [2 longest - 1], one for each distance of a token from another; or one of
     prge.formats.relations.
     """
 
-    kind: str
+    type: str
     window: int | None = None
     first: int = 0
     members: int = 1
@@ -57,17 +57,17 @@ class ModelTable:
 
     def of(self, length: int) -> torch.Tensor:
         """The table for sequences of `length` tokens."""
-        if self.kind == "causal":
+        if self.type == "causal":
             return causal_mask(length, self.window, torch.float32).repeat(self.members, 1, 1)
-        if self.kind == "positions":
+        if self.type == "positions":
             return torch.arange(self.first, self.first + length).reshape(1, length)
-        if self.kind == "zeros":
+        if self.type == "zeros":
             return torch.zeros(1, length, dtype=torch.long)
-        if self.kind in RELATIONS:
-            return torch.from_numpy(relation(self.kind, length, self.first, self.window))
+        if self.type in RELATIONS:
+            return torch.from_numpy(relation(self.type, length, self.first, self.window))
         assert self.values is not None
         values = torch.as_tensor(self.values)
-        if self.kind == "relative":
+        if self.type == "relative":
             place = torch.arange(length)
             distance = place[:, None] - place + len(values) // 2
             return values[distance].repeat(self.members, 1, 1)
@@ -130,7 +130,7 @@ class ModelTables:
     def recurs(self) -> bool:
         """Whether a model has asked for those of a recurrence."""
         # A convolution asks for the one before alone.
-        return any(table.kind == "behind" and (table.window is None or table.first > 1) for table in self.all)
+        return any(table.type == "behind" and (table.window is None or table.first > 1) for table in self.all)
 
     def ask(
         self, key: Hashable, make: Callable[[], ModelTable], shape: Sequence[int], dtype: torch.dtype

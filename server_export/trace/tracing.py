@@ -238,7 +238,7 @@ def check_numbers(graph: ModelGraph) -> None:
 def _lacks_masks(exported: ExportedProgram, tables: ModelTables) -> bool:
     """Whether a traced decoder has attention and none that asks for a causal mask."""
     has_attention = any(exported.graph.find_nodes(op="call_function", target=aten.softmax.int))
-    return has_attention and not any(table.kind == "causal" for table in tables.all)
+    return has_attention and not any(table.type == "causal" for table in tables.all)
 
 
 def _adds(exported: ExportedProgram) -> bool:

@@ -120,7 +120,7 @@ class GraphBlocks:
 
     def residual_widths(self, number: int) -> dict[str, int]:
         block = self._blocks[self._model.type_of[number]].get("forward_save")
-        saved = [port for port in block.outputs if port.kind == "residual"] if block else []
+        saved = [port for port in block.outputs if port.value == "residual"] if block else []
         return {port.name: block.value(port).shape[-1] for port in saved if block}
 
     def heads(self, number: int) -> AttentionHeads:
@@ -188,7 +188,7 @@ class GraphBlocks:
 
     def _table(self, number: int, length: int, start: int = 0) -> Array:
         table = self._model.tables.all[number]
-        if table.kind == "causal" or table.kind in RELATIONS:
+        if table.type == "causal" or table.type in RELATIONS:
             return table.of(length).numpy()
         return table.of(start + length)[:, start:].contiguous().numpy()
 

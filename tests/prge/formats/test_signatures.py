@@ -68,12 +68,14 @@ def test_what_changes_has_a_tangent_in_forward_mode_and_a_gradient_in_reverse_mo
     }
     forward, reverse = by_derivative[Derivative.JVP], by_derivative[Derivative.BACKWARD]
     values = {port for port in forward.inputs if port.part is Part.VALUE and port.changes}
-    tangents = {Port(port.kind, port.index) for port in forward.inputs if port.part in (Part.TANGENT, Part.U)}
-    gradients = {Port(port.kind, port.index) for port in reverse.outputs}
+    tangents = {
+        Port(port.value, port.index) for port in forward.inputs if port.part in (Part.TANGENT, Part.U)
+    }
+    gradients = {Port(port.value, port.index) for port in reverse.outputs}
     assert tangents == gradients == values
-    answers = [Port(port.kind, port.index) for port in by_derivative[Derivative.VALUE].outputs]
-    assert [Port(p.kind, p.index) for p in forward.outputs if p.part is Part.TANGENT] == answers
-    assert [Port(p.kind, p.index) for p in reverse.inputs if p.part is Part.GRADIENT] == answers
+    answers = [Port(port.value, port.index) for port in by_derivative[Derivative.VALUE].outputs]
+    assert [Port(p.value, p.index) for p in forward.outputs if p.part is Part.TANGENT] == answers
+    assert [Port(p.value, p.index) for p in reverse.inputs if p.part is Part.GRADIENT] == answers
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class Derived:
         modules = enumerate(chain.blocks[number].modules)
         self.frozen = {f"lora_a.{place}": chain.lora_a[module][None] for place, module in modules}
         self.width = block.inputs[Port("hidden_states")].meta["val"].shape[-1]
-        causal = next(table for table in self.tables if table.kind == "causal")
+        causal = next(table for table in self.tables if table.type == "causal")
         self.members, self.window = causal.members, causal.window
 
     def shape(self, kind: str) -> torch.Size:
@@ -79,12 +79,12 @@ class Derived:
         return {
             f"table.{number}": table.of(end)[:, start:]
             for number, table in enumerate(self.tables)
-            if table.kind != "causal"
+            if table.type != "causal"
         }
 
     def mask(self, start: int, end: int) -> torch.Tensor:
         """What tokens [start, end) see of those before them, and of each other: [members x tokens, end]."""
-        table = next(table for table in self.tables if table.kind == "causal")
+        table = next(table for table in self.tables if table.type == "causal")
         return table.of(end)[:, start:].reshape(-1, end)
 
 

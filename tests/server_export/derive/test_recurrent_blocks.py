@@ -71,7 +71,7 @@ class Derived:
         self.recurrent_states = {
             name: torch.zeros(s) for name, s in self.shapes.items() if name.startswith("recurrent_state")
         }
-        causal = [table for table in self.tables if table.kind == "causal"]
+        causal = [table for table in self.tables if table.type == "causal"]
         self.members = causal[0].members if causal else 0
 
     def call(self, role: str, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -96,13 +96,13 @@ class Derived:
         """Tables of a chunk, masks of its attention, and room for what attention knows of the past."""
         given: Tensors = {}
         for number, table in enumerate(self.tables):
-            is_place = table.kind in ("rotary", "positions", "zeros")
+            is_place = table.type in ("rotary", "positions", "zeros")
             found = table.of(end)[:, start:] if is_place else table.of(end - start)
             given[f"table.{number}"] = found.expand(rows, *found.shape[1:]) if is_place else found
         past = max(start, 2)
         seen = torch.zeros(self.members * (end - start), past)
         seen[:, : past - start] = -3e4
-        mask = [table.of(end - start) for table in self.tables if table.kind == "causal"]
+        mask = [table.of(end - start) for table in self.tables if table.type == "causal"]
         return given | {PAST_MASK: seen, CAUSAL_MASK: mask[0].flatten(0, 1) if mask else seen}
 
 

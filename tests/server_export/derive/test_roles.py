@@ -45,7 +45,7 @@ def test_graphs_have_the_ports_that_the_signature_of_their_role_says(tmp_path: P
                 modules=len(block.modules),
                 is_head=number >= chain.end,
                 attends=number < chain.end,
-                residuals=sum(port.kind == "residual" for port in derived["forward_save"].outputs),
+                residuals=sum(port.value == "residual" for port in derived["forward_save"].outputs),
             )
             expected, (inputs, outputs) = signature(ports, ROLE_OF[role]), names(of_role)
             tables = {f"table.{place}" for place in range(len(block.tables))}

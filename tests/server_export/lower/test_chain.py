@@ -79,7 +79,7 @@ def test_blocks_below_the_lowest_adapter_have_no_derivatives(upper: Written) -> 
 
 
 def test_rotations_lie_in_a_file_of_their_own(upper: Written) -> None:
-    tables = [table.kind for table in upper.lowered.tables]
+    tables = [table.type for table in upper.lowered.tables]
     assert tables.count("causal") == 1 and tables.count("rotary") == 2
     values = load_file(upper.folder / "tables.safetensors")
     assert sorted(values) == [str(number) for number, kind in enumerate(tables) if kind == "rotary"]

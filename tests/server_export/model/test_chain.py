@@ -267,7 +267,7 @@ def test_a_mask_of_the_longest_row_is_never_made(tmp_path: Path, monkeypatch: py
     made, of = list[str](), ModelTable.of
 
     def watched(table: ModelTable, length: int) -> torch.Tensor:
-        made.append(table.kind)
+        made.append(table.type)
         return of(table, length)
 
     monkeypatch.setattr(ModelTable, "of", watched)

@@ -37,7 +37,7 @@ def sines(state: torch.Tensor) -> torch.Tensor:
 def test_sines_of_positions_are_rows_of_a_table() -> None:
     graph_module, tables = folded(sines)
     (table,) = tables.all
-    assert (table.kind, names(graph_module)) == ("rotary", ["table", "reshape", "add"])
+    assert (table.type, names(graph_module)) == ("rotary", ["table", "reshape", "add"])
     assert torch.equal(table.of(5)[0], sines(torch.zeros(1, 5, WIDTH))[0])
 
 
@@ -59,7 +59,7 @@ def test_numbers_of_positions_are_counted_from_the_first(first: int) -> None:
         return torch.gather(state, 1, places[None, :, None].expand(state.shape))
 
     _, tables = folded(looked_up)
-    assert [(table.kind, table.first) for table in tables.all] == [("positions", first)]
+    assert [(table.type, table.first) for table in tables.all] == [("positions", first)]
 
 
 @pytest.mark.parametrize(("window", "known"), [(LONGEST, None), (3, 3)])
@@ -72,7 +72,7 @@ def test_a_triangle_is_a_causal_mask(window: int, known: int | None) -> None:
         return torch.softmax(state @ state.mT + mask, -1)
 
     _, tables = folded(masked)
-    assert [(table.kind, table.window) for table in tables.all] == [("causal", known)]
+    assert [(table.type, table.window) for table in tables.all] == [("causal", known)]
 
 
 def test_numbers_of_pairs_of_positions_are_refused() -> None:

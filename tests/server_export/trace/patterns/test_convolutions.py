@@ -23,7 +23,7 @@ def test_a_convolution_of_the_tokens_before_has_a_memory(
     graph = model_graph(lambda x: layer(x)[..., cut], state)
     write_convolutions(graph)
     assert any(node.target is CONVOLUTION for node in graph.graph_module.graph.nodes) is is_found
-    assert [table.kind for table in graph.tables.all] == is_found * [
+    assert [table.type for table in graph.tables.all] == is_found * [
         "behind",
         "entering",
         "entering",
@@ -41,7 +41,7 @@ def test_tokens_that_are_moved_back_have_a_memory(pads: tuple[int, ...], is_foun
     write_convolutions(graph)
     found = [node for node in graph.graph_module.graph.nodes if node.target is CONVOLUTION]
     assert len(found) == is_found
-    assert [table.kind for table in graph.tables.all] == is_found * [
+    assert [table.type for table in graph.tables.all] == is_found * [
         "behind",
         "entering",
         "leaving",

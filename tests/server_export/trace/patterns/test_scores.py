@@ -57,7 +57,7 @@ def test_scores_that_are_hidden_in_another_way_have_one_mask_added(way: str) -> 
         return read(torch.softmax(HIDING[way](state @ state.mT, triangle(state)), -1), state)
 
     graph_module, tables = folded(masked)
-    assert [table.kind for table in tables.all] == ["causal"]
+    assert [table.type for table in tables.all] == ["causal"]
     (softmax,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.softmax.int)
     assert [str(softmax.args[0].target), str(softmax.args[0].args[0].target)] == [
         "aten.add.Tensor",
@@ -75,7 +75,7 @@ def test_slopes_by_heads_become_numbers_of_queries_and_places_those_of_keys() ->
         return read(torch.softmax(torch.where(triangle(state), scores, least), -1).sum(1), state)
 
     graph_module, tables = folded(biased)
-    (places,) = (table for table in tables.all if table.kind == "rotary")
+    (places,) = (table for table in tables.all if table.type == "rotary")
     assert torch.equal(places.of(4), torch.arange(4.0).reshape(1, 4, 1))
     (product,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default)
     query, keys = product.all_input_nodes
@@ -99,7 +99,7 @@ def test_a_number_of_each_key_is_one_of_the_keys() -> None:
         return read(torch.softmax(state @ state.mT * 0.5 + hidden + number, -1), state)
 
     graph_module, tables = folded(biased)
-    assert [table.kind for table in tables.all] == ["causal"]
+    assert [table.type for table in tables.all] == ["causal"]
     (product,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default)
     query, keys = product.all_input_nodes
     assert (query.meta["val"].shape[-1], keys.meta["val"].shape[-2]) == (WIDTH + 1, WIDTH + 1)
