@@ -25,7 +25,7 @@ from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.peft import HEAD, find_adapter, read_compatible_adapter, read_peft
 from prge.formats.run_folder import write_json
 from prge.formats.tune_folder import tuning_at
-from prge.generation.loop import Answer, GenerationSettings, Generator, Request
+from prge.generation.loop import Completion, GenerationSettings, Generator, Request
 from prge.generation.loop import Overflow as PromptOverflow
 from prge.generation.prompts import Prompt
 from prge.objectives.classification_head import Head
@@ -169,7 +169,7 @@ def _head(bundle: Bundle, trained: Path, task: Task | None, classes: int) -> Hea
 
 def write_answers(
     generator: Generator, examples: Sequence[Example], adapter: Adapter, generate: Generate, overflow: str
-) -> list[Answer]:
+) -> list[Completion]:
     """What the model writes after the prompt of each example, the most likely token each time.
 
     Args:

@@ -32,7 +32,7 @@ from prge.data.tokenization.inputs import read_text_of
 from prge.data.tokenization.tokenizer import bundle_tokenizer
 from prge.errors import DataError, shown
 from prge.formats.documents import DocumentError, read_json
-from prge.generation.loop import Answer, Generator, Request, Ticket
+from prge.generation.loop import Completion, Generator, Request, Ticket
 from prge.generation.prompts import Prompt, Prompts
 from prge.system.terminal import write_text
 
@@ -201,7 +201,7 @@ def _unless_there(
     return [] if messages[0]["role"] == "system" else system
 
 
-def _streamed(generator: Generator, request: Request) -> Answer:
+def _streamed(generator: Generator, request: Request) -> Completion:
     """One answer, written while it is made."""
     ticket = generator.submit(request, lambda text: write_text(sys.stdout, text))
     while generator.work():
@@ -212,7 +212,9 @@ def _streamed(generator: Generator, request: Request) -> Answer:
     return answer
 
 
-def _written(generator: Generator, requests: Sequence[Request], writer: _Writer, source: str) -> list[Answer]:
+def _written(
+    generator: Generator, requests: Sequence[Request], writer: _Writer, source: str
+) -> list[Completion]:
     """Many answers, each written as soon as it and those before it are made."""
     tickets: list[Ticket] = []
     problems: list[str] = []
@@ -244,7 +246,7 @@ class _Writer:
     json: bool
     several: bool
 
-    def write(self, number: int, answer: Answer) -> None:
+    def write(self, number: int, answer: Completion) -> None:
         row, adapter = self.names[number]
         if self.json:
             print(json.dumps({**place_of_row(row), "adapter": adapter, **_record(answer)}), flush=True)
@@ -253,7 +255,7 @@ class _Writer:
         write_text(sys.stdout, f"--- {heading}\n{answer.text}\n")
 
 
-def _record(answer: Answer) -> dict[str, Any]:
+def _record(answer: Completion) -> dict[str, Any]:
     return {
         "text": answer.text,
         "tokens": list(answer.tokens),
@@ -265,7 +267,7 @@ def _record(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _facts(answers: Sequence[Answer], seconds: float) -> Iterator[str]:
+def _facts(answers: Sequence[Completion], seconds: float) -> Iterator[str]:
     """What was made, and how fast."""
     tokens = sum(len(answer.tokens) for answer in answers)
     if len(answers) == 1:

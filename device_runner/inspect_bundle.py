@@ -21,7 +21,14 @@ from prge.formats.layers import read_layers
 from prge.formats.signatures import DECODE
 from prge.formats.tune_folder import bundle_at
 from prge.model_spec import AdaptedModule
-from prge.training.costs import Outline, StepShape, bytes_text, memory_table, memory_text, weights_of_bundle
+from prge.training.costs import (
+    ModelSizes,
+    StepShape,
+    bytes_text,
+    memory_table,
+    memory_text,
+    weights_of_bundle,
+)
 from prge.training.estimators.table import ESTIMATORS, fitting
 
 _SECTIONS = ("lora", "readout", "quantization", "tokenizer", "verification", "versions")
@@ -124,7 +131,7 @@ def _memory(
     """What runs take, see learning.costs.memory_table; None for a bundle whose export kept no outline."""
     if "outline" not in manifest:
         return None
-    outline = Outline.from_json(manifest["outline"], chain)
+    outline = ModelSizes.from_json(manifest["outline"], chain)
     weights = weights_of_bundle(outline, chain, size, mapping(manifest.get("quantization")).get("scheme"))
     length = min(_TOKENS, chain.bounds.tokens)
     sizes = (DEFAULT_BATCH, length, length - 1, chain.vocabulary_size)
@@ -139,7 +146,7 @@ def _text_facts(manifest: Mapping[str, Any], chain: Chain) -> dict[str, int] | N
     """How long texts may be, and what keys and values of a token take; None if that isn't known."""
     if "outline" not in manifest or DECODE not in chain.roles:
         return None
-    outline = Outline.from_json(manifest["outline"], chain)
+    outline = ModelSizes.from_json(manifest["outline"], chain)
     # Keys and values of about one width, in float32.
     return {"context": chain.bounds.context, "token_bytes": 2 * 4 * outline.key_width * outline.blocks}
 

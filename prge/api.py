@@ -22,7 +22,7 @@ from prge.formats.run_folder import FINAL, SUMMARY
 from prge.system.packages import needing
 
 if TYPE_CHECKING:
-    from prge.generation.loop import Answer, Generator
+    from prge.generation.loop import Completion, Generator
     from prge.generation.prompts import Prompt, Prompts
 
 
@@ -73,7 +73,9 @@ class Model:
         self._adapter = self._speaking.read_adapter(bundle, adapter or self._speaking.BUNDLE)[1]
         self._generator: Generator = self._speaking.open_generator(bundle, tokenizer, flags, 1)
 
-    def generate(self, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int], **settings: Any) -> Answer:
+    def generate(
+        self, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int], **settings: Any
+    ) -> Completion:
         """What the model writes after a text or token ids, or answers to messages in its chat template.
 
         Args:

@@ -26,7 +26,7 @@ from fleet_liars import KINDS, LIES, study
 
 from device_runner.fleet.coordinator import agreement_of
 from device_runner.fleet.device import FLEETS, STATE, DeviceSettings, answer, make_device
-from device_runner.fleet.messages import Answer, Task, parse_answer
+from device_runner.fleet.messages import RoundResult, RoundTask, parse_answer
 from device_runner.fleet.network.client import join
 from device_runner.fleet.network.keys import DeviceKeys
 from device_runner.fleet.state import unpack_state
@@ -178,7 +178,7 @@ def lie(folder: Path, address: str) -> None:
 
     def said(content: bytes) -> bytes:
         told = parse_answer(honest := answer(own, content))
-        if not isinstance(told, Answer) or Task.parse(content).number not in LYING_ROUNDS:
+        if not isinstance(told, RoundResult) or RoundTask.parse(content).number not in LYING_ROUNDS:
             return honest
         return replace(told, values=np.full_like(told.values, 1e30)).to_bytes()
 

@@ -20,20 +20,20 @@ from typing import Any
 import numpy as np
 
 from device_runner.fleet.coordinator import Coordinator, RoundReport
-from device_runner.fleet.messages import Answer, Refusal, parse_answer
+from device_runner.fleet.messages import RoundResult, TaskRefusal, parse_answer
 from device_runner.fleet.server import open_fleet
 from device_runner.fleet.simulate import SimulateSettings, Simulation
 from prge.engine import FloatArray
 
 DATA = Path(__file__).resolve().parent.parent / "server_export" / "demo_data"
 # Of a liar's own honest answer and those of all honest devices.
-Lie = Callable[[Answer, Sequence[Answer]], bytes | None]
+Lie = Callable[[RoundResult, Sequence[RoundResult]], bytes | None]
 
 
 def _values(make: Callable[[FloatArray, FloatArray], Any]) -> Lie:
     """A lie about values, by the liar's own [n] and the others' [devices, n]."""
 
-    def lie(own: Answer, others: Sequence[Answer]) -> bytes:
+    def lie(own: RoundResult, others: Sequence[RoundResult]) -> bytes:
         values = make(own.values, np.array([other.values for other in others]))
         return replace(own, values=np.asarray(values, np.float32)).to_bytes()
 
@@ -67,7 +67,7 @@ LIES: dict[str, Lie] = {
     "too few values": lambda own, others: replace(own, values=own.values[:-1]).to_bytes(),
     "another round": lambda own, others: replace(own, number=own.number + 1).to_bytes(),
     "garbage": lambda own, others: b"\x01\x01garbage",
-    "no privacy left": lambda own, others: Refusal("privacy_epsilon would be 9").to_bytes(),
+    "no privacy left": lambda own, others: TaskRefusal("privacy_epsilon would be 9").to_bytes(),
 }
 SILENT: Lie = lambda own, others: None  # noqa: E731
 
@@ -84,7 +84,7 @@ class Fleet(Simulation):
         tasks = fleet.tasks(range(len(self.seeds)))
         said = {device: self._answer(fleet, device) for device in tasks}
         parsed = {device: parse_answer(content) for device, content in said.items() if content}
-        told = {device: each for device, each in parsed.items() if isinstance(each, Answer)}
+        told = {device: each for device, each in parsed.items() if isinstance(each, RoundResult)}
         others = [each for device, each in told.items() if device not in self.liars]
         answers = {
             device: self.lie(told[device], others) if device in self.liars else said[device]

@@ -19,11 +19,11 @@ from prge.formats.layers import LAYERS
 from prge.formats.peft import HEAD, PeftAdapter, write_lora
 from prge.objectives.classification_head import Head
 from prge.training.checkpoint import head_arrays
-from prge.training.costs import Outline
+from prge.training.costs import ModelSizes
 from server_export.adapter.initial_adapter import StartAdapter
 from server_export.check.chain import ChainVerification
 from server_export.checkpoint.base_model import base_of
-from server_export.checkpoint.classifier import Classifier
+from server_export.checkpoint.classifier import CheckpointClassifier
 from server_export.checkpoint.loading import LoadedModel
 from server_export.checkpoint.tokenization import write_tokenizer
 from server_export.quantize.quantization import QuantizationReport
@@ -75,7 +75,7 @@ def write_bundle(
     config: ExportConfig,
     start: StartAdapter,
     chain: Chain,
-    outline: Outline,
+    outline: ModelSizes,
     tokenizer: Any,
     tokenizer_block: Mapping[str, Any],
     quantization: QuantizationReport,
@@ -106,7 +106,7 @@ def write_bundle(
     return write_manifest(folder, content)
 
 
-def _head(classifier: Classifier) -> Head:
+def _head(classifier: CheckpointClassifier) -> Head:
     """The last layer of a checkpoint's own head, for the driver."""
     linear = classifier.linear
     head = Head(linear.out_features, linear.in_features)
@@ -116,7 +116,7 @@ def _head(classifier: Classifier) -> Head:
     return head
 
 
-def _head_block(classifier: Classifier) -> dict[str, Any]:
+def _head_block(classifier: CheckpointClassifier) -> dict[str, Any]:
     return {"layer": classifier.layer, "labels": [*classifier.labels]}
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from server_export.calibrate.calibration import Calibration
     from server_export.check.model import ModelComparison
     from server_export.model.chain import ModelChain
-    from server_export.source import Source
+    from server_export.source import ExportSource
     from server_export.trace.passes import Changes
 
 __all__ = ["ExportConfig", "export", "main"]
@@ -111,7 +111,7 @@ def _export(config: ExportConfig, out: Path) -> Path:
     return out
 
 
-def _traced(config: ExportConfig, source: Source, context: int, changes: Changes | None) -> ModelChain:
+def _traced(config: ExportConfig, source: ExportSource, context: int, changes: Changes | None) -> ModelChain:
     """The model's blocks; a model that no decoder is refused as such, whatever tracing raises of it."""
     from server_export.check.model import check_causal
     from server_export.check.own_forward import blame_own_forward
@@ -125,7 +125,7 @@ def _traced(config: ExportConfig, source: Source, context: int, changes: Changes
             raise
 
 
-def _tokenizer(config: ExportConfig, source: Source) -> tuple[Any, dict[str, Any]]:
+def _tokenizer(config: ExportConfig, source: ExportSource) -> tuple[Any, dict[str, Any]]:
     """The model's tokenizer, with the template that the settings ask for, and the manifest's block of it."""
     from server_export.checkpoint.chat_templates import give_template
     from server_export.checkpoint.files import end_tokens
@@ -143,8 +143,8 @@ def _tokenizer(config: ExportConfig, source: Source) -> tuple[Any, dict[str, Any
 
 
 def _from_rows(
-    config: ExportConfig, source: Source, tokenizer: Any, context: int, note: Callable[[str], None]
-) -> Source:
+    config: ExportConfig, source: ExportSource, tokenizer: Any, context: int, note: Callable[[str], None]
+) -> ExportSource:
     """The same model with an adapter from rows."""
     from server_export.check.own_forward import blame_own_forward
     from server_export.model.eva import principal_start
@@ -172,7 +172,7 @@ def _from_rows(
     return source.starting_from(start)
 
 
-def _reader(config: ExportConfig, source: Source, tokenizer: Any) -> tuple[Tokenizer, ModelSpec]:
+def _reader(config: ExportConfig, source: ExportSource, tokenizer: Any) -> tuple[Tokenizer, ModelSpec]:
     """What rows are read with: the device's tokenizer, and a model with room for any row."""
     from server_export.checkpoint.loading import vocabulary_size
     from server_export.checkpoint.tokenization import on_device
@@ -182,7 +182,7 @@ def _reader(config: ExportConfig, source: Source, tokenizer: Any) -> tuple[Token
     return on_device(tokenizer, config.prepend_bos, vocabulary), model
 
 
-def _calibration_rows(config: ExportConfig, source: Source, tokenizer: Any) -> list[Sequence[int]]:
+def _calibration_rows(config: ExportConfig, source: ExportSource, tokenizer: Any) -> list[Sequence[int]]:
     """Tokens of the rows that int4 layers are calibrated on; none where they aren't."""
     from server_export.calibrate.rows import filled_up
     from server_export.model.row_tokens import row_tokens
@@ -231,7 +231,7 @@ def _compare(config: ExportConfig, chain: ModelChain) -> ModelComparison:
 def _write(
     config: ExportConfig,
     folder: Path,
-    source: Source,
+    source: ExportSource,
     tokenizer: Any,
     block: Mapping[str, Any],
     context: int,
@@ -287,7 +287,7 @@ def _write(
         )
 
 
-def _pooling(config: ExportConfig, source: Source) -> str:
+def _pooling(config: ExportConfig, source: ExportSource) -> str:
     """How states become what a head reads."""
     from prge.formats.chain import OWN_HEAD
     from server_export.checkpoint.files import stored_pooling
@@ -298,13 +298,13 @@ def _pooling(config: ExportConfig, source: Source) -> str:
     return config.pooling or stored or "mean"
 
 
-def _width(source: Source) -> int:
+def _width(source: ExportSource) -> int:
     """Width of what the blocks answer."""
     classifier = source.loaded.classifier
     return int(source.loaded.config.hidden_size if classifier is None else classifier.linear.in_features)
 
 
-def _tell_part(source: Source) -> None:
+def _tell_part(source: ExportSource) -> None:
     """Say that a checkpoint holds more than texts."""
     loaded = source.loaded
     if loaded.part_of is not None:
@@ -314,7 +314,7 @@ def _tell_part(source: Source) -> None:
         )
 
 
-def _describe_gguf(source: Source) -> None:
+def _describe_gguf(source: ExportSource) -> None:
     """Say that weights were rounded before."""
     if (told := source.loaded.source) and any(kind not in _FLOATS for kind in told["types"]):
         print(
@@ -323,7 +323,7 @@ def _describe_gguf(source: Source) -> None:
         )
 
 
-def _tell_head(source: Source) -> None:
+def _tell_head(source: ExportSource) -> None:
     """Say what becomes of a checkpoint's own classification head."""
     loaded = source.loaded
     if (classifier := loaded.classifier) is not None:
@@ -340,7 +340,7 @@ def _tell_head(source: Source) -> None:
         )
 
 
-def _tell_targets(config: ExportConfig, source: Source) -> None:
+def _tell_targets(config: ExportConfig, source: ExportSource) -> None:
     """Say that linear layers of all kinds are adapted for want of a usual choice."""
     from server_export.adapter.layers import usual_target_modules
 
@@ -352,7 +352,7 @@ def _tell_targets(config: ExportConfig, source: Source) -> None:
         )
 
 
-def _hint_about_bos(config: ExportConfig, source: Source, tokenizer: Any) -> None:
+def _hint_about_bos(config: ExportConfig, source: ExportSource, tokenizer: Any) -> None:
     from server_export.checkpoint.tokenization import adds_bos
 
     loaded = source.loaded
@@ -364,7 +364,7 @@ def _hint_about_bos(config: ExportConfig, source: Source, tokenizer: Any) -> Non
         )
 
 
-def _tell_no_end(source: Source, block: Mapping[str, Any]) -> None:
+def _tell_no_end(source: ExportSource, block: Mapping[str, Any]) -> None:
     """Say that a model that writes has no token that ends what it writes."""
     if source.loaded.is_decoder and block["eos_token_id"] is None:
         what = "the chat template's end of a turn alone" if block["stop_token_ids"] else "--max-tokens alone"

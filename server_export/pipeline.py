@@ -27,7 +27,7 @@ from prge.numerics.vocabulary_shards import shards_of
 from server_export.adapter.layers import CallInputs, conv1d_names, convert_conv1d, insert_lora
 from server_export.checkpoint.files import ModelFiles
 from server_export.checkpoint.loading import LoadedModel, vocabulary_size
-from server_export.checkpoint.weights import Weights
+from server_export.checkpoint.weights import CheckpointWeights
 from server_export.ir.block import Block
 from server_export.ir.markers import BATCH, COPIES
 from server_export.ir.modules import give_memory, remove_unused_attributes
@@ -104,7 +104,7 @@ def build_chain(
     model = outline.model
     patterns.check_model(model, longest)
     transposed = {*transposed, *plain_layers(model)}
-    weights = Weights(files, model, transposed)
+    weights = CheckpointWeights(files, model, transposed)
     vocabulary = vocabulary_size(model)
     head_rows, head = _head_rows(model) if outline.is_decoder else ([], "")
     inputs, tables = CallInputs(), ModelTables(longest)
@@ -157,7 +157,7 @@ def explain(changes: Changes) -> str:
     return "\n".join(change.describe() for change in changes)
 
 
-def _check_constants(blocks: Sequence[ModelBlock], weights: Weights) -> None:
+def _check_constants(blocks: Sequence[ModelBlock], weights: CheckpointWeights) -> None:
     """A tensor that a model makes of numbers while it runs has none while it is traced."""
     names = {name.removeprefix(WHOLE_PREFIX) for block in blocks for name in block.weights}
     if lost := sorted(name for name in names - set(weights.buffers) if _MADE_OF_NUMBERS in name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 
-from prge.training.costs import Outline
+from prge.training.costs import ModelSizes
 from server_export.adapter.initial_adapter import StartAdapter, start_adapter
 from server_export.adapter.outline import outline_of
 from server_export.checkpoint.files import ModelFiles, fetch_weights, find_files
@@ -22,7 +22,7 @@ from server_export.trace.readout import readout_of
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """A model without weights and its files.
 
     `longest`: tokens of the longest row. `transposed`: layers that hold their weights the other way round.
@@ -33,14 +33,14 @@ class Source:
     longest: int
     transposed: set[str]
     start: StartAdapter
-    costs: Outline
+    costs: ModelSizes
 
     @property
     def loaded(self) -> LoadedModel:
         """The model; its parameters are shapes."""
         return self.start.loaded
 
-    def with_weights(self) -> Source:
+    def with_weights(self) -> ExportSource:
         """The same with its weights in place, known by their hash where no revision says which they are.
 
         Raises:
@@ -57,7 +57,7 @@ class Source:
             loaded = replace(loaded, sha256=self.files.sha256())
         return replace(self, start=replace(self.start, loaded=loaded))
 
-    def starting_from(self, start: StartAdapter) -> Source:
+    def starting_from(self, start: StartAdapter) -> ExportSource:
         """The same model with another adapter."""
         return replace(self, start=start, costs=outline_of(start, self.longest))
 
@@ -93,7 +93,7 @@ class Source:
         return replace(self, start=copied).chain(scheme, context)
 
 
-def open_source(config: ExportConfig) -> Source:
+def open_source(config: ExportConfig) -> ExportSource:
     """Open the model that settings name, without its weights.
 
     Raises:
@@ -109,4 +109,4 @@ def open_source(config: ExportConfig) -> Source:
     longest = longest_row(loaded, config.sequence_length)
     transposed = plain_layers(loaded.model)
     start = start_adapter(config, loaded, bool(transposed), unread_modules(loaded.model))
-    return Source(files, readout, longest, transposed, start, outline_of(start, longest))
+    return ExportSource(files, readout, longest, transposed, start, outline_of(start, longest))

@@ -17,7 +17,7 @@ from prge.formats.bundle import (
     file_sha256,
     manifest_sha256,
 )
-from prge.formats.chain import Block, BlockProgram, Bounds, Chain, Interface, Table
+from prge.formats.chain import BlockProgram, BlockSpec, Bounds, Chain, Interface, TableSpec
 from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD, FORWARD_SAVE, JVP
 from prge.model_spec import AdaptedModule, ModelSpec
 
@@ -90,9 +90,9 @@ def make_small_chain(**changes: Any) -> Chain:
         BlockProgram("programs/head.pte", head),
     ]
     blocks = [
-        Block(0, "weights/embedding.ptd", (), ()),
-        Block(1, "weights/000.ptd", (0, 1), (0, 1)),
-        Block(2, "weights/head.ptd", (), ()),
+        BlockSpec(0, "weights/embedding.ptd", (), ()),
+        BlockSpec(1, "weights/000.ptd", (0, 1), (0, 1)),
+        BlockSpec(2, "weights/head.ptd", (), ()),
     ]
     fields: dict[str, Any] = {
         "readout": "logprobs",
@@ -101,7 +101,7 @@ def make_small_chain(**changes: Any) -> Chain:
         "vocabulary_size": 64,
         "modules": MODULES,
         "bounds": Bounds(copies=8, batch=4, queries=8, tokens=16, states=128),
-        "tables": (Table("causal", 7), Table("rotary")),
+        "tables": (TableSpec("causal", 7), TableSpec("rotary")),
         "programs": tuple(programs[:2] if is_encoder else programs),
         "blocks": tuple(blocks[:2] if is_encoder else blocks),
     }
@@ -148,10 +148,10 @@ def make_chain(readout: str = "logprobs", lowest: int = 1) -> Chain:
             for name, out in (("q_proj", 8), ("v_proj", 6))
         ),
         bounds=Bounds(tokens=16),
-        tables=(Table("causal", window=5), Table("positions", first=2)),
+        tables=(TableSpec("causal", window=5), TableSpec("positions", first=2)),
         programs=tuple(programs),
         blocks=tuple(
-            Block(kind, f"weights/{number:03d}.ptd", tables[number], places.get(number, ()))
+            BlockSpec(kind, f"weights/{number:03d}.ptd", tables[number], places.get(number, ()))
             for number, kind in enumerate(numbers)
         ),
     )

@@ -21,7 +21,7 @@ _NOT_THERE = "connect the phone, unlock it, allow USB debugging; `adb devices` m
 
 
 @dataclass(frozen=True)
-class Answer:
+class AdbOutput:
     """What a command on the device printed, and its exit code."""
 
     code: int
@@ -58,7 +58,7 @@ class Adb:
         if state != "device":
             raise _not_ready(self.serial, state, states, connecting)
 
-    def shell(self, script: str, seconds: float | None = None, said: str = "") -> Answer:
+    def shell(self, script: str, seconds: float | None = None, said: str = "") -> AdbOutput:
         """Run a shell script on the device; its exit code is in the answer, its files are its user's alone.
 
         Args:
@@ -79,7 +79,7 @@ class Adb:
         errors = done.stderr.decode(errors="replace")
         if not mark or not code.strip().isdigit():
             raise self._lost(errors)
-        return Answer(int(code), output, errors)
+        return AdbOutput(int(code), output, errors)
 
     def check(self, script: str, doing: str, seconds: float | None = None, said: str = "") -> str:
         """Run a shell script that must succeed, and return what it printed.

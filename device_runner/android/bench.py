@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.android.adb import quote
-from device_runner.android.bundles import Model, make_bundles
+from device_runner.android.bundles import BenchModel, make_bundles
 from device_runner.android.device import Phone, PhoneFlags
 from device_runner.android.packages import digest
 from device_runner.android.trial import Taking
@@ -67,15 +67,15 @@ class BenchSettings(PhoneFlags):
         if problems:
             raise ConfigError("this can't be measured:", problems)
 
-    def chosen(self) -> dict[str, Model]:
+    def chosen(self) -> dict[str, BenchModel]:
         """What is measured, by the names of the trials."""
         real = dict(word.split("=", 1) for word in self.models)
         trials = {name: TRIALS[name] for name in dict.fromkeys(self.only or TRIALS)}
         if self.tiny:
             trials = {name: _cut_down(trial) for name, trial in trials.items()}
-        return {name: Model(trial, real.get(trial.shape), self.tiny) for name, trial in trials.items()}
+        return {name: BenchModel(trial, real.get(trial.shape), self.tiny) for name, trial in trials.items()}
 
-    def key(self, model: Model) -> str:
+    def key(self, model: BenchModel) -> str:
         """What the figures of a trial depend on, as a few letters."""
         text = json.dumps([asdict(model.trial), model.name, self.steps, self.threads])
         return digest(text)[:8]

@@ -26,7 +26,7 @@ _PARAMETER_BYTES = 2  # of random weights, in bfloat16
 
 
 @dataclass(frozen=True)
-class Model:
+class BenchModel:
     """What a trial is taken of: the shape with random weights, or a folder or hub id with that shape."""
 
     trial: Trial
@@ -64,13 +64,13 @@ class Model:
         return f"{self.trial.shape}-{digest(json.dumps([self.settings, __version__]))[:12]}"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Model) and self.settings == other.settings
+        return isinstance(other, BenchModel) and self.settings == other.settings
 
     def __hash__(self) -> int:
         return hash(self.folder)
 
 
-def make_bundles(models: Sequence[Model], cache: Path | None) -> dict[Model, Path | PrgeError]:
+def make_bundles(models: Sequence[BenchModel], cache: Path | None) -> dict[BenchModel, Path | PrgeError]:
     """The bundle of each model, or why there is none.
 
     Raises:
@@ -79,7 +79,7 @@ def make_bundles(models: Sequence[Model], cache: Path | None) -> dict[Model, Pat
     place = user_cache("bench") if cache is None else cache.absolute()
     with reported(place):
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    made: dict[Model, Path | PrgeError] = {model: place / model.folder for model in models}
+    made: dict[BenchModel, Path | PrgeError] = {model: place / model.folder for model in models}
     lacking = [model for model in made if not (place / model.folder / MANIFEST).is_file()]
     if not lacking:
         return made
@@ -99,7 +99,7 @@ def make_bundles(models: Sequence[Model], cache: Path | None) -> dict[Model, Pat
     return made
 
 
-def _need_room(place: Path, models: Sequence[Model]) -> None:
+def _need_room(place: Path, models: Sequence[BenchModel]) -> None:
     """Tell what bundles take; raises RunError where there is less."""
     if all(model.tiny for model in models):
         return

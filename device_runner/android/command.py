@@ -36,7 +36,7 @@ Settings = TypeVar("Settings", bound=PhoneFlags)
 
 
 @dataclass(frozen=True)
-class DoctorSettings(PhoneFlags):
+class AndroidDoctorSettings(PhoneFlags):
     """Check whether a device can train."""
 
     json: bool = False
@@ -57,7 +57,7 @@ class PushSettings(PhoneFlags):
 
 
 @dataclass(frozen=True)
-class StatusSettings(PhoneFlags):
+class AndroidStatusSettings(PhoneFlags):
     """Tell how runs stand."""
 
     names: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ def _bundle(argv: list[str]) -> int:
     return 0
 
 
-def _doctor(phone: Phone, settings: DoctorSettings) -> int:
+def _doctor(phone: Phone, settings: AndroidDoctorSettings) -> int:
     checks = []
     for check in examine(phone):
         checks.append(check)
@@ -165,7 +165,7 @@ def _push(phone: Phone, settings: PushSettings) -> int:
     return 0
 
 
-def _status(phone: Phone, settings: StatusSettings) -> int:
+def _status(phone: Phone, settings: AndroidStatusSettings) -> int:
     jobs = [
         wait_for(phone, name, prints=not settings.json) if settings.wait else phone.job(name)
         for name in settings.names or phone.jobs()
@@ -262,12 +262,12 @@ def _remote(name: str) -> Action:
 
 ACTIONS = {
     "bundle": Action("build the folder that a phone needs, for arm64 or amd64", _bundle),
-    "doctor": Action("check whether a phone can train", _on_phone("doctor", DoctorSettings, _doctor)),
+    "doctor": Action("check whether a phone can train", _on_phone("doctor", AndroidDoctorSettings, _doctor)),
     "push": Action(
         "bring the runtime, bundles or rows to a phone", _on_phone("push", PushSettings, _push, "paths")
     ),
     "run": _remote("run"),
-    "status": Action("tell how runs stand", _on_phone("status", StatusSettings, _status, "names")),
+    "status": Action("tell how runs stand", _on_phone("status", AndroidStatusSettings, _status, "names")),
     "logs": Action("print a run's log", _on_phone("logs", LogsSettings, _logs, "name")),
     "eval": _remote("eval"),
     "generate": _remote("generate"),

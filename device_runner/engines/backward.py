@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from device_runner.engines.activations import ActivationStore, values_of
-from device_runner.engines.batch import Part
+from device_runner.engines.batch import Batch
 from device_runner.engines.experts import Experts
 from device_runner.engines.forward import Forward
 from prge.engine import FloatArray
@@ -33,7 +33,7 @@ class Backward:
         self.gradient: FloatArray = np.zeros(adapter_size(self._chain.modules), np.float32)
         self._gradients = views(self._chain.modules, self.gradient)
 
-    def through(self, parts: Sequence[Part], slopes: Sequence[FloatArray], numbers: range) -> FloatArray:
+    def through(self, parts: Sequence[Batch], slopes: Sequence[FloatArray], numbers: range) -> FloatArray:
         """The gradient by the adapter's values, f32 [size]; NaN where something on the way isn't finite.
 
         Args:
@@ -56,7 +56,7 @@ class Backward:
             self.gradient[:] = np.nan
         return self.gradient
 
-    def _through_block(self, number: int, parts: Sequence[Part]) -> bool:
+    def _through_block(self, number: int, parts: Sequence[Batch]) -> bool:
         """The slopes of all parts before a block; whether they are finite.
 
         Gradients of single rows are added up part by part and row by row. So a sum's bits depend on nothing
@@ -85,7 +85,7 @@ class Backward:
     def _experts(self) -> Experts:
         return Experts(self._blocks)
 
-    def _through_experts(self, number: int, parts: Sequence[Part]) -> bool:
+    def _through_experts(self, number: int, parts: Sequence[Batch]) -> bool:
         """The slopes of all parts before the experts of a layer; whether what it read is finite."""
         with ExitStack() as stack:
             kept = [stack.enter_context(self._store.restored(index)) for index in range(len(parts))]

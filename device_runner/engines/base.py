@@ -43,7 +43,7 @@ def tensor_spec(scalar_type: int, sizes: Sequence[int]) -> TensorSpec:
 
 
 @dataclass(frozen=True)
-class Signature:
+class MethodMeta:
     """A method as its program has it: the spec of each tensor, None for what is no tensor."""
 
     inputs: Tensors

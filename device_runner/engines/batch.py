@@ -14,7 +14,7 @@ Arrays = dict[str, Array]
 
 
 @dataclass
-class Part:
+class Batch:
     """Rows that pass the blocks together, all of one padded length.
 
     Attributes:
@@ -38,11 +38,11 @@ class Part:
         """Tokens of its rows, with padding."""
         return int(self.beside["ones"].shape[1])
 
-    def of_one_copy(self, values: Arrays) -> Part:
+    def of_one_copy(self, values: Arrays) -> Batch:
         """The same rows without the axis of copies, with values that lack it."""
         beside = {name: array[0] if name == "padding_mask" else array for name, array in self.beside.items()}
         shared = self.shared.of_one_copy()
-        return Part(self.rows, self.copy, values, beside, shared, self.directions)
+        return Batch(self.rows, self.copy, values, beside, shared, self.directions)
 
 
 def tokens_of(sequences: Sequence[TokenSequence], rows: IntArray, length: int) -> IntArray:

@@ -21,12 +21,12 @@ import numpy as np
 
 from device_runner.engines.backend import Backend
 from device_runner.engines.child_check import check_in_child
-from device_runner.engines.errors import RefusedError, captured_stderr, foreign_program, load_error
+from device_runner.engines.errors import EngineRefusalError, captured_stderr, foreign_program, load_error
 from device_runner.engines.packed_files import HashedFile, PackedFiles
 from device_runner.engines.shapes import (
     TRIED,
     AttentionHeads,
-    Shapes,
+    MethodShapes,
     block_problems,
     program_problems,
     with_specs,
@@ -92,7 +92,7 @@ class Blocks:
                 f"{max(self._bytes)}",
                 remedy=f"allow at least {max(self._bytes)}, or all",
             )
-        self._shapes = Shapes(self.chain, self.tables)
+        self._shapes = MethodShapes(self.chain, self.tables)
         for number, block in enumerate(self.chain.blocks):
             if problems := [*block_problems(self.chain, self._shapes, number)]:
                 raise foreign_program(bundle.file(self.chain.programs[block.program].file), problems)
@@ -180,7 +180,7 @@ class Blocks:
             Outputs by name, the others in memory that `release` takes back.
 
         Raises:
-            RefusedError: the engine failed.
+            EngineRefusalError: the engine failed.
         """
         interface = self.interface(number, role)
         outputs = [
@@ -208,7 +208,7 @@ class Blocks:
             before: is called with each block's number before it runs, and may fill its inputs.
 
         Raises:
-            RefusedError: an array isn't what the method takes. So does the function if the engine fails.
+            EngineRefusalError: an array isn't what the method takes. So does the function if the engine fails.
         """
         if self._most is None and before is None and not any(map(callable, calls.values())):
             bound: Any = calls
@@ -303,7 +303,9 @@ class Blocks:
             try:
                 return program.load(name, weights=self._files[number], arena=arena)
             except RuntimeError as error:
-                refused = error if isinstance(error, RefusedError) else RefusedError(str(error), log())
+                refused = (
+                    error if isinstance(error, EngineRefusalError) else EngineRefusalError(str(error), log())
+                )
                 raise load_error(self._bundle.file(self.chain.blocks[number].weights), refused) from None
 
     def _opened(self, described: BlockProgram) -> Any:
@@ -314,7 +316,9 @@ class Blocks:
                 program = self._runtime.Program(path)
                 problems = [*program_problems(described, program)]
             except RuntimeError as error:
-                refused = error if isinstance(error, RefusedError) else RefusedError(str(error), log())
+                refused = (
+                    error if isinstance(error, EngineRefusalError) else EngineRefusalError(str(error), log())
+                )
                 raise load_error(path, refused) from None
         if problems:
             raise foreign_program(path, problems)
@@ -328,7 +332,7 @@ class Blocks:
         )
         try:
             return self._runtime.Arena(size)
-        except RefusedError as error:
+        except EngineRefusalError as error:
             raise load_error(self._bundle.folder, error) from None
 
     def _weights(self, number: int) -> Any:
@@ -344,7 +348,7 @@ class Blocks:
                     HashedFile(weights, self._bundle.hash_of(block.weights)),
                     probes,
                 )
-            except RefusedError as error:
+            except EngineRefusalError as error:
                 raise load_error(weights, error) from None
         check_content(self._bundle.folder, self._bundle.manifest, block.weights)
         return self._runtime.WeightsFile(weights)

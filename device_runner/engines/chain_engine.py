@@ -13,7 +13,7 @@ import numpy as np
 from device_runner.engines.activations import ActivationStore
 from device_runner.engines.backward import Backward
 from device_runner.engines.base import CheckedEngine
-from device_runner.engines.batch import Part
+from device_runner.engines.batch import Batch
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.forward import Forward
 from device_runner.engines.planning import slices, turns
@@ -90,7 +90,7 @@ class ChainEngine(CheckedEngine):
         readout = _READOUTS[self._chain.model.readout](self._blocks, call.sequences)
         return Forward(self._blocks, call, readout, self._store.trunk), readout
 
-    def _begin(self, forward: Forward, parts: list[Part], targets: int) -> None:
+    def _begin(self, forward: Forward, parts: list[Batch], targets: int) -> None:
         """Make room for the activations of a call."""
         blocks = [turn.start for turn in self._chain.turns(self._above)]
         checkpoints = [n for part in parts for block in blocks for n in forward.kept_numbers(part, block)]

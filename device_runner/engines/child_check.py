@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from device_runner.engines.errors import RefusedError, content, load_error, quoted
+from device_runner.engines.errors import EngineRefusalError, content, load_error, quoted
 from prge.errors import BundleError, EngineError
 from prge.system.memory import GET_MEMORY, tells_no_memory
 from prge.system.parents import end_with_parent
@@ -65,7 +65,7 @@ def check_in_child(path: Path, attempt: Callable[[], object]) -> None:
             remedy="copy or export the bundle again; the program is damaged or of another executorch",
         )
     if os.WEXITSTATUS(status) != 0:
-        raise load_error(path, RefusedError(messages, noise))
+        raise load_error(path, EngineRefusalError(messages, noise))
 
 
 _FAULTS = frozenset(

@@ -36,7 +36,7 @@ _CODES = {
 _NO_MEMORY = frozenset({0x21, 0x25, 0x31})
 
 
-class RefusedError(RuntimeError):
+class EngineRefusalError(RuntimeError):
     """What the engine refused, with its code if it gave one and what it logged meanwhile."""
 
     def __init__(self, message: str, log: str = "", code: int | None = None) -> None:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 
 from device_runner.engines.activations import ActivationStore, outputs_of
-from device_runner.engines.batch import Arrays, Part, tokens_of
+from device_runner.engines.batch import Arrays, Batch, tokens_of
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.chunks import Chunks
 from device_runner.engines.experts import Experts
@@ -64,7 +64,7 @@ class Forward:
 
     # The parts of some sequences, before the lowest adapted block
 
-    def with_copies(self, numbers: IntArray, below: Trunk) -> list[Part]:
+    def with_copies(self, numbers: IntArray, below: Trunk) -> list[Batch]:
         """Sequences with every copy of the adapter."""
         bounds, copies = self.chain.bounds, len(self.call.adapters)
         if copies == 1:
@@ -76,14 +76,14 @@ class Forward:
             for mine in slices(copies, copies_together(int(self.lengths[rows[0]]), bounds))
         ]
 
-    def of_one_copy(self, numbers: IntArray, below: Trunk) -> list[Part]:
+    def of_one_copy(self, numbers: IntArray, below: Trunk) -> list[Batch]:
         """Sequences with the only adapter, each part as many rows as a call takes."""
         one = np.zeros(1, np.int64)
         return [
             self._part(rows[None], one, below) for rows in groups(numbers, self.lengths, self.chain.bounds)
         ]
 
-    def with_directions(self, parts: Sequence[Part], directions: Directions, mine: slice) -> list[Part]:
+    def with_directions(self, parts: Sequence[Batch], directions: Directions, mine: slice) -> list[Batch]:
         """The same rows with tangents of 0 along some queries' directions."""
         found = []
         for part in parts:
@@ -96,17 +96,17 @@ class Forward:
             found.append(moved)
         return found
 
-    def _part(self, rows: IntArray, copy: IntArray, below: Trunk) -> Part:
+    def _part(self, rows: IntArray, copy: IntArray, below: Trunk) -> Batch:
         states = np.stack([below[number] for number in rows.ravel().tolist()])
         state, *entering = parted(states.reshape(*rows.shape, *states.shape[1:]), self._widths)
         shared = SharedValues(self.chain)
         shared.values = dict(zip(self._entering, entering, strict=True))
         return self._new_part(rows, copy, {"hidden_states": state}, shared)
 
-    def _new_part(self, rows: IntArray, copy: IntArray, values: Arrays, shared: SharedValues) -> Part:
+    def _new_part(self, rows: IntArray, copy: IntArray, values: Arrays, shared: SharedValues) -> Batch:
         length = int(self.lengths[rows.flat[0]])
         given = {"ones": np.ones((1, length, 1), np.float32), **self._readout.masks(rows, length)}
-        return Part(rows, copy, values, given, shared)
+        return Batch(rows, copy, values, given, shared)
 
     # Below the lowest adapted block
 
@@ -147,7 +147,7 @@ class Forward:
 
     def through(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[Batch],
         role: str,
         numbers: range,
         store: ActivationStore | None = None,
@@ -183,7 +183,7 @@ class Forward:
                 self.release(part.values)
                 part.values = found
 
-    def _through_experts(self, number: int, parts: Sequence[Part], store: ActivationStore | None) -> None:
+    def _through_experts(self, number: int, parts: Sequence[Batch], store: ActivationStore | None) -> None:
         """All parts at once, so that an expert is loaded once."""
         names = (
             ("hidden_states", "tangent_hidden_states")
@@ -204,7 +204,7 @@ class Forward:
         self,
         number: int,
         role: str,
-        part: Part,
+        part: Batch,
         more: Mapping[str, Array] = _NOTHING,
         into: Mapping[str, Array] = _NOTHING,
     ) -> Arrays:
@@ -228,7 +228,7 @@ class Forward:
                     found[name] = array.reshape(*part.rows.shape, *array.shape[1:])
         return found
 
-    def _adapter_inputs(self, number: int, role: str, part: Part) -> Arrays:
+    def _adapter_inputs(self, number: int, role: str, part: Batch) -> Arrays:
         """A block's adapter: of each copy, of each row on the way back, or one with directions."""
         inputs: Arrays = {}
         for ours, its in self.matrices(number):
@@ -249,11 +249,11 @@ class Forward:
             adapted = self.chain.modules[module]
             yield from zip(adapted.matrices, adapted.matrices_of(str(index)), strict=True)
 
-    def in_chunks(self, part: Part) -> bool:
+    def in_chunks(self, part: Batch) -> bool:
         """Whether the rows of a part are longer than a call."""
         return part.length > self.chain.bounds.chunk
 
-    def kept_numbers(self, part: Part, number: int) -> list[int]:
+    def kept_numbers(self, part: Batch, number: int) -> list[int]:
         """Numbers of each array that a way back needs of a part before a block."""
         of_states = part.rows.size * part.length * self.blocks.width(number)
         return [of_states, *(self._chunks.kept_numbers(number, part.length) if self.in_chunks(part) else ())]

@@ -18,7 +18,7 @@ from device_runner.engines.planning import at_least_two, slices
 from prge.engine import Array, FloatArray, IntArray
 from prge.formats.chain import FEWEST_TOKENS
 from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD, FORWARD_SAVE, JVP
-from prge.numerics.vocabulary_shards import Reading
+from prge.numerics.vocabulary_shards import TargetLogProbs
 
 # Rows of logits that the way back holds at once for each question: the slopes, large and small ones, twice.
 _ROWS_OF_BACK = 8
@@ -42,7 +42,7 @@ class VocabularyHead:
         targets: IntArray,
         tangents: FloatArray | None = None,
         store: ActivationStore | None = None,
-    ) -> Reading:
+    ) -> TargetLogProbs:
         """What the head tells of targets.
 
         Args:
@@ -52,7 +52,7 @@ class VocabularyHead:
             store: has room for the residuals of some shards, if there is a backward pass.
         """
         queries = 0 if tangents is None else len(tangents)
-        reading = Reading(targets, self._blocks.chain.shard_size, queries)
+        reading = TargetLogProbs(targets, self._blocks.chain.shard_size, queries)
         for shard in self._shards:
             for mine in self._slices(len(targets), 1 + min(queries, self._bounds.queries)):
                 moved = [
@@ -67,7 +67,11 @@ class VocabularyHead:
         return reading
 
     def backward(
-        self, states: FloatArray, reading: Reading, slopes: FloatArray, store: ActivationStore | None = None
+        self,
+        states: FloatArray,
+        reading: TargetLogProbs,
+        slopes: FloatArray,
+        store: ActivationStore | None = None,
     ) -> FloatArray:
         """Slope of the states f32 [targets, width], from that of each target's log-probability."""
         result = np.zeros_like(states)

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from device_runner.engines.child_check import check_in_child
-from device_runner.engines.errors import RefusedError
+from device_runner.engines.errors import EngineRefusalError
 from device_runner.engines.native.runtime import (
     Arena,
     Program,
@@ -101,7 +101,7 @@ class PackedFiles:
         if self._ready[path]:
             try:
                 return WeightsFile(weights.path, path)
-            except RefusedError as error:  # gone or locked since
+            except EngineRefusalError as error:  # gone or locked since
                 self._ready[path] = False
                 self._refuse(f"{path}: {error}")
         # The engine doesn't verify the tables of a weights file; that of a packed file was opened in a child.
@@ -288,7 +288,7 @@ def _pack(path: Path, program: Path, weights: Path, probes: Mapping[str, Sequenc
     """Write a packed file, in a forked child.
 
     Raises:
-        RefusedError: the engine can't, or the methods' answers would change.
+        EngineRefusalError: the engine can't, or the methods' answers would change.
     """
     without_threads()
     methods = Program(program)
@@ -307,7 +307,7 @@ def _pack(path: Path, program: Path, weights: Path, probes: Mapping[str, Sequenc
     loaded = [methods.load(name, weights=packing, arena=arena) for name in methods.methods]
     del loaded
     if answers(WeightsFile(weights, path)) != want:
-        raise RefusedError("its answers change when its weights are packed to a file")
+        raise EngineRefusalError("its answers change when its weights are packed to a file")
 
 
 def _answers(

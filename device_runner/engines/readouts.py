@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from device_runner.engines.activations import ActivationStore
-from device_runner.engines.batch import Arrays, Part
+from device_runner.engines.batch import Arrays, Batch
 from device_runner.engines.blocks import Blocks
 from device_runner.engines.head import VocabularyHead
 from device_runner.engines.planning import padded_length
@@ -47,16 +47,16 @@ class Readout(ABC):
         """Outputs of the call to be filled in, f32 [*lead, ...]."""
 
     @abstractmethod
-    def forward(self, parts: Sequence[Part], outputs: FloatArray) -> None:
+    def forward(self, parts: Sequence[Batch], outputs: FloatArray) -> None:
         """Write the outputs [copies, ...] of parts."""
 
     @abstractmethod
-    def jvp(self, parts: Sequence[Part], outputs: FloatArray, derivatives: FloatArray) -> None:
+    def jvp(self, parts: Sequence[Batch], outputs: FloatArray, derivatives: FloatArray) -> None:
         """Write the outputs [...] of parts of one copy, and their derivatives [queries, ...]."""
 
     @abstractmethod
     def vjp(
-        self, parts: Sequence[Part], grad_fn: GradOfOutputs, store: ActivationStore
+        self, parts: Sequence[Batch], grad_fn: GradOfOutputs, store: ActivationStore
     ) -> tuple[FloatArray, list[FloatArray]]:
         """The outputs [...] of all parts, and the gradient of each part's states [batch, length, width]."""
 
@@ -80,14 +80,14 @@ class LogProbabilities(Readout):
         """See Readout."""
         return np.empty((*lead, len(self._tokens)), np.float32)
 
-    def forward(self, parts: Sequence[Part], outputs: FloatArray) -> None:
+    def forward(self, parts: Sequence[Batch], outputs: FloatArray) -> None:
         """See Readout."""
         copies, asked = self._asked(parts)
         states = self._picked(parts, "hidden_states")
         if len(asked):
             outputs[copies, asked] = self._head.read(states, self._tokens[asked]).logprobs
 
-    def jvp(self, parts: Sequence[Part], outputs: FloatArray, derivatives: FloatArray) -> None:
+    def jvp(self, parts: Sequence[Batch], outputs: FloatArray, derivatives: FloatArray) -> None:
         """See Readout."""
         _, asked = self._asked(parts)
         states, tangents = self._picked(parts, "hidden_states"), self._picked(parts, "tangent_hidden_states")
@@ -96,7 +96,7 @@ class LogProbabilities(Readout):
             outputs[asked], derivatives[:, asked] = reading.logprobs, reading.changes
 
     def vjp(
-        self, parts: Sequence[Part], grad_fn: GradOfOutputs, store: ActivationStore
+        self, parts: Sequence[Batch], grad_fn: GradOfOutputs, store: ActivationStore
     ) -> tuple[FloatArray, list[FloatArray]]:
         """See Readout."""
         _, asked = self._asked(parts)
@@ -114,7 +114,7 @@ class LogProbabilities(Readout):
             found.append(grads)
         return outputs, found
 
-    def _asked(self, parts: Sequence[Part]) -> tuple[IntArray, IntArray]:
+    def _asked(self, parts: Sequence[Batch]) -> tuple[IntArray, IntArray]:
         """Copies and numbers of the targets of all rows of parts, one part after the other."""
         copies, asked = [], []
         for part in parts:
@@ -124,7 +124,7 @@ class LogProbabilities(Readout):
                 copies.append(np.full(len(of_row), part.copy[place]))
         return np.concatenate(copies), np.concatenate(asked)
 
-    def _picked(self, parts: Sequence[Part], name: str) -> FloatArray:
+    def _picked(self, parts: Sequence[Batch], name: str) -> FloatArray:
         """States at the targets of all rows of parts, [..., targets, width]; the parts lose theirs."""
         picked = []
         for part in parts:
@@ -156,7 +156,7 @@ class PooledStates(Readout):
         width = self._blocks.chain.width
         return np.empty((*lead, len(self._sequences), width), np.float32)
 
-    def forward(self, parts: Sequence[Part], outputs: FloatArray) -> None:
+    def forward(self, parts: Sequence[Batch], outputs: FloatArray) -> None:
         """See Readout."""
         for part in parts:
             states = part.values.pop("hidden_states")
@@ -165,7 +165,7 @@ class PooledStates(Readout):
                 outputs[part.copy[place], number] = pooled
             self._blocks.release(states)
 
-    def jvp(self, parts: Sequence[Part], outputs: FloatArray, derivatives: FloatArray) -> None:
+    def jvp(self, parts: Sequence[Batch], outputs: FloatArray, derivatives: FloatArray) -> None:
         """See Readout."""
         for part in parts:
             states, tangents = part.values.pop("hidden_states"), part.values.pop("tangent_hidden_states")
@@ -176,7 +176,7 @@ class PooledStates(Readout):
             self._blocks.release(tangents)
 
     def vjp(
-        self, parts: Sequence[Part], grad_fn: GradOfOutputs, store: ActivationStore
+        self, parts: Sequence[Batch], grad_fn: GradOfOutputs, store: ActivationStore
     ) -> tuple[FloatArray, list[FloatArray]]:
         """See Readout."""
         outputs = self.empty()

@@ -16,8 +16,8 @@ from prge.formats.chain import (
     SHARED_IN,
     SHARED_OUT,
     TABLE,
-    Block,
     BlockProgram,
+    BlockSpec,
     Bounds,
     Chain,
     Interface,
@@ -93,7 +93,7 @@ def with_specs(chain: Chain, programs: Sequence[Any]) -> Chain:
     )
 
 
-class Shapes:
+class MethodShapes:
     """The shapes of a chain's inputs and outputs.
 
     Args:
@@ -179,12 +179,12 @@ class AttentionHeads:
     value_width: int
 
 
-def _method(chain: Chain, block: Block, role: str) -> Interface:
+def _method(chain: Chain, block: BlockSpec, role: str) -> Interface:
     """A block's method, or one of nothing."""
     return chain.programs[block.program].methods.get(role, Interface((), ()))
 
 
-def _of_texts(chain: Chain, block: Block) -> Interface:
+def _of_texts(chain: Chain, block: BlockSpec) -> Interface:
     """A block's method that goes on with sequences, or one of nothing."""
     methods = chain.programs[block.program].methods
     return _method(chain, block, DECODE if DECODE in methods else PREFILL)
@@ -198,7 +198,7 @@ def _widths(method: Interface) -> tuple[int, int]:
     return _last(method.sizes("hidden_states")), _last(method.sizes("hidden_states", True))
 
 
-def _heads(chain: Chain, block: Block) -> AttentionHeads:
+def _heads(chain: Chain, block: BlockSpec) -> AttentionHeads:
     """The heads of a block's attention; none where it has no role for texts."""
     method = _of_texts(chain, block)
     sequences = chain.bounds.sequences if DECODE in chain.programs[block.program].methods else 1
@@ -223,7 +223,7 @@ def read_routings(chain: Chain, widths: Sequence[tuple[int, int]]) -> dict[int, 
     }
 
 
-def block_problems(chain: Chain, shapes: Shapes, number: int) -> Iterator[str]:
+def block_problems(chain: Chain, shapes: MethodShapes, number: int) -> Iterator[str]:
     """What the specs of a block have otherwise than the manifest says of the block and of those around it."""
     widths, block = shapes.widths, chain.blocks[number]
     before = min(number, chain.end) - 1

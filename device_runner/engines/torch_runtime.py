@@ -15,8 +15,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from device_runner.engines.base import Signature, check_threads, tensor_spec
-from device_runner.engines.errors import RefusedError, captured_stderr
+from device_runner.engines.base import MethodMeta, check_threads, tensor_spec
+from device_runner.engines.errors import EngineRefusalError, captured_stderr
 from prge.engine import Array
 from prge.errors import EngineError
 from prge.formats.chain import TensorSpec
@@ -38,7 +38,7 @@ class Program:
         program = self._program
         return [program.get_method_name(index) for index in range(program.num_methods())]
 
-    def signature(self, method: str) -> Signature:
+    def signature(self, method: str) -> MethodMeta:
         """Inputs and outputs of a method; sizes that differ from call to call are the largest."""
         meta = self._program.method_meta(method)
 
@@ -48,7 +48,7 @@ class Program:
             except RuntimeError:
                 return None
 
-        return Signature(
+        return MethodMeta(
             [tensor(meta.input_tensor_meta, index) for index in range(meta.num_inputs())],
             [tensor(meta.output_tensor_meta, index) for index in range(meta.num_outputs())],
         )
@@ -88,7 +88,7 @@ class Method:
             with contextlib.redirect_stderr(log):
                 return list(self._function(tensors))
         except RuntimeError as error:
-            raise RefusedError(str(error), log.getvalue()) from None
+            raise EngineRefusalError(str(error), log.getvalue()) from None
 
     def run(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> list[tuple[int, ...]]:
         """See device_runner.engines.native.runtime.Method.run.

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from device_runner.fleet.agreement import Agreement, Plan
-from device_runner.fleet.messages import Answer, RefusedError
+from device_runner.fleet.messages import RoundResult, TaskRefusedError
 from prge.engine import FloatArray
 
 # No honest derivative or change is larger.
@@ -28,8 +28,8 @@ def values_of(plan: Plan, size: int) -> int:
     return plan.local_steps * int(np.prod(plan.shape)) if plan.by_scalars else size
 
 
-def checked(answer: Answer, agreement: Agreement, size: int) -> None:
-    """Raise RefusedError unless an answer is of this agreement and has finite numbers of the right count.
+def checked(answer: RoundResult, agreement: Agreement, size: int) -> None:
+    """Raise TaskRefusedError unless an answer is of this agreement and has finite numbers of the right count.
 
     Args:
         answer: what a device sent.
@@ -38,25 +38,31 @@ def checked(answer: Answer, agreement: Agreement, size: int) -> None:
     """
     plan = agreement.plan
     if answer.sha256 != agreement.sha256:
-        raise RefusedError("has another agreement: another bundle, task or plan")
+        raise TaskRefusedError("has another agreement: another bundle, task or plan")
     found, wanted = (len(answer.values), len(answer.losses)), (values_of(plan, size), plan.local_steps)
     if found != wanted:
-        raise RefusedError(f"has {found[0]} values of {found[1]} steps, must have {wanted[0]} of {wanted[1]}")
+        raise TaskRefusedError(
+            f"has {found[0]} values of {found[1]} steps, must have {wanted[0]} of {wanted[1]}"
+        )
     if answer.examples != plan.examples * plan.local_steps:
-        raise RefusedError(f"says that it took {answer.examples} examples")
+        raise TaskRefusedError(f"says that it took {answer.examples} examples")
     for name, values, most in (
         ("value", answer.values, LARGEST_VALUE),
         ("loss", answer.losses, LARGEST_LOSS),
     ):
         if not np.isfinite(values).all():
-            raise RefusedError(f"has a {name} that is not finite")
+            raise TaskRefusedError(f"has a {name} that is not finite")
         if np.abs(values).max() > most:
-            raise RefusedError(f"has a {name} of {np.abs(values).max():.3g}, no honest one is above {most:g}")
+            raise TaskRefusedError(
+                f"has a {name} of {np.abs(values).max():.3g}, no honest one is above {most:g}"
+            )
     if not 0 <= answer.privacy_epsilon <= (plan.most_privacy_epsilon or np.inf):
-        raise RefusedError(f"says that it has spent a privacy_epsilon of {answer.privacy_epsilon:g}")
+        raise TaskRefusedError(f"says that it has spent a privacy_epsilon of {answer.privacy_epsilon:g}")
 
 
-def shortened_answers(answers: Mapping[int, Answer], plan: Plan) -> tuple[dict[int, Answer], list[int]]:
+def shortened_answers(
+    answers: Mapping[int, RoundResult], plan: Plan
+) -> tuple[dict[int, RoundResult], list[int]]:
     """The answers with those that are far longer than the others shortened, and whose they are.
 
     It takes three: of two nobody can say which one is too long.
@@ -75,7 +81,7 @@ def shortened_answers(answers: Mapping[int, Answer], plan: Plan) -> tuple[dict[i
 
 
 def opposed_answers(
-    answers: Mapping[int, Answer], plan: Plan, before: Mapping[int, float]
+    answers: Mapping[int, RoundResult], plan: Plan, before: Mapping[int, float]
 ) -> tuple[list[int], dict[int, float]]:
     """Whose answers are against the others', less than a third of all, and what speaks for each device.
 

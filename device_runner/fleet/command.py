@@ -34,7 +34,7 @@ class KeysSettings:
 
 
 @dataclass(frozen=True)
-class StatusSettings:
+class FleetStatusSettings:
     """Tell how a fleet stands."""
 
     folder: InputFolder
@@ -60,7 +60,7 @@ def _check(name: str) -> None:
 
 
 def _status(argv: Sequence[str]) -> int:
-    settings = parse_settings(StatusSettings, argv, "prge fleet status", ["folder"])
+    settings = parse_settings(FleetStatusSettings, argv, "prge fleet status", ["folder"])
     status = read_status(settings.folder)
     print(json.dumps(asdict(status), indent=2) if settings.json else status.text())
     return 0

@@ -30,12 +30,12 @@ from device_runner.fleet.aggregation import (
 )
 from device_runner.fleet.agreement import Agreement
 from device_runner.fleet.messages import (
-    Answer,
     MessageError,
-    Refusal,
-    RefusedError,
+    RoundResult,
+    RoundTask,
     Steps,
-    Task,
+    TaskRefusal,
+    TaskRefusedError,
     parse_answer,
 )
 from device_runner.fleet.privacy.reported import SPENT
@@ -242,7 +242,7 @@ class Coordinator:
         """Bytes of the longest answer of the plan."""
         values, losses = values_of(self.plan, self.state.adapter.size), self.plan.local_steps
         zeros = np.zeros(max(values, losses), np.float32)
-        return len(Answer(b"", 0, 0, 0, 0.0, zeros[:losses], zeros[:values]).to_bytes())
+        return len(RoundResult(b"", 0, 0, 0, 0.0, zeros[:losses], zeros[:values]).to_bytes())
 
     @property
     def finished(self) -> bool:
@@ -337,7 +337,7 @@ class Coordinator:
         order = np.argsort(philox(self.plan.seed, self.round, _PICK_STREAM, len(there)), kind="stable")
         return sorted(there[index] for index in order[: self.flags.per_round])
 
-    def _task(self, device: _Device, state: bytes) -> Task:
+    def _task(self, device: _Device, state: bytes) -> RoundTask:
         """What a device is asked, with the least that brings it to where the round begins."""
         step, history = self.state.step, self._history()
         # State and missed rounds: nothing but the present state, the start, what the device has.
@@ -349,7 +349,7 @@ class Coordinator:
             ways.append((b"", b"".join(history[device.step // self.plan.local_steps :])))
         sent, missed = min(ways, key=lambda way: len(way[0]) + len(way[1]))
         text = b"" if device.introduced else self.agreement.content
-        return Task(self.agreement.sha256, self.round, step, self.flags.seconds, text, missed, sent)
+        return RoundTask(self.agreement.sha256, self.round, step, self.flags.seconds, text, missed, sent)
 
     @cached_property
     def _start(self) -> bytes:
@@ -364,37 +364,37 @@ class Coordinator:
             self._told.append(Steps.of_records(records).to_bytes())
         return self._told
 
-    def _sorted(self, answers: Mapping[int, bytes]) -> tuple[dict[int, Answer], dict[int, str]]:
+    def _sorted(self, answers: Mapping[int, bytes]) -> tuple[dict[int, RoundResult], dict[int, str]]:
         """The answers that count, and why others don't; their devices get everything with the next task."""
-        good: dict[int, Answer] = {}
+        good: dict[int, RoundResult] = {}
         refused: dict[int, str] = {}
         for node in sorted(answers):
             try:
                 good[node] = self._good(node, answers[node])
-            except (RefusedError, MessageError) as error:
+            except (TaskRefusedError, MessageError) as error:
                 refused[node] = str(error).partition("\n")[0]
                 device = self._device(node)
                 device.step, device.introduced = _NOTHING, False
                 device.spent |= refused[node].startswith(SPENT)
         return good, refused
 
-    def _good(self, node: int, content: bytes) -> Answer:
+    def _good(self, node: int, content: bytes) -> RoundResult:
         """An answer that counts.
 
         Raises:
-            RefusedError, MessageError: why it doesn't.
+            TaskRefusedError, MessageError: why it doesn't.
         """
         said = parse_answer(content)
-        if isinstance(said, Refusal):
-            raise RefusedError(said.reason)
+        if isinstance(said, TaskRefusal):
+            raise TaskRefusedError(said.reason)
         if node not in self._asked:
-            raise RefusedError("wasn't asked")
+            raise TaskRefusedError("wasn't asked")
         if (said.number, said.step) != (self.round, self.state.step):
-            raise RefusedError(f"late: an answer of round {said.number + 1}, not of {self.round + 1}")
+            raise TaskRefusedError(f"late: an answer of round {said.number + 1}, not of {self.round + 1}")
         checked(said, self.agreement, self.state.adapter.size)
         return said
 
-    def _records(self, answers: Sequence[Answer]) -> list[Record]:
+    def _records(self, answers: Sequence[RoundResult]) -> list[Record]:
         """The journal's step records of a round."""
         plan, step = self.plan, self.state.step
         # By the middle one of the devices: a word of one or two of them is nobody's.

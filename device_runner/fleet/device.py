@@ -23,7 +23,7 @@ import numpy as np
 
 from device_runner.fleet.agreement import Agreement, task_sha256
 from device_runner.fleet.local_round import Local, by_row, open_local, told
-from device_runner.fleet.messages import MessageError, Refusal, RefusedError, Task
+from device_runner.fleet.messages import MessageError, RoundTask, TaskRefusal, TaskRefusedError
 from device_runner.fleet.policy import Policy
 from device_runner.fleet.privacy.ledger import BEGUN, Ledger
 from device_runner.fleet.privacy.reported import spent
@@ -100,22 +100,22 @@ def answer(folder: Path, content: bytes) -> bytes:
     """
     with run_lock(folder):
         try:
-            task = Task.parse(content)
+            task = RoundTask.parse(content)
             return _Round(folder, task).answer()
-        except (RefusedError, MessageError) as error:
-            return Refusal(str(error)).to_bytes()
+        except (TaskRefusedError, MessageError) as error:
+            return TaskRefusal(str(error)).to_bytes()
         except RunError:
             raise
         except PrgeError as error:
             with best_effort(sys.stderr):
                 print(f"{folder}: {error}", file=sys.stderr, flush=True)
-            return Refusal("an error on the device, which tells it there").to_bytes()
+            return TaskRefusal("an error on the device, which tells it there").to_bytes()
 
 
 class _Round:
     """One round on a device."""
 
-    def __init__(self, folder: Path, task: Task) -> None:
+    def __init__(self, folder: Path, task: RoundTask) -> None:
         if not (folder / DEVICE).is_file():
             raise RunError(f"{folder} is no device's folder", remedy="make it one with `prge fleet join`")
         self.folder = folder
@@ -139,7 +139,7 @@ class _Round:
             ledger.answer(line)
             return (folder / ANSWER).read_bytes()
         if line is not None and ledger.is_answered(line):
-            raise RefusedError(f"round {task.number + 1} was answered, and what was said is gone")
+            raise TaskRefusedError(f"round {task.number + 1} was answered, and what was said is gone")
         self._check(ledger, line)
         self._keep_agreement()
         state = self._known_state()
@@ -163,14 +163,14 @@ class _Round:
             content = told(self.agreement, task.number, state.step, privacy_epsilon, learnt)
         except DivergenceError:
             # Kept as an answer is: with noise drawn anew it might say something else.
-            content = Refusal("its steps diverge: the learning rate is too high").to_bytes()
+            content = TaskRefusal("its steps diverge: the learning rate is too high").to_bytes()
         write_file(folder / ANSWER, content)
         ledger.answer(line)
         return content
 
-    def _out_of_time(self) -> RefusedError:
+    def _out_of_time(self) -> TaskRefusedError:
         # Not how long it took, which rows have a say in.
-        return RefusedError(f"out of time: it may take {self.seconds:g} s")
+        return TaskRefusedError(f"out of time: it may take {self.seconds:g} s")
 
     def _agreed(self) -> Agreement:
         """The agreement that the task names, from the task or from a round before."""
@@ -178,25 +178,27 @@ class _Round:
         content = self.task.agreement
         if not content:
             if not path.is_file():
-                raise RefusedError("an agreement that this device doesn't know; it needs its text")
+                raise TaskRefusedError("an agreement that this device doesn't know; it needs its text")
             content = path.read_bytes()
         try:
             agreement = Agreement.parse(content)
         except ConfigError as error:
-            raise RefusedError(str(error)) from None
+            raise TaskRefusedError(str(error)) from None
         if agreement.sha256 != self.task.sha256:
-            raise RefusedError("an agreement that doesn't have the hash that it is named by")
+            raise TaskRefusedError("an agreement that doesn't have the hash that it is named by")
         task = task_of(self.bundle, self.settings.task)
         self.classes = () if task is None else task.classes
         if agreement.bundle != self.bundle.sha256:
             ours = self.bundle.sha256
-            raise RefusedError(f"the fleet's bundle is {agreement.bundle[:12]}, mine {ours[:12]}")
+            raise TaskRefusedError(f"the fleet's bundle is {agreement.bundle[:12]}, mine {ours[:12]}")
         if agreement.task != task_sha256(task):
-            raise RefusedError("the fleet's task is another one than mine")
+            raise TaskRefusedError("the fleet's task is another one than mine")
         # Rounds that the server discarded have no steps.
         rounds, rest = divmod(self.task.step, agreement.plan.local_steps if agreement.plan.by_scalars else 1)
         if self.task.number >= agreement.plan.rounds or rest or rounds > self.task.number:
-            raise RefusedError(f"the plan has no round {self.task.number + 1} from step {self.task.step} on")
+            raise TaskRefusedError(
+                f"the plan has no round {self.task.number + 1} from step {self.task.step} on"
+            )
         return agreement
 
     def _keep_agreement(self) -> None:
@@ -213,17 +215,17 @@ class _Round:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _check(self, ledger: Ledger, line: Record | None) -> None:
-        """Raise RefusedError for what the owner doesn't allow; a round that goes on isn't another one."""
+        """Raise TaskRefusedError for what the owner doesn't allow; a round that goes on isn't another one."""
         now = time.time()
         today = ledger.begun_since(now - _DAY) - (line is not None and line["time"] > now - _DAY)
         if objections := self.policy.objections(self.plan, now, today):
-            raise RefusedError("; ".join(objections))
+            raise TaskRefusedError("; ".join(objections))
 
     def _counted(self, ledger: Ledger, line: Record | None, local: Local) -> tuple[Record, float]:
         """The round's line, written before anything is computed, and what privacy has cost with it.
 
         Raises:
-            RefusedError: it would cost more than is allowed, or the round was begun with other rows.
+            TaskRefusedError: it would cost more than is allowed, or the round was begun with other rows.
         """
         plan, rows = self.plan, len(by_row(local.examples))
         entry: Record = {
@@ -239,13 +241,13 @@ class _Round:
             "noise": plan.noise,
         }
         if line is not None and {**line, "time": entry["time"]} != entry:
-            raise RefusedError("the round was begun with other rows")
+            raise TaskRefusedError("the round was begun with other rows")
         said = ledger.privacy_epsilon(line or entry, plan.delta, plan.unit, whole=False)
         most, own = self.policy.most_privacy_epsilon, 0.0
         if most is not None:
             own = ledger.privacy_epsilon(line or entry, plan.delta, self.policy.unit, whole=True)
         if reason := spent(own, most or 0.0) or spent(said, plan.most_privacy_epsilon):
-            raise RefusedError(reason)
+            raise TaskRefusedError(reason)
         if line is None:
             ledger.begin(entry)
         return line or entry, said
@@ -254,7 +256,7 @@ class _Round:
         """A common state that the missed rounds follow, of what is kept and what the task brings.
 
         Raises:
-            RefusedError: there is none.
+            TaskRefusedError: there is none.
         """
         modules, width = self.bundle.chain.modules, self.bundle.chain.width
         path, task = self.fleet / STATE, self.task
@@ -263,7 +265,7 @@ class _Round:
         if task.state:
             state = unpack_state(task.state, self.plan, modules, width, classes)
             if state.step == 0 and self.agreement.start not in ("", start_sha256(state)):
-                raise RefusedError("the state isn't the one that the fleet agreed to start with")
+                raise TaskRefusedError("the state isn't the one that the fleet agreed to start with")
         elif path.is_file():
             state = unpack_state(path.read_bytes(), self.plan, modules, width, classes)
         elif not self.agreement.start:
@@ -271,7 +273,7 @@ class _Round:
         first = next((steps.first for steps in task.missed_steps()), task.step)
         if state is None or not min(first, task.step) <= state.step <= task.step:
             has = "has no common state" if state is None else f"is at step {state.step}"
-            raise RefusedError(f"{has}, needs that of step {task.step}")
+            raise TaskRefusedError(f"{has}, needs that of step {task.step}")
         return state
 
     def _catches_up(self, state: TrainingState, stopped: Callable[[], bool]) -> bool:

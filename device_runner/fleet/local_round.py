@@ -10,7 +10,7 @@ import numpy as np
 
 from device_runner.engines.opening import OpenEngine, open_engine
 from device_runner.fleet.agreement import Agreement, Plan
-from device_runner.fleet.messages import Answer
+from device_runner.fleet.messages import RoundResult
 from device_runner.fleet.privacy.reported import Draw, Reported, system_noise
 from device_runner.session.inputs import read_inputs
 from device_runner.session.memory import budget_of_steps
@@ -161,7 +161,7 @@ def told(agreement: Agreement, number: int, step: int, privacy_epsilon: float, l
         learnt: what came of the steps.
     """
     examples = agreement.plan.examples * agreement.plan.local_steps
-    return Answer(agreement.sha256, number, step, examples, privacy_epsilon, *learnt).to_bytes()
+    return RoundResult(agreement.sha256, number, step, examples, privacy_epsilon, *learnt).to_bytes()
 
 
 def by_row(examples: Sequence[Example]) -> list[list[Example]]:

@@ -1,7 +1,7 @@
 """What a server and a device tell each other, as bytes; scalars are 4 bytes each.
 
-    Task     server -> device   the agreement, what the device missed, which round
-    Answer   device -> server   scalars of its steps, or the change of its adapter, or why not
+    RoundTask     server -> device   the agreement, what the device missed, which round
+    RoundResult   device -> server   scalars of its steps, or the change of its adapter, or why not
 
 A message is a byte for its form and one for what it is, a struct, then arrays, all little-endian. Reading
 one checks every length: what comes from elsewhere makes an error with a reason, never anything else.
@@ -32,7 +32,7 @@ class MessageError(PrgeError):
     """Bytes that are no message of this version."""
 
 
-class RefusedError(PrgeError):
+class TaskRefusedError(PrgeError):
     """Why a device takes no part in a round, or why its answer doesn't count."""
 
 
@@ -94,7 +94,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Task:
+class RoundTask:
     """What a device is asked to do, and what it has to know first.
 
     `agreement`: its content, or b"" for one that the device knows; `sha256` its hash. `step`: where the round
@@ -123,7 +123,7 @@ class Task:
         return _head(_TASK) + struct.pack(_TASK_HEAD, *fields) + b"".join(parts)
 
     @classmethod
-    def parse(cls, content: bytes) -> Task:
+    def parse(cls, content: bytes) -> RoundTask:
         """Inverse of `to_bytes`.
 
         Raises:
@@ -141,7 +141,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RoundResult:
     """What a device learnt in a round, from the common adapter of step `step` on.
 
     `losses`: f32 [K]. `values`: its scalars f32 [K * scalars of a step], or the change of its adapter, f32
@@ -163,14 +163,14 @@ class Answer:
         return _head(_DONE) + head + _floats(self.losses) + _floats(self.values)
 
     @classmethod
-    def read(cls, reader: Reader) -> Answer:
+    def read(cls, reader: Reader) -> RoundResult:
         """Inverse of `to_bytes`, after what the message is."""
         sha256, number, step, examples, epsilon, losses, values = reader.unpack(_ANSWER_HEAD)
         return cls(sha256, number, step, examples, epsilon, reader.floats(losses), reader.floats(values))
 
 
 @dataclass(frozen=True)
-class Refusal:
+class TaskRefusal:
     """Why a device takes no part in a round."""
 
     reason: str
@@ -180,13 +180,13 @@ class Refusal:
         return _head(_REFUSED) + shortened(self.reason, _LONGEST_TEXT).encode()
 
     @classmethod
-    def read(cls, reader: Reader) -> Refusal:
+    def read(cls, reader: Reader) -> TaskRefusal:
         """A reason of one printable line, cut to its most."""
         text = reader.take(reader.left)[: 4 * _LONGEST_TEXT].decode(errors="replace")
         return cls(shortened(printable(text.replace("\n", " ")), _LONGEST_TEXT))
 
 
-def parse_answer(content: bytes) -> Answer | Refusal:
+def parse_answer(content: bytes) -> RoundResult | TaskRefusal:
     """What a device said.
 
     Raises:
@@ -195,7 +195,7 @@ def parse_answer(content: bytes) -> Answer | Refusal:
     reader = Reader(content)
     if (found := reader.begin()) not in (_DONE, _REFUSED):
         raise MessageError(f"a message of type {found}, not an answer")
-    said: Answer | Refusal = Answer.read(reader) if found == _DONE else Refusal.read(reader)
+    said: RoundResult | TaskRefusal = RoundResult.read(reader) if found == _DONE else TaskRefusal.read(reader)
     reader.end()
     return said
 

@@ -25,7 +25,7 @@ _GONE = frozenset({"directions", "largest", "most_epsilon", "average", "server_r
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(ServerSettings):
+class FleetServeSettings(ServerSettings):
     """Begin a fleet, or go on with one: wait for devices, and take its rounds."""
 
     STORED: ClassVar = SETTINGS
@@ -60,7 +60,7 @@ class ServeSettings(ServerSettings):
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; see `prge fleet serve --help`."""
-    settings = parse_settings(ServeSettings, argv, "prge fleet serve")
+    settings = parse_settings(FleetServeSettings, argv, "prge fleet serve")
     if settings.resume is None and (settings.out / SETTINGS).is_file():
         raise RunError(
             f"{settings.out} holds a fleet already",
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def serve(settings: ServeSettings) -> Path:
+def serve(settings: FleetServeSettings) -> Path:
     """Take a fleet's rounds, those that its folder doesn't have yet; returns the final adapter's folder.
 
     Raises:

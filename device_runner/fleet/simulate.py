@@ -20,7 +20,7 @@ import numpy as np
 from device_runner.fleet.agreement import Plan
 from device_runner.fleet.coordinator import Coordinator, RoundReport
 from device_runner.fleet.local_round import by_row, open_local, told
-from device_runner.fleet.messages import Refusal
+from device_runner.fleet.messages import TaskRefusal
 from device_runner.fleet.partition import parts
 from device_runner.fleet.privacy.reported import COUNTED, exposure, spent
 from device_runner.fleet.server import ServerRows, ServerSettings, open_fleet
@@ -184,7 +184,7 @@ class Simulation:
             times = taken if plan.unit == "owner" else exposure(taken, min(plan.examples, rows), rows)
             privacy_epsilon = epsilon_of([(COUNTED * plan.noise, times)], plan.delta)
         if reason := spent(privacy_epsilon, plan.most_privacy_epsilon):
-            return Refusal(reason).to_bytes()
+            return TaskRefusal(reason).to_bytes()
         with tempfile.TemporaryDirectory() as scratch, Journal(Path(scratch) / JOURNAL) as journal:
             try:
                 local = replace(self.local, examples=examples)

@@ -18,7 +18,7 @@ from prge.formats.adapter import Adapter
 from prge.formats.journal import Record
 from prge.model_spec import AdaptedModule
 from prge.objectives.classification_head import Head
-from prge.training.checkpoint import Progress, TrainingState, optimizer_arrays
+from prge.training.checkpoint import TrainingProgress, TrainingState, optimizer_arrays
 from prge.training.encoder_heads import Heads
 from prge.training.estimators.protocol import Estimator
 from prge.training.recipe import Recipe
@@ -126,7 +126,7 @@ def unpack_state(
             if not np.isfinite(arrays[name]).all():
                 raise ValueError(f"{name} is not finite")
             target[:] = arrays[name]
-        return replace(state, progress=Progress(step, first_loss=losses[0], smoothed_loss=losses[1]))
+        return replace(state, progress=TrainingProgress(step, first_loss=losses[0], smoothed_loss=losses[1]))
     except (
         *(AttributeError, LookupError, TypeError, ValueError),
         *(safetensors.SafetensorError, zlib.error),

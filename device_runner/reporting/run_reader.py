@@ -25,7 +25,7 @@ from prge.formats.run_folder import (
 
 
 @dataclass(frozen=True)
-class Decision:
+class TunedDecision:
     """What was chosen for the user, and why."""
 
     name: str
@@ -48,7 +48,7 @@ class RunFacts:
     meta: Mapping[str, Any]
     metrics: list[Record]
     samples: list[Record]
-    decisions: list[Decision]
+    decisions: list[TunedDecision]
     running: bool
     problems: list[str]
 
@@ -145,7 +145,7 @@ def _document(path: Path, problems: list[str]) -> Any:
         return None
 
 
-def _decisions(folder: Path, problems: list[str]) -> list[Decision]:
+def _decisions(folder: Path, problems: list[str]) -> list[TunedDecision]:
     """Those of the run folder, else of the folder that it lies in."""
     for place in (folder, folder.resolve().parent):
         content = _document(place / DECISIONS, problems)
@@ -154,7 +154,7 @@ def _decisions(folder: Path, problems: list[str]) -> list[Decision]:
         listed = mapping(content).get("decisions")
         entries = listed if isinstance(listed, list) else []
         return [
-            Decision(*(_words(entry.get(name)) for name in ("name", "value", "why")))
+            TunedDecision(*(_words(entry.get(name)) for name in ("name", "value", "why")))
             for entry in entries
             if isinstance(entry, Mapping)
         ]

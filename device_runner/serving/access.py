@@ -130,7 +130,7 @@ def _name(authority: str) -> str:
     return match[1].lower() if match else ""
 
 
-class Door:
+class AccessControl:
     """An ASGI application that answers what an `Access` lets pass."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:

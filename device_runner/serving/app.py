@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from device_runner.serving.access import FILES, HEALTH, PAGES, PAUSED, Access, Door, refusal
+from device_runner.serving.access import FILES, HEALTH, PAGES, PAUSED, Access, AccessControl, refusal
 from device_runner.serving.feedback import Feedback
 from device_runner.serving.learning import Learning
 from device_runner.serving.models import MOST_CHARACTERS, Models
@@ -46,7 +46,7 @@ from device_runner.serving.worker import BusyError, Tell, Told, Worker
 from device_runner.session.generation import note
 from device_runner.session.pauses import Gates
 from prge.errors import DataError, PrgeError
-from prge.generation.loop import Answer, Reason, Sharing
+from prge.generation.loop import Completion, Reason, Sharing
 
 # Of a body: for what isn't the prompts, for each token of the context, and in all.
 BYTES_BESIDE = 64 << 10
@@ -108,7 +108,7 @@ def _assembled(routes: list[Route], access: Access) -> Starlette:
         ClientDisconnect: _gone,
         Exception: _fail,
     }
-    door = Middleware(Door, access=access)
+    door = Middleware(AccessControl, access=access)
     app = Starlette(routes=routes, middleware=[door], exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
@@ -149,7 +149,7 @@ def _page_routes(told: Json, runs: Runs | None) -> list[Route]:
 
 _T = TypeVar("_T")
 Events = asyncio.Queue[tuple[int, Told]]
-Ended = Callable[[int, Answer], None]
+Ended = Callable[[int, Completion], None]
 _FINISH: dict[Reason, Finish] = {"stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
 
 
@@ -330,7 +330,7 @@ class _Server:
 
         reply = Reply(asked)
 
-        def ended(index: int, answer: Answer) -> None:
+        def ended(index: int, answer: Completion) -> None:
             if self.feedback.keeps and answer.reason != "cancelled":
                 said = self.models.answered(reply.id, asked, requests[index], index, answer.text)
                 self.feedback.remember(asked, index, said)
@@ -343,7 +343,7 @@ class _Server:
             cancel()
 
 
-def _usage(answers: Mapping[int, Answer], each: int) -> Json:
+def _usage(answers: Mapping[int, Completion], each: int) -> Json:
     """Numbers of tokens of a request with so many answers to each of its prompts."""
     made = [answers[index] for index in sorted(answers)]
     prompts = [made[first : first + each] for first in range(0, len(made), each)]
@@ -354,7 +354,7 @@ def _usage(answers: Mapping[int, Answer], each: int) -> Json:
 
 
 async def _whole(reply: Reply, events: Events, count: int, each: int, ended: Ended) -> Response:
-    answers: dict[int, Answer] = {}
+    answers: dict[int, Completion] = {}
     while len(answers) < count:
         index, told = await events.get()
         if not isinstance(told, str):
@@ -370,7 +370,7 @@ async def _streamed(reply: Reply, events: Events, count: int, each: int, ended: 
     for index in range(count):
         for chunk in reply.begin(index):
             yield _event(chunk)
-    answers: dict[int, Answer] = {}
+    answers: dict[int, Completion] = {}
     while len(answers) < count:
         index, told = await events.get()
         if isinstance(told, str):

@@ -28,7 +28,7 @@ class ChangedError(Exception):
     """Rows are not where they were: some were forgotten, or the file is another one."""
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """Index entry of a feedback row: its key, a hash of its question, whether it can be trained on, and the
     offset and length of its line in bytes."""
 
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
     length: int = 0
 
     @classmethod
-    def of(cls, row: Fields, start: int = 0, length: int = 0) -> Entry:
+    def of(cls, row: Fields, start: int = 0, length: int = 0) -> IndexEntry:
         """The entry of a row."""
         question = hashlib.sha256(asked_text(row).encode()).digest()[:8]
         return cls(key_of(row), int.from_bytes(question, "big"), can_be_learnt(row), start, length)
@@ -67,10 +67,10 @@ class FeedbackIndex:
         """Rows that were read so far."""
         return len(self._keys)
 
-    def __getitem__(self, number: int) -> Entry:
+    def __getitem__(self, number: int) -> IndexEntry:
         """The entry of a row by its zero-based number."""
         facts = self._keys[number], self._questions[number], bool(self._learnable[number])
-        return Entry(*facts, self._starts[number], self._lengths[number])
+        return IndexEntry(*facts, self._starts[number], self._lengths[number])
 
     def read_on(self) -> bool:
         """Read what was appended, for `SECONDS` or a little longer; whether there is more to read."""
@@ -83,7 +83,7 @@ class FeedbackIndex:
                 return False
         return True
 
-    def entries(self, keys: Sequence[str]) -> list[Entry]:
+    def entries(self, keys: Sequence[str]) -> list[IndexEntry]:
         """Rows with these keys, those that the file has."""
         return [self[self._numbers[key]] for key in keys if key in self._numbers]
 
@@ -170,7 +170,7 @@ class FeedbackIndex:
         start, self._end = self._end, self._end + len(line)
         if (row := row_of_line(line)) is None:
             return
-        entry = Entry.of(row, start, len(line))
+        entry = IndexEntry.of(row, start, len(line))
         if entry.key in self._numbers:
             return
         self._numbers[entry.key] = len(self._keys)
@@ -181,7 +181,7 @@ class FeedbackIndex:
         self._lengths.append(entry.length)
 
 
-def read_rows(path: Path, entries: Sequence[Entry]) -> list[Fields]:
+def read_rows(path: Path, entries: Sequence[IndexEntry]) -> list[Fields]:
     """The rows of a file that an index has entries of.
 
     Raises:
@@ -195,7 +195,7 @@ def read_rows(path: Path, entries: Sequence[Entry]) -> list[Fields]:
         raise ChangedError from None
 
 
-def _rows_at(file: int, entries: Sequence[Entry]) -> list[Fields]:
+def _rows_at(file: int, entries: Sequence[IndexEntry]) -> list[Fields]:
     rows = []
     for entry in entries:
         row = row_of_line(os.pread(file, entry.length, entry.start))

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from device_runner.serving.feedback_index import SECONDS, ChangedError, Entry, FeedbackIndex
+from device_runner.serving.feedback_index import SECONDS, ChangedError, FeedbackIndex, IndexEntry
 from device_runner.serving.history import FEEDBACK, ROUNDS, History, Version, date_of
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.round_process import RoundProcess
@@ -328,12 +328,12 @@ class Learning:
     def _new_round(self, version: Version) -> Round:
         """A round with its rows, as far as the file has them still."""
 
-        def there(keys: Sequence[str]) -> list[Entry]:
+        def there(keys: Sequence[str]) -> list[IndexEntry]:
             return [entry for entry in self._index.entries(keys) if entry.is_learnable]
 
         parent = version.parent or 0
-        unlearnt: list[Entry] = []
-        learnt: list[Entry] = []
+        unlearnt: list[IndexEntry] = []
+        learnt: list[IndexEntry] = []
         for each in self._history.versions[1 : version.number]:
             if each.status not in ("served", "refused"):
                 continue

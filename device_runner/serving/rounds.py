@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from device_runner.engines.opening import open_engine
-from device_runner.serving.feedback_index import ChangedError, Entry, read_rows
+from device_runner.serving.feedback_index import ChangedError, IndexEntry, read_rows
 from device_runner.session.inputs import origin_of
 from device_runner.session.plan import plan_run
 from device_runner.session.settings import RunSettings
@@ -33,7 +33,7 @@ from prge.data.options import BuildOptions
 from prge.data.readers.feedback import Fields
 from prge.data.readers.files import Row, Selection, select_rows
 from prge.data.readers.splitting import split_rows
-from prge.data.sources import Source, read_source
+from prge.data.sources import RowSource, read_source
 from prge.data.tokenization.tokenizer import Tokenizer, bundle_tokenizer
 from prge.engine import Engine
 from prge.errors import BundleError, DataError, DivergenceError, PrgeError, printable, shortened
@@ -78,7 +78,7 @@ def read_kept(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> Ke
     else:
         dev = read_source(settings.dev, "dev", settings.columns, objective="completion", task=task)
 
-    def some(source: Source, most: int, training: bool) -> list[Example]:
+    def some(source: RowSource, most: int, training: bool) -> list[Example]:
         rows = source.rows if task is not None else _liked(source)
         rows = select_rows(rows, Selection(limit=most, shuffle_seed=settings.seed))
         options = build_options(settings, task)
@@ -88,7 +88,7 @@ def read_kept(settings: RunSettings, tokenizer: Tokenizer, bundle: Bundle) -> Ke
     return Kept(some(train, _MOST_KEPT, True), judged, task, train.sha256)
 
 
-def _liked(source: Source) -> list[Row]:
+def _liked(source: RowSource) -> list[Row]:
     """Rows of texts, or of answers that are wanted: what is disliked isn't to be kept."""
     if find_form(source.rows, source.name, source.renamed).prefers != "ratings":
         return source.rows
@@ -99,10 +99,10 @@ def _liked(source: Source) -> list[Row]:
     return liked
 
 
-def held_back(rows: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
+def held_back(rows: Sequence[IndexEntry]) -> tuple[list[IndexEntry], list[IndexEntry]]:
     """Rows to learn and rows to hold back of those that can be learnt; one question is in one part."""
     numbers: dict[int, int] = {}
-    parts: tuple[list[Entry], list[Entry]] = [], []
+    parts: tuple[list[IndexEntry], list[IndexEntry]] = [], []
     for row in rows:
         if not row.is_learnable:
             continue
@@ -139,9 +139,9 @@ class Round:
     adapter: Adapter
     start: Adapter
     feedback: Path
-    learnt: Sequence[Entry]
-    held: Sequence[Entry]
-    learnt_before: Sequence[Entry]
+    learnt: Sequence[IndexEntry]
+    held: Sequence[IndexEntry]
+    learnt_before: Sequence[IndexEntry]
     replay: float
     may_lose: float
     has_kept: bool
@@ -282,7 +282,7 @@ class _Feedback:
     builder: FeedbackExamples
     tell: Callable[[str], object]
 
-    def examples(self, entries: Sequence[Entry]) -> list[Example]:
+    def examples(self, entries: Sequence[IndexEntry]) -> list[Example]:
         """Examples of rows, texts before messages."""
         rows = enumerate(read_rows(self.round.feedback, entries), 1)
         examples: list[Example] = []

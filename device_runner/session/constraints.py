@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from device_runner.session.sensors import Reading, Sensors
+from device_runner.session.sensors import SensorReading, Sensors
 from prge.cli.bounds import BOUNDS
 from prge.errors import shown
 
@@ -32,7 +32,7 @@ class Condition(ABC):
     flag: str
 
     @abstractmethod
-    def read(self, sensors: Sensors) -> Reading:
+    def read(self, sensors: Sensors) -> SensorReading:
         """What decides it."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Charging(Condition):
 
     sensor = "charger"
 
-    def read(self, sensors: Sensors) -> Reading:
+    def read(self, sensors: Sensors) -> SensorReading:
         """See Condition."""
         return sensors.charging()
 
@@ -67,7 +67,7 @@ class Cool(Condition):
     sensor = "temperature"
     limit: float = COOL
 
-    def read(self, sensors: Sensors) -> Reading:
+    def read(self, sensors: Sensors) -> SensorReading:
         """See Condition."""
         return sensors.temperature()
 
@@ -84,7 +84,7 @@ class Battery(Condition):
     sensor = "battery"
     least: float
 
-    def read(self, sensors: Sensors) -> Reading:
+    def read(self, sensors: Sensors) -> SensorReading:
         """See Condition."""
         return sensors.battery_percent()
 
@@ -100,7 +100,7 @@ class Idle(Condition):
 
     sensor = "use of the device"
 
-    def read(self, sensors: Sensors) -> Reading:
+    def read(self, sensors: Sensors) -> SensorReading:
         """See Condition."""
         return sensors.use()
 
@@ -142,7 +142,7 @@ class Hours(Condition):
         length = (self.end - self.begin) % _DAY or _DAY
         return (minute - self.begin) % _DAY < length
 
-    def read(self, sensors: Sensors) -> Reading:
+    def read(self, sensors: Sensors) -> SensorReading:
         """See Condition."""
         return sensors.minute_of_day()
 

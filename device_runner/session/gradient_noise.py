@@ -24,7 +24,7 @@ STEPS_OF_A_NOTE = 4
 
 
 @dataclass(frozen=True)
-class Agreement:
+class GradientAgreement:
     """How far scalars follow a reference: found = slope * reference + what is left.
 
     `r` is their correlation about zero. Directions have no sign of their own, so the mean of true scalars is
@@ -35,14 +35,14 @@ class Agreement:
     slope: float
 
 
-def compare(scalars: Float64Array, reference: Float64Array) -> Agreement:
+def compare(scalars: Float64Array, reference: Float64Array) -> GradientAgreement:
     """How far scalars follow a reference of the same shape; scalars that are not finite don't at all."""
     y, x = scalars.ravel(), reference.ravel()
     lengths = float(np.linalg.norm(y)), float(np.linalg.norm(x))
     if not all(0 < length < math.inf for length in lengths):
-        return Agreement(0.0, 0.0)
+        return GradientAgreement(0.0, 0.0)
     r = float((y / lengths[0]) @ (x / lengths[1]))
-    return Agreement(min(max(r, -1.0), 1.0), r * lengths[0] / lengths[1])
+    return GradientAgreement(min(max(r, -1.0), 1.0), r * lengths[0] / lengths[1])
 
 
 def slopes(queries: int, epsilon: float) -> dict[str, Rule]:

@@ -92,7 +92,7 @@ class Answerer(Protocol):
         """A text for each that is asked."""
 
 
-class Writer:
+class SampleWriter:
     """Answers prompts by texts that the generator writes."""
 
     def __init__(self, prompts: Sequence[SamplePrompt], generator: Generator) -> None:

@@ -23,7 +23,7 @@ _COULOMBS = 3.6e-3  # of a microampere-hour
 
 
 @dataclass(frozen=True)
-class Reading:
+class SensorReading:
     """A value with where it comes from, or None with the reason."""
 
     value: float | bool | None
@@ -60,7 +60,7 @@ class Sensors:
         self._statistics = processes / "stat"
         self._looked: tuple[float, float] | None = None
 
-    def temperature(self) -> Reading:
+    def temperature(self) -> SensorReading:
         """Hottest thermal zone in degrees Celsius; where none can be read, the battery's temperature."""
         seen: list[tuple[float, str]] = []
         for path in sorted(self._thermal.glob("thermal_zone*/temp")):
@@ -70,31 +70,31 @@ class Sensors:
             if celsius is not None and _COOLEST < celsius < _HOTTEST and celsius != 0:
                 seen.append((celsius, str(path)))
         if seen:
-            return Reading(*max(seen))
+            return SensorReading(*max(seen))
         reading = self._of_battery("temp", "temperature")
         if reading.value is None:
-            return Reading(None, reason=f"no thermal zone can be read; {reading.reason}")
-        return Reading(float(reading.value) / 10, reading.source)
+            return SensorReading(None, reason=f"no thermal zone can be read; {reading.reason}")
+        return SensorReading(float(reading.value) / 10, reading.source)
 
-    def battery_percent(self) -> Reading:
+    def battery_percent(self) -> SensorReading:
         """Charge of the battery."""
         return self._of_battery("capacity", "level")
 
-    def charging(self) -> Reading:
+    def charging(self) -> SensorReading:
         """Whether the battery is charged or full at a charger."""
         for path in sorted(self._battery.glob("*/status")):
             if not _is_battery(path.parent):
                 continue
             text = _text(path)
             if text is not None and text != "Unknown":
-                return Reading(text in ("Charging", "Full"), str(path))
+                return SensorReading(text in ("Charging", "Full"), str(path))
         told = _of_dump(r"^ *status: *(\d+)", r"^ *(?:AC|USB|Wireless|Dock) powered: *true")
         if isinstance(told, str):
-            return Reading(None, reason=f"no battery under {self._battery}; {told}")
+            return SensorReading(None, reason=f"no battery under {self._battery}; {told}")
         status, powered = told
-        return Reading(status in (2, 5) or powered is not None, "dumpsys battery")
+        return SensorReading(status in (2, 5) or powered is not None, "dumpsys battery")
 
-    def frequency(self) -> Reading:
+    def frequency(self) -> SensorReading:
         """Highest present frequency of the cores in hertz."""
         values = [
             (value * 1000, str(path))
@@ -102,31 +102,33 @@ class Sensors:
             if (value := _number(path)) is not None
         ]
         if values:
-            return Reading(*max(values))
-        return Reading(None, reason=f"no cpu*/cpufreq/scaling_cur_freq can be read in {self._processors}")
+            return SensorReading(*max(values))
+        return SensorReading(
+            None, reason=f"no cpu*/cpufreq/scaling_cur_freq can be read in {self._processors}"
+        )
 
-    def use(self) -> Reading:
+    def use(self) -> SensorReading:
         """Of Android: whether the screen is on; else the cores that other programs take since the last look,
         or for a moment."""
         if shutil.which("dumpsys") is not None:
             text, why = _dump("power")
             match = re.search(r"^ *mWakefulness=(\w+)", text, re.MULTILINE)
             if match is None:
-                return Reading(None, reason=why or "dumpsys power doesn't tell")
-            return Reading(match[1] not in ("Asleep", "Dozing"), "dumpsys power")
+                return SensorReading(None, reason=why or "dumpsys power doesn't tell")
+            return SensorReading(match[1] not in ("Asleep", "Dozing"), "dumpsys power")
         before = self._looked
         if before is None or time.monotonic() - before[0] < _MOMENT:
             before = self._others()
             time.sleep(_MOMENT)
         self._looked = now = self._others()
         if before is None or now is None:
-            return Reading(None, reason=f"{self._statistics} can't be read")
-        return Reading(max(0.0, (now[1] - before[1]) / (now[0] - before[0])), str(self._statistics))
+            return SensorReading(None, reason=f"{self._statistics} can't be read")
+        return SensorReading(max(0.0, (now[1] - before[1]) / (now[0] - before[0])), str(self._statistics))
 
-    def minute_of_day(self) -> Reading:
+    def minute_of_day(self) -> SensorReading:
         """Minutes since midnight of the local time."""
         now = time.localtime()
-        return Reading(now.tm_hour * 60 + now.tm_min, "the clock")
+        return SensorReading(now.tm_hour * 60 + now.tm_min, "the clock")
 
     def _others(self) -> tuple[float, float] | None:
         """The time, and seconds that processors have worked so far for others than this program."""
@@ -138,23 +140,23 @@ class Sensors:
         worked = (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
         return time.monotonic(), worked - (self._own_seconds or time.process_time)()
 
-    def charge(self) -> Reading:
+    def charge(self) -> SensorReading:
         """Charge that the battery's counter tells, in coulombs."""
         reading = self._of_battery("charge_counter", "Charge counter")
         if reading.value is None:
             reading = self._of_battery("charge_now", "Charge counter")
         value = reading.value
-        return reading if value is None else Reading(float(value) * _COULOMBS, reading.source)
+        return reading if value is None else SensorReading(float(value) * _COULOMBS, reading.source)
 
-    def volts(self) -> Reading:
+    def volts(self) -> SensorReading:
         """Voltage of the battery: in microvolts as Linux tells it, in millivolts as Android does."""
         reading = self._of_battery("voltage_now", "voltage")
         if reading.value is None:
             return reading
         is_linux = reading.source.startswith("/")
-        return Reading(float(reading.value) / (1e6 if is_linux else 1e3), reading.source)
+        return SensorReading(float(reading.value) / (1e6 if is_linux else 1e3), reading.source)
 
-    def watts(self) -> Reading:
+    def watts(self) -> SensorReading:
         """Power that flows from the battery, or into it."""
         for path in sorted(self._battery.glob("*/current_now")):
             current = _number(path) if _is_battery(path.parent) else None
@@ -162,13 +164,15 @@ class Sensors:
             if current is None or volts is None:
                 continue
             if abs(current) < _LEAST_MICROAMPERES:
-                return Reading(None, reason=f"{path} has {current:g}, which are no likely microamperes")
-            return Reading(abs(current) * volts / 1e12, str(path))
-        return Reading(None, reason=f"no current_now and voltage_now of a battery under {self._battery}")
+                return SensorReading(None, reason=f"{path} has {current:g}, which are no likely microamperes")
+            return SensorReading(abs(current) * volts / 1e12, str(path))
+        return SensorReading(
+            None, reason=f"no current_now and voltage_now of a battery under {self._battery}"
+        )
 
     def record(self) -> dict[str, Any]:
         """All readings, as run.json holds them."""
-        readings: dict[str, Callable[[], Reading]] = {
+        readings: dict[str, Callable[[], SensorReading]] = {
             "temperature_celsius": self.temperature,
             "battery_percent": self.battery_percent,
             "charging": self.charging,
@@ -176,15 +180,15 @@ class Sensors:
         }
         return {name: read().record() for name, read in readings.items()}
 
-    def _of_battery(self, file: str, dumped: str) -> Reading:
+    def _of_battery(self, file: str, dumped: str) -> SensorReading:
         for path in sorted(self._battery.glob(f"*/{file}")):
             value = _number(path) if _is_battery(path.parent) else None
             if value is not None:
-                return Reading(value, str(path))
+                return SensorReading(value, str(path))
         told = _of_dump(rf"^ *{dumped}: *(-?\d+)")
         if isinstance(told, str):
-            return Reading(None, reason=f"no battery under {self._battery}; {told}")
-        return Reading(told[0], "dumpsys battery")
+            return SensorReading(None, reason=f"no battery under {self._battery}; {told}")
+        return SensorReading(told[0], "dumpsys battery")
 
 
 class Energy:
@@ -214,11 +218,11 @@ class Energy:
         """Joules `by_charge` and `by_power`, each a reading."""
         self.sample()
         if self._was_charged or self._sensors.charging().value:
-            charged = Reading(None, reason="the battery was being charged")
+            charged = SensorReading(None, reason="the battery was being charged")
             return dict.fromkeys(("by_charge", "by_power"), charged.record())
-        power = Reading(None, reason=self._reason)
+        power = SensorReading(None, reason=self._reason)
         if not self._reason:
-            power = Reading(self._joules, self._source)
+            power = SensorReading(self._joules, self._source)
         return {"by_charge": self._by_charge().record(), "by_power": power.record()}
 
     def _looked(self) -> float | None:
@@ -228,17 +232,19 @@ class Energy:
             return None
         return float(reading.value)
 
-    def _by_charge(self) -> Reading:
+    def _by_charge(self) -> SensorReading:
         (charge, volts), last, last_volts = self._first, self._sensors.charge(), self._sensors.volts()
         for reading in (charge, volts, last, last_volts):
             if reading.value is None:
                 return reading
         given = float(charge.value or 0) - float(last.value or 0)
         if given <= 0:
-            return Reading(
+            return SensorReading(
                 None, reason=f"{charge.source} has not fallen: too short, or the counter too coarse"
             )
-        return Reading(given * (float(volts.value or 0) + float(last_volts.value or 0)) / 2, charge.source)
+        return SensorReading(
+            given * (float(volts.value or 0) + float(last_volts.value or 0)) / 2, charge.source
+        )
 
 
 def _of_dump(first: str, *more: str) -> list[float | None] | str:

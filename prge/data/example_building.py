@@ -33,7 +33,7 @@ from prge.data.readers.files import Row, Selection, select_rows
 from prge.data.row_format import RowFormat, form_format, task_format
 from prge.data.row_report import CONTROL, CONTROL_AS_TEXT, CONTROL_IN_PROMPTS, CONTROL_READ, CUTS, DataReport
 from prge.data.segments import Candidates, Segmenter, Texts
-from prge.data.sources import Source, read_source
+from prge.data.sources import RowSource, read_source
 from prge.data.tokenization.control_tokens import ControlTokens
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.data.truncation import Fitter, shares_sequence
@@ -56,7 +56,7 @@ _READ_AS: Mapping[ControlTokens, str] = {
 
 
 def load_examples(
-    source: Source | Path | str,
+    source: RowSource | Path | str,
     tokenizer: Tokenizer,
     model: ModelSpec,
     task: Task | None = None,
@@ -66,7 +66,7 @@ def load_examples(
     training: bool = True,
 ) -> tuple[list[Example], DataReport]:
     """Select rows of a source, by default all, and build their examples; a path is read as training rows."""
-    if not isinstance(source, Source):
+    if not isinstance(source, RowSource):
         source = read_source(source)
     chosen = select_rows(source.rows, selection or Selection())
     return build_examples(

@@ -55,7 +55,7 @@ _SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """Rows as they came: what to call them, what identifies them, and the file's names of renamed columns.
 
     `told` says what became of feedback.
@@ -75,7 +75,7 @@ def read_source(
     broken: list[str] | None = None,
     objective: ObjectiveName = "completion",
     task: Task | None = None,
-) -> Source:
+) -> RowSource:
     """Read the rows that a user names; feedback becomes rows to learn from.
 
     Args:
@@ -142,14 +142,14 @@ def rows_files(where: Paths | str, part: Part) -> list[Path]:
     return [file_of_part(path, part) if path.is_dir() else path for path in paths]
 
 
-def _of_files(paths: Sequence[Path], part: Part, broken: list[str] | None) -> Source:
+def _of_files(paths: Sequence[Path], part: Part, broken: list[str] | None) -> RowSource:
     """The rows of files, one after another; of several, every row's number and every problem names its file.
 
     Raises:
         DataError: as of `read_rows`; problems of all files are told at once.
     """
     if len(paths) == 1:
-        return Source(str(paths[0]), read_rows(paths[0], broken, part), file_sha256(paths[0]))
+        return RowSource(str(paths[0]), read_rows(paths[0], broken, part), file_sha256(paths[0]))
     name, rows, problems, first = describe_paths(tuple(paths)), [], [], 0
     digest = hashlib.sha256()
     for path in paths:
@@ -165,10 +165,10 @@ def _of_files(paths: Sequence[Path], part: Part, broken: list[str] | None) -> So
         raise DataError(
             f"{name} have rows that can't be read", problems, remedy="correct or remove these rows"
         )
-    return Source(name, rows, digest.hexdigest())
+    return RowSource(name, rows, digest.hexdigest())
 
 
-def _check_names(renamed: Mapping[str, str], task: Task | None, source: Source) -> None:
+def _check_names(renamed: Mapping[str, str], task: Task | None, source: RowSource) -> None:
     """Raise ConfigError where `--columns` gives a column a name that nothing reads."""
     if task is not None:
         read = list(dict.fromkeys([*task.needed_columns(), *task.needed_columns(encoder=True)]))
@@ -193,7 +193,7 @@ def _check_names(renamed: Mapping[str, str], task: Task | None, source: Source) 
         )
 
 
-def _with_lists(source: Source, broken: list[str] | None) -> Source:
+def _with_lists(source: RowSource, broken: list[str] | None) -> RowSource:
     """The same rows with the lists that some columns hold as JSON; raises DataError as `read_rows`."""
     problems: list[str] = [] if broken is None else broken
     rows = []
@@ -246,7 +246,7 @@ def _messages_of(value: object) -> list[Any] | None:
     return items if items and all(isinstance(each, dict) and "role" in each for each in items) else None
 
 
-def _learnable(source: Source, broken: list[str] | None, objective: ObjectiveName) -> Source:
+def _learnable(source: RowSource, broken: list[str] | None, objective: ObjectiveName) -> RowSource:
     """The same rows, or those that feedback becomes; raises DataError as `read_rows`."""
     rows = [row for row in source.rows if is_feedback(row.fields)]
     if not rows:
@@ -357,7 +357,7 @@ def _renamed(fields: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str,
     return {**moved, **rest}
 
 
-def _of_hub(name: str, part: Part) -> Source:
+def _of_hub(name: str, part: Part) -> RowSource:
     what = f"{name} can't be read as data"
     try:
         import datasets
@@ -400,4 +400,4 @@ def _of_hub(name: str, part: Part) -> Source:
             remedy="check name and connection; HF_HUB_OFFLINE=1 takes a data set that was loaded before",
         ) from None
     content = json.dumps([json_fields(row.fields) for row in rows], sort_keys=True).encode()
-    return Source(f"{name} ({split})", rows, hashlib.sha256(content).hexdigest())
+    return RowSource(f"{name} ({split})", rows, hashlib.sha256(content).hexdigest())

@@ -207,7 +207,7 @@ class BlockProgram:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockSpec:
     """One block: the number of its program, its weights file, its tables, its modules among the chain's.
 
     `shared_in` has numbers of the chain's shared values. `past` tells which of these are the keys and the values
@@ -223,7 +223,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Table:
+class TableSpec:
     """What blocks are given beside the state, made for the length of a call.
 
     `causal`: a mask f32 [members, tokens, tokens], once for each query of a group of heads, that lets a token
@@ -251,9 +251,9 @@ class Chain:
     vocabulary_size: int
     modules: tuple[AdaptedModule, ...]
     bounds: Bounds
-    tables: tuple[Table, ...]
+    tables: tuple[TableSpec, ...]
     programs: tuple[BlockProgram, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockSpec, ...]
     shared: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -329,7 +329,7 @@ class Chain:
         if unused := {*range(len(self.programs))} - {block.program for block in self.blocks}:
             yield f"no block has the program {min(unused)}"
 
-    def _block_problems(self, number: int, block: Block) -> Iterator[str]:
+    def _block_problems(self, number: int, block: BlockSpec) -> Iterator[str]:
         """What is wrong with a block; without its program, tables or shared values no more can be told of it."""
         if not 0 <= block.program < len(self.programs):
             yield f"block {number} has the program {shown(block.program)}, there are {len(self.programs)}"
@@ -347,7 +347,7 @@ class Chain:
                 yield f"block {number} lacks the role {FORWARD}"
             yield from self._interface_problems(number, block)
 
-    def _sharing_problem(self, number: int, block: Block) -> str:
+    def _sharing_problem(self, number: int, block: BlockSpec) -> str:
         """What is wrong with the values that a block takes, if anything is."""
         before = {value for value, maker in enumerate(self.shared) if 0 <= maker < number}
         if self.is_head(number) and (block.shared_in or number in self.shared):
@@ -359,7 +359,7 @@ class Chain:
             return f"block {number} has its past in {shown(block.past)} of {len(block.shared_in)} values"
         return ""
 
-    def _interface_problems(self, number: int, block: Block) -> Iterator[str]:
+    def _interface_problems(self, number: int, block: BlockSpec) -> Iterator[str]:
         """What a block's methods ask for, or answer, otherwise than an engine expects."""
         modules = len(block.modules)
         for role, method in self.programs[block.program].methods.items():
@@ -515,7 +515,7 @@ class Chain:
         """Most tokens of a row in calls of a role of steps."""
         return self.bounds.tokens if CHUNK_ROLE.get(role) in self.roles else self.bounds.chunk
 
-    def causal_table(self, number: int) -> Table | None:
+    def causal_table(self, number: int) -> TableSpec | None:
         """The mask of a block's attention, if it has one."""
         tables = (self.tables[place] for place in self.blocks[number].tables)
         return next((table for table in tables if table.type == "causal"), None)

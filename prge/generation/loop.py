@@ -25,7 +25,7 @@ from prge.formats.adapter import Adapter
 from prge.generation.drafts import Lookup
 from prge.generation.generator import Speaker
 from prge.generation.prompts import Prompt
-from prge.generation.sampling import Choice, ChoiceSettings
+from prge.generation.sampling import ChoiceSettings, SamplingParams
 from prge.generation.text_stream import TextStream
 
 Reason = Literal["stop", "length", "context", "cancelled"]
@@ -92,7 +92,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """What became of a request."""
 
     text: str
@@ -137,13 +137,13 @@ class Ticket:
     ) -> None:
         self.request = request
         self.tokens = tuple(tokens)
-        self.answer: Answer | None = None
+        self.answer: Completion | None = None
         self.error: PrgeError | None = None
         self.cancelled = False
         self._on_text, self._on_end = on_text, on_end
         self._ended = Event()
 
-    def wait(self, seconds: float | None = None) -> Answer:
+    def wait(self, seconds: float | None = None) -> Completion:
         """The answer, once another thread has worked for it; raises its error, or TimeoutError."""
         if not self._ended.wait(seconds):
             raise TimeoutError(f"no answer within {seconds} seconds")
@@ -196,7 +196,7 @@ class _Answering:
     ticket: Ticket
     open: _Open
     rest: list[int]
-    choice: Choice
+    choice: SamplingParams
     stream: TextStream
     ends: frozenset[int]
     tokens: list[int] = field(default_factory=list)
@@ -261,7 +261,7 @@ class Generator:
         with self._lock:
             return bool(self._answering or self._waiting)
 
-    def generate(self, requests: Sequence[Request]) -> list[Answer]:
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Answers to requests, in their order.
 
         Raises:
@@ -306,7 +306,7 @@ class Generator:
         while True:
             with self._lock:
                 while self._waiting and self._waiting[0].cancelled:
-                    self._end(self._waiting.popleft(), Answer("", (), "cancelled", 0, 0, 0, 0.0, 0, 0.0))
+                    self._end(self._waiting.popleft(), Completion("", (), "cancelled", 0, 0, 0, 0.0, 0, 0.0))
                 if not self._waiting or len(self._answering) >= self.speaker.slots:
                     return
                 ticket = self._waiting.popleft()
@@ -324,7 +324,7 @@ class Generator:
                     ticket,
                     opened,
                     list(ticket.tokens[len(opened.held) :]),
-                    Choice(request.settings.choice),
+                    SamplingParams(request.settings.choice),
                     TextStream(
                         self.tokenizer,
                         [*prompt.stop, *(word for word, token in names.items() if token is None)],
@@ -450,7 +450,7 @@ class Generator:
         self._answering.remove(each)
         each.open.text = each.stream.text
         self._idle.append(each.open)
-        answer = Answer(
+        answer = Completion(
             each.stream.text,
             tuple(each.tokens),
             reason,
@@ -473,7 +473,7 @@ class Generator:
     def _tell(self, each: _Answering, text: str) -> None:
         self._told.append(lambda: each.ticket.tell(text))
 
-    def _end(self, ticket: Ticket, answer: Answer) -> None:
+    def _end(self, ticket: Ticket, answer: Completion) -> None:
         ticket.answer = answer
         self._told.append(ticket.end)
 

@@ -60,7 +60,7 @@ class ChoiceSettings:
             raise ConfigError("no token can be chosen so:", problems)
 
 
-class Choice:
+class SamplingParams:
     """Chooses the tokens of one answer, one after the other."""
 
     def __init__(self, settings: ChoiceSettings) -> None:

@@ -33,10 +33,10 @@ def shards_of(words: int, width: int) -> int:
     return next((shards for shards in even if words // shards * width <= _LARGEST_SHARD), even[-1])
 
 
-class Reading:
+class TargetLogProbs:
     """What the shards that were read so far tell of some targets, and of their tangents.
 
-        reading = Reading(targets, words=32_768)
+        reading = TargetLogProbs(targets, words=32_768)
         for shard in range(8):
             reading.add(shard, which, *reading.ask(which, lambda shift: ...))
         reading.logprobs

@@ -219,7 +219,7 @@ class ObjectiveFlags:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ObjectiveEntry:
     """One objective of preferences: which rows it learns from, and the settings that it has beside beta."""
 
     make: Callable[..., Preference]
@@ -228,12 +228,12 @@ class Entry:
     beta: float = 0.1
 
 
-PREFERENCES: Mapping[str, Entry] = {
-    "dpo": Entry(DPO, settings=("label_smoothing",)),
-    "ipo": Entry(IPO),
-    "simpo": Entry(SimPO, settings=("gamma",), beta=2.0),
-    "orpo": Entry(ORPO),
-    "kto": Entry(KTO, rows=("ratings", "pairs")),
+PREFERENCES: Mapping[str, ObjectiveEntry] = {
+    "dpo": ObjectiveEntry(DPO, settings=("label_smoothing",)),
+    "ipo": ObjectiveEntry(IPO),
+    "simpo": ObjectiveEntry(SimPO, settings=("gamma",), beta=2.0),
+    "orpo": ObjectiveEntry(ORPO),
+    "kto": ObjectiveEntry(KTO, rows=("ratings", "pairs")),
 }
 _BY_ROWS: Mapping[Preferring, ObjectiveName] = {"": "completion", "pairs": "dpo", "ratings": "kto"}
 

@@ -37,7 +37,7 @@ _LEFTOVER = re.compile(rf"\.{_NAME.pattern}\.[0-9]+-\w+\.partial")
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """The part of a run's state that is a few numbers."""
 
     step: int = 0
@@ -81,7 +81,7 @@ class Progress:
         return merit_of({"value": self.best_value, "loss": loss})
 
     @classmethod
-    def read(cls, path: Path) -> Progress:
+    def read(cls, path: Path) -> TrainingProgress:
         """What a checkpoint's state.json says; raises OSError, ValueError or TypeError if no run says so."""
         progress = cls(**read_json(path))
         counts = (progress.step, progress.judged, progress.best_step, progress.evaluations_since_best)
@@ -108,7 +108,7 @@ class TrainingState:
     head: Head | None = None
     head_optimizer: Optimizer | None = None
     cross_fitted: CrossFittedHeads | None = None
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
 
     @property
     def step(self) -> int:
@@ -158,7 +158,7 @@ class TrainingState:
         )
 
     def judge(self, record: Record) -> bool:
-        """Take note of an evaluation; see Progress.judge."""
+        """Take note of an evaluation; see TrainingProgress.judge."""
         return self.progress.judge(record)
 
 
@@ -217,7 +217,7 @@ def keep_state(
     prune_checkpoints(checkpoints, kept_steps(state.progress, every))
 
 
-def kept_steps(progress: Progress, checkpoint_every: int) -> set[int]:
+def kept_steps(progress: TrainingProgress, checkpoint_every: int) -> set[int]:
     """Which checkpoints stay, however the run came here: the present, the one due before it, the best."""
     due = (progress.step - 1) // checkpoint_every * checkpoint_every if checkpoint_every else 0
     return {progress.step, progress.best_step, *([due] if due > 0 else [])}
@@ -273,7 +273,7 @@ def load_latest(checkpoints: Path, state: TrainingState, newest: int) -> None:
 class _Saved:
     adapter: Adapter
     optimizer: dict[str, Array]
-    progress: Progress
+    progress: TrainingProgress
     head: Head | None
 
 
@@ -293,7 +293,7 @@ def _read_checkpoint(folder: Path, state: TrainingState) -> _Saved:
             remedy="resume with the settings of the run",
         )
     try:
-        progress = Progress.read(folder / STATE)
+        progress = TrainingProgress.read(folder / STATE)
         if folder.name != checkpoint_folder(folder.parent, progress.step).name:
             raise ValueError(f"its step is {progress.step}")
     except (OSError, ValueError, TypeError) as error:

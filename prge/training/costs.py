@@ -4,7 +4,7 @@
     memory     of a process: runtime, weights, planned values, workspace, states between blocks, adapter
     --memory   what a bound of that memory leaves for weights and activations
 
-Weights follow from shapes. The rest is modelled on what the engine was measured to take;
+WeightBytes follow from shapes. The rest is modelled on what the engine was measured to take;
 `scripts/bench/estimate.py` holds all of it against the engine.
 """
 
@@ -133,7 +133,7 @@ class StepShape:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerShape:
     """Linear layers of one shape: `count` of them below the first adapted block, or from it on.
 
     `of_experts`: each belongs to an expert, a block of its own that is read when a token asks for it.
@@ -153,7 +153,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Outline:
+class ModelSizes:
     """A model in numbers, as an export would use it.
 
     `layers` are the frozen linear layers without the vocabulary head, which is `head`; `key_width` is that
@@ -170,8 +170,8 @@ class Outline:
     head_width: int
     key_width: int
     gelu: bool
-    layers: tuple[Layer, ...]
-    head: Layer | None
+    layers: tuple[LayerShape, ...]
+    head: LayerShape | None
     modules: tuple[AdaptedModule, ...]
     table_numbers: int
     other_numbers: int
@@ -183,7 +183,7 @@ class Outline:
         return {name: value for name, value in asdict(self).items() if name not in ("modules", "longest")}
 
     @classmethod
-    def from_json(cls, block: Any, chain: Chain) -> Outline:
+    def from_json(cls, block: Any, chain: Chain) -> ModelSizes:
         """Read a manifest's `outline` block; raises BundleError on anything missing or of another type."""
         names = [field.name for field in fields(cls) if field.type == "int" and field.name != "longest"]
         try:
@@ -232,7 +232,7 @@ class Outline:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightBytes:
     """Bytes of the weights files: frozen layers, the same transposed for the way back, the table of
     embeddings, which is read where it lies, and what stays float32; of both kinds of layers also what the
     engine packs; and bytes of the largest block's file, the least bound of a run's memory."""
@@ -311,7 +311,7 @@ def shape_of(
     return StepShape(role, sequences, longest, max(targets, 1), model.vocabulary_size, **sizes)
 
 
-def weights_of(outline: Outline, scheme: str, int8_table: bool, roles: Collection[str]) -> Weights:
+def weights_of(outline: ModelSizes, scheme: str, int8_table: bool, roles: Collection[str]) -> WeightBytes:
     """Bytes of the weights of a bundle in a scheme (`fp32`, `8da8w`, `8da4w`) with some roles."""
     head = [outline.head] if outline.head else []
     of_head = "8da8w" if scheme == "8da4w" else scheme
@@ -330,7 +330,7 @@ def weights_of(outline: Outline, scheme: str, int8_table: bool, roles: Collectio
     of_heads = sum(_stored(layer, of_head) for layer in head) * (2 if BACKWARD in roles else 1)
     biases = sum(layer.outputs * layer.count for layer, _ in schemes if layer.bias)
     table = outline.table_numbers + 4 * (outline.table_numbers // outline.width)
-    return Weights(
+    return WeightBytes(
         layers=stored,
         transposed=transposed,
         table=table if int8_table else 4 * outline.table_numbers,
@@ -346,15 +346,15 @@ def weights_of(outline: Outline, scheme: str, int8_table: bool, roles: Collectio
 
 
 def weights_of_bundle(
-    outline: Outline, chain: Chain, size: Callable[[str], int], scheme: str | None
-) -> Weights:
+    outline: ModelSizes, chain: Chain, size: Callable[[str], int], scheme: str | None
+) -> WeightBytes:
     """Those of a bundle that is there; `size` tells the bytes of its files by their names."""
     is_int8 = size(chain.blocks[0].weights) < 4 * outline.table_numbers
     weights = weights_of(outline, scheme or "fp32", is_int8, chain.roles)
     return replace(weights, largest=max(chain.loaded_bytes(size)))
 
 
-def programs_bytes(outline: Outline, roles: Collection[str]) -> int:
+def programs_bytes(outline: ModelSizes, roles: Collection[str]) -> int:
     """Bytes of the programs: of the embedding, of blocks below and above the adapter, of a head."""
     of_all = {FORWARD, *(role for role in roles if role not in STEP_ROLES)}
     below = sum(_PROGRAM_BYTES[role] for role in of_all) if outline.blocks_below else 0
@@ -363,9 +363,9 @@ def programs_bytes(outline: Outline, roles: Collection[str]) -> int:
 
 
 def run_memory(
-    outline: Outline,
+    outline: ModelSizes,
     shape: StepShape,
-    weights: Weights,
+    weights: WeightBytes,
     roles: Collection[str],
     engine: str,
     loaded: int | None = None,
@@ -438,7 +438,7 @@ def _largest_call(shape: StepShape, bounds: Bounds) -> _Call:
     return _Call(1 if whole > bounds.chunk else rows, queries, min(whole, bounds.chunk), asked)
 
 
-def _arena(outline: Outline, shape: StepShape, bounds: Bounds, call: _Call) -> int:
+def _arena(outline: ModelSizes, shape: StepShape, bounds: Bounds, call: _Call) -> int:
     """Bytes that programs plan: a block's and the head's begin at one place, and spread over what is planned
     for the largest call."""
     whole = shape.tokens
@@ -448,7 +448,7 @@ def _arena(outline: Outline, shape: StepShape, bounds: Bounds, call: _Call) -> i
     return past + max(block, head) + min(block, head) // 2
 
 
-def _run_workspace(outline: Outline, shape: StepShape, call: _Call) -> int:
+def _run_workspace(outline: ModelSizes, shape: StepShape, call: _Call) -> int:
     """Bytes of XNNPACK's workspace; one that grows has the smaller one beside it for a moment."""
     role = JVP if call.queries else FORWARD
     forward = max(
@@ -458,7 +458,7 @@ def _run_workspace(outline: Outline, shape: StepShape, call: _Call) -> int:
     return forward + back if back > forward else forward
 
 
-def _checkpoints(outline: Outline, shape: StepShape, bounds: Bounds, state: int) -> int:
+def _checkpoints(outline: ModelSizes, shape: StepShape, bounds: Bounds, state: int) -> int:
     """Bytes of the states that an exact step keeps, and of a row in chunks its keys and values."""
     # Around experts lie what they see, what they say, and what passes by.
     states = 4 if outline.experts else 1
@@ -468,7 +468,7 @@ def _checkpoints(outline: Outline, shape: StepShape, bounds: Bounds, state: int)
     return kept
 
 
-def _kept(weights: Weights, goes_back: bool, loaded: int | None) -> int:
+def _kept(weights: WeightBytes, goes_back: bool, loaded: int | None) -> int:
     """Bytes of weights that stay loaded, as the engine packs them."""
     kept = weights.packed + (weights.packed_transposed if goes_back else 0)
     if loaded is None:
@@ -477,7 +477,7 @@ def _kept(weights: Weights, goes_back: bool, loaded: int | None) -> int:
     return round(kept * min(1, loaded / (weights.layers + weights.transposed)))
 
 
-def _past(outline: Outline, bounds: Bounds, queries: int, length: int) -> int:
+def _past(outline: ModelSizes, bounds: Bounds, queries: int, length: int) -> int:
     """Bytes of a chunk's scores, several times, and of a block's keys and values, twice: of a long row."""
     keys = 2 * outline.key_width * length
     sizes = ((cut.stop, cut.stop - cut.start) for cut in bounds.chunks(length, outline.heads))
@@ -485,7 +485,7 @@ def _past(outline: Outline, bounds: Bounds, queries: int, length: int) -> int:
     return 4 * (1 + queries) * (2 * keys + _SCORES_OF_A_CHUNK * scores)
 
 
-def _saved(outline: Outline, shape: StepShape, weights: Weights, loaded: int | None) -> int:
+def _saved(outline: ModelSizes, shape: StepShape, weights: WeightBytes, loaded: int | None) -> int:
     """Bytes of what an exact step saves at most: answers of frozen layers, and those of the head."""
     bounds = Bounds.for_rows(outline.longest, is_encoder=outline.head is None)
     frozen = sum(module.rank for module in outline.modules if not module.trains_a)
@@ -502,7 +502,7 @@ def _saved(outline: Outline, shape: StepShape, weights: Weights, loaded: int | N
 
 
 def _torch_arena(
-    outline: Outline, role: str, loaded: Collection[str], roles: Collection[str], bounds: Bounds
+    outline: ModelSizes, role: str, loaded: Collection[str], roles: Collection[str], bounds: Bounds
 ) -> int:
     """Bytes of all methods' own memory, for the largest call and all of it written to.
 
@@ -520,9 +520,9 @@ def _torch_arena(
 
 
 def text_memory(
-    outline: Outline,
+    outline: ModelSizes,
     vocabulary_size: int,
-    weights: Weights,
+    weights: WeightBytes,
     engine: str,
     slots: int,
     context: int,
@@ -587,7 +587,7 @@ class Budget:
 
 
 def budget_within(
-    limit: int, predicted: Callable[[int], int], weights: Weights, process: str, remedy: str
+    limit: int, predicted: Callable[[int], int], weights: WeightBytes, process: str, remedy: str
 ) -> Budget:
     """The most weights and activations that a process may hold and keep a bound.
 
@@ -614,7 +614,7 @@ def budget_within(
     return Budget(limit, loaded, predicted(loaded))
 
 
-def costs_of(bundle: Bundle) -> tuple[Outline, Weights]:
+def costs_of(bundle: Bundle) -> tuple[ModelSizes, WeightBytes]:
     """The outline and weights of an opened bundle.
 
     Raises:
@@ -626,7 +626,7 @@ def costs_of(bundle: Bundle) -> tuple[Outline, Weights]:
             f"{bundle.folder} doesn't tell what memory it needs: it is of an earlier version",
             remedy="leave --memory out, or export the bundle again",
         )
-    outline = Outline.from_json(manifest["outline"], bundle.chain)
+    outline = ModelSizes.from_json(manifest["outline"], bundle.chain)
     quantization = manifest.get("quantization")
     scheme = quantization.get("scheme") if isinstance(quantization, dict) else None
     return outline, weights_of_bundle(
@@ -651,7 +651,7 @@ def least_memory(bundle: Bundle, role: str, rows: int, length: int, held: int | 
 
 
 def memory_table(
-    outline: Outline, shapes: Mapping[Any, StepShape], weights: Weights, roles: Collection[str]
+    outline: ModelSizes, shapes: Mapping[Any, StepShape], weights: WeightBytes, roles: Collection[str]
 ) -> list[dict[str, Any]]:
     """Memory of runs on the native engine: for each estimator's call with all weights and activations, and
     with the weights of one block.
@@ -677,7 +677,7 @@ def memory_text(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"  {row['estimator']:<12}{loaded:<14}{sizes}"
 
 
-def export_memory(outline: Outline, scheme: str, roles: Collection[str], calibrates: bool = False) -> int:
+def export_memory(outline: ModelSizes, scheme: str, roles: Collection[str], calibrates: bool = False) -> int:
     """Peak memory of an export; `calibrates` makes one kind of block more of layers that stay int8.
 
     While blocks are verified, the engine has room for the largest call of a block, and the table of
@@ -691,7 +691,7 @@ def export_memory(outline: Outline, scheme: str, roles: Collection[str], calibra
     return _EXPORT_BYTES + of_roles + verified
 
 
-def export_seconds(outline: Outline, roles: Collection[str], calibrates: bool = False) -> float:
+def export_seconds(outline: ModelSizes, roles: Collection[str], calibrates: bool = False) -> float:
     """Time of an export on two idle cores of an x86 server; a guess elsewhere."""
     of_roles = len(roles) + (_SAVING_ROLES if BACKWARD in roles else 0)
     lowering = _SECONDS_OF_ROLE * (of_roles + (1 if outline.blocks_below else 0))
@@ -725,14 +725,14 @@ def _number(value: Any, least: int = 1) -> int:
     return value
 
 
-def _layer(block: Any) -> Layer:
+def _layer(block: Any) -> LayerShape:
     inputs, outputs, count = (_number(block[name]) for name in ("inputs", "outputs", "count"))
     # Older bundles have no experts, and don't say so.
     of_experts = bool(block.get("of_experts", False))
-    return Layer(inputs, outputs, count, bool(block["bias"]), bool(block["below"]), of_experts)
+    return LayerShape(inputs, outputs, count, bool(block["bias"]), bool(block["below"]), of_experts)
 
 
-def _stored(layer: Layer, scheme: str) -> int:
+def _stored(layer: LayerShape, scheme: str) -> int:
     """Bytes of layers in the files: values and their scales."""
     if scheme == "fp32":
         return 4 * layer.numbers
@@ -742,7 +742,7 @@ def _stored(layer: Layer, scheme: str) -> int:
     return layer.numbers + 4 * layer.outputs * layer.count
 
 
-def _packed(layer: Layer, scheme: str) -> int:
+def _packed(layer: LayerShape, scheme: str) -> int:
     """Bytes of layers as the engine packs them: beside each output's values a bias, and sums of integers."""
     if scheme == "fp32":
         return 4 * layer.numbers + 4 * layer.outputs * layer.count
@@ -760,7 +760,7 @@ def _largest_rows(bounds: Bounds) -> dict[str, tuple[int, int]]:
     }
 
 
-def _block_arena(outline: Outline, role: str, rows: int, queries: int, length: int) -> int:
+def _block_arena(outline: ModelSizes, role: str, rows: int, queries: int, length: int) -> int:
     """Bytes that a block's program plans outside the backend, between its delegates.
 
     Queries, states and keys, as many as lie there at once; of tangents also scores and two halves of their
@@ -775,17 +775,17 @@ def _block_arena(outline: Outline, role: str, rows: int, queries: int, length: i
     return 4 * rows * length * numbers[role]
 
 
-def _head_logits(outline: Outline, asked: int) -> int:
+def _head_logits(outline: ModelSizes, asked: int) -> int:
     """Bytes of the logits of a shard of the head."""
     return 4 * asked * outline.head.outputs // outline.shards if outline.head is not None else 0
 
 
-def _head_arena(outline: Outline, queries: int, asked: int) -> int:
+def _head_arena(outline: ModelSizes, queries: int, asked: int) -> int:
     """Bytes that the program of a head's shard plans: logits and their exponentials, and tangents of both."""
     return 2 * (1 + queries) * _head_logits(outline, asked)
 
 
-def _workspace(outline: Outline, role: str, rows: int, queries: int, length: int) -> int:
+def _workspace(outline: ModelSizes, role: str, rows: int, queries: int, length: int) -> int:
     """Bytes of XNNPACK's workspace: of what the largest delegate of a block holds at once.
 
     That is around the activation: results of the wide layers and one more; a tangent of one less, or of the

@@ -22,7 +22,7 @@ from prge.errors import DivergenceError
 from prge.formats.journal import Journal, Record
 from prge.objectives.examples import token_count
 from prge.objectives.objective import CROSS_ENTROPY, Objective
-from prge.training.checkpoint import Progress, TrainingState
+from prge.training.checkpoint import TrainingProgress, TrainingState
 from prge.training.estimators.protocol import LEARNT, Estimator, Measurement, Step
 from prge.training.sampler import Sampler
 
@@ -46,7 +46,7 @@ class Learner(Protocol):
     """What is trained: an adapter by an estimator (below), or a whole model by another method."""
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         """Steps so far, and the best of them."""
         ...
 
@@ -128,7 +128,7 @@ class AdapterLearner:
     objective: Objective = CROSS_ENTROPY
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         """See Learner."""
         return self.state.progress
 
@@ -213,7 +213,7 @@ def _divergence(measurement: Measurement, state: TrainingState, settings: Traini
     return loss_has_risen(state.progress, settings.divergence_ratio)
 
 
-def loss_has_risen(progress: Progress, ratio: float) -> str:
+def loss_has_risen(progress: TrainingProgress, ratio: float) -> str:
     """What to say if the smoothed loss is above `ratio` times the first one, and 1; empty if it isn't."""
     first, smoothed = progress.first_loss, progress.smoothed_loss
     if first is not None and smoothed is not None and smoothed > ratio * max(first, 1.0):

@@ -26,7 +26,7 @@ from tables import TABLES
 from workshop import Bench
 
 from device_runner.fleet.agreement import Agreement
-from device_runner.fleet.messages import Answer, Refusal, Task
+from device_runner.fleet.messages import RoundResult, RoundTask, TaskRefusal
 from device_runner.fleet.network.keys import make_keys
 from tests.device_runner.fleet.network.enemy import Asked, Enemy, garbage, object_of
 
@@ -158,9 +158,9 @@ class Scene:
         lines = self.server.service.told().splitlines()
         return sum(line.startswith("round ") and " 0 answers" not in line for line in lines)
 
-    def answer(self, asked: Asked) -> Answer:
+    def answer(self, asked: Asked) -> RoundResult:
         """What an honest device could say."""
-        task = Task.parse(asked.content)
+        task = RoundTask.parse(asked.content)
         if task.agreement:
             self.agreements[task.sha256] = Agreement.parse(task.agreement)
         plan = self.agreements[task.sha256].plan
@@ -168,7 +168,7 @@ class Scene:
         values = np.array([self.random.gauss(0, 0.1) for _ in range(count)], np.float32)
         losses = np.full(plan.local_steps, 0.7, np.float32)
         examples = plan.examples * plan.local_steps
-        return Answer(task.sha256, task.number, task.step, examples, 0.0, losses, values)
+        return RoundResult(task.sha256, task.number, task.step, examples, 0.0, losses, values)
 
     def open(self) -> socket.socket:
         """A connection without TLS."""
@@ -208,7 +208,7 @@ Lie = Callable[[Scene, Enemy, Asked], None]
 Stranger = Callable[[Scene], None]
 
 
-def _told(change: Callable[[Scene, Answer], bytes | Answer | Refusal]) -> Lie:
+def _told(change: Callable[[Scene, RoundResult], bytes | RoundResult | TaskRefusal]) -> Lie:
     """A lie in an answer."""
 
     def lie(scene: Scene, liar: Enemy, asked: Asked) -> None:
@@ -226,14 +226,14 @@ def _answers(**changes: Callable[[Random], Any]) -> Lie:
 
 
 def _values(make: Callable[[Random, np.ndarray], object]) -> Lie:
-    def change(scene: Scene, answer: Answer) -> Answer:
+    def change(scene: Scene, answer: RoundResult) -> RoundResult:
         with np.errstate(over="ignore"):
             return replace(answer, values=np.asarray(make(scene.random, answer.values), np.float32))
 
     return _told(change)
 
 
-def _damaged(scene: Scene, answer: Answer) -> bytes:
+def _damaged(scene: Scene, answer: RoundResult) -> bytes:
     content = bytearray(answer.to_bytes())
     for _ in range(scene.random.randint(1, 8)):
         content[scene.random.randrange(len(content))] = scene.random.randrange(256)
@@ -289,8 +289,10 @@ LIES: dict[str, Lie] = {
     "another round": _answers(number=lambda random: random.getrandbits(32)),
     "another step": _answers(step=lambda random: random.getrandbits(32)),
     "another agreement": _answers(sha256=lambda random: random.randbytes(16)),
-    "no privacy left": _told(lambda scene, answer: Refusal("privacy_epsilon would be 9 after this round")),
-    "a refusal without end": _told(lambda scene, answer: Refusal("\x1b[2J\r\n\0" * 1000)),
+    "no privacy left": _told(
+        lambda scene, answer: TaskRefusal("privacy_epsilon would be 9 after this round")
+    ),
+    "a refusal without end": _told(lambda scene, answer: TaskRefusal("\x1b[2J\r\n\0" * 1000)),
     "a damaged answer": _told(_damaged),
     "noise": _told(lambda scene, answer: scene.noise()),
     "nothing": _told(lambda scene, answer: b""),

@@ -30,7 +30,7 @@ from workshop import Bench, Workshop
 
 from device_runner.fleet.agreement import Agreement, Plan, task_sha256
 from device_runner.fleet.device import LEDGER, DeviceSettings, answer, make_device
-from device_runner.fleet.messages import Answer, Steps, Task, parse_answer
+from device_runner.fleet.messages import RoundResult, RoundTask, Steps, parse_answer
 from device_runner.fleet.privacy.ledger import BEGUN
 from device_runner.fleet.state import first_state, pack_state
 from prge.data.forms.task import load_task
@@ -78,11 +78,11 @@ class Server:
         self.agreement = Agreement(str(self.random.random()), plan, self.bundle.sha256, self.task)
         self.number = 0
 
-    def honest(self, number: int | None = None, **changes: Any) -> Task:
+    def honest(self, number: int | None = None, **changes: Any) -> RoundTask:
         """A round's task, of which some is said otherwise."""
         number, plan = self.number if number is None else number, self.agreement.plan
         first = number * (plan.local_steps if plan.by_scalars else 1)
-        task = Task(self.agreement.sha256, number, first, 60.0, self.agreement.content)
+        task = RoundTask(self.agreement.sha256, number, first, 60.0, self.agreement.content)
         return replace(task, **{"state": self.state(first), **changes})
 
     def state(self, step: int, arrays: Said = None, progress: Said = None) -> bytes:
@@ -108,7 +108,7 @@ class Server:
 class Lie:
     """What a server says, whether a device may answer it, and how often it is said."""
 
-    tell: Callable[[Server], Task | bytes]
+    tell: Callable[[Server], RoundTask | bytes]
     may: Callable[[Server], bool] = lambda _: False
     often: int = 1
 
@@ -132,22 +132,22 @@ def _four_bytes(server: Server, form: str, places: Sequence[int], values: Sequen
     return content[:at] + struct.pack(form, server.random.choice(values)) + content[at + 4 :]
 
 
-def _earlier(server: Server, least: int, most: int) -> Task:
+def _earlier(server: Server, least: int, most: int) -> RoundTask:
     return server.honest(max(0, server.number - server.random.randint(least, most)))
 
 
-def _later(server: Server, least: int, most: int, **changes: Any) -> Task:
+def _later(server: Server, least: int, most: int, **changes: Any) -> RoundTask:
     server.number += server.random.randint(least, most)
     return server.honest(**changes)
 
 
-def _no_round(server: Server) -> Task:
+def _no_round(server: Server) -> RoundTask:
     step = server.honest().step + server.random.choice((1, 7, 2**31))
     lies: Sequence[dict[str, Any]] = ({"step": step}, {"number": 1000}, {"number": 2**32 - 1})
     return replace(server.honest(), **server.random.choice(lies))
 
 
-def _state(server: Server) -> Task:
+def _state(server: Server) -> RoundTask:
     """A state of which the device must take nothing."""
     size, step = Adapter.zeros(server.bundle.chain.modules).size, server.honest().step
     arrays: list[dict[str, Any]] = [
@@ -174,7 +174,7 @@ def _state(server: Server) -> Task:
     return server.honest(state=content)
 
 
-def _far(server: Server) -> Task:
+def _far(server: Server) -> RoundTask:
     """A state of the right form at which everything overflows."""
     server.number += 1
     size = Adapter.zeros(server.bundle.chain.modules).size
@@ -183,7 +183,7 @@ def _far(server: Server) -> Task:
     return server.honest(state=state)
 
 
-def _missed(server: Server) -> Task:
+def _missed(server: Server) -> RoundTask:
     server.number = max(server.number, 1)
     good = server.steps(0)
     wide = np.zeros((len(good.scalars), good.scalars.shape[1] + 1), np.float32)
@@ -202,7 +202,7 @@ def _missed(server: Server) -> Task:
     return replace(server.honest(), state=server.state(0), missed=missed)
 
 
-def _plan(server: Server) -> Task:
+def _plan(server: Server) -> RoundTask:
     """An agreement that none is, or asks for too much."""
     said = json.loads(server.agreement.content)
     lies: list[dict[str, Any]] = [
@@ -220,11 +220,11 @@ def _plan(server: Server) -> Task:
     return replace(server.honest(), agreement=content)
 
 
-def _hashed_plan(server: Server) -> Task:
+def _hashed_plan(server: Server) -> RoundTask:
     """An agreement that asks for more than the owner allows, by its own hash."""
     asks: dict[str, Any] = server.random.choice([{"local_steps": 201}, {"examples": 65}, {"queries": 65}])
     other = replace(server.agreement, plan=Plan(**{"rounds": 1000, "local_steps": 2, **asks}))
-    return Task(other.sha256, 0, 0, 60.0, other.content)
+    return RoundTask(other.sha256, 0, 0, 60.0, other.content)
 
 
 def _evictions(server: Server) -> bytes:
@@ -314,7 +314,7 @@ def _judged(server: Server, name: str) -> Case:
         return Case(name, Verdict.TRACEBACK, tail=traceback.format_exc()[-3000:])
     if time.monotonic() - begin > MOST_SECONDS * (6 if name == EVICTIONS else 1):
         return Case(name, Verdict.GREEDY, tail=f"{time.monotonic() - begin:.1f} s")
-    if not isinstance(said, Answer):
+    if not isinstance(said, RoundResult):
         return Case(name, Verdict.REFUSED)
     seen = server.said.setdefault((said.sha256, said.number), set())
     if not may and answered not in seen:

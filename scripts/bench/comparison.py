@@ -25,7 +25,7 @@ from prge.errors import Refusal
 from prge.system.memory import PeakMemory
 from server_export.check.model import ModelComparison, compare_with_model
 from server_export.checkpoint.random_models import CONFIGURATIONS
-from server_export.checkpoint.weights import Weights
+from server_export.checkpoint.weights import CheckpointWeights
 from server_export.memory import give_back_freed
 from server_export.model.chain import ModelChain
 from server_export.settings import ExportConfig
@@ -35,15 +35,15 @@ _CHANGED = ("o_proj.weight", "down_proj.weight", "q_proj.weight")
 _STEP, _LARGEST = 8.0, 16.0
 
 
-class _Changed(Weights):
+class _Changed(CheckpointWeights):
     """The same weights, one number of one of them changed."""
 
-    def __init__(self, weights: Weights, name: str, change: float) -> None:
+    def __init__(self, weights: CheckpointWeights, name: str, change: float) -> None:
         vars(self).update(vars(weights))
         self._name, self._change = name, change
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """As of `Weights`."""
+        """As of `CheckpointWeights`."""
         tensor = super().read(name, rows)
         if name == self._name:
             tensor = tensor.clone()

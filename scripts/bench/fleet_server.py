@@ -23,7 +23,7 @@ from reports import parser_of, report
 
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.coordinator import Coordinator, RoundsFlags, begin_fleet
-from device_runner.fleet.messages import Answer
+from device_runner.fleet.messages import RoundResult
 from prge.formats.bundle import open_bundle
 from prge.formats.peft import read_peft
 from prge.formats.run_folder import JOURNAL
@@ -51,7 +51,7 @@ def rounds(source: Path, folder: Path, plan: Plan, devices: int) -> dict[str, fl
         while not server.finished:
             said = random.normal(size=(devices, size)).astype(np.float32) * np.float32(1e-3)
             answers = {
-                node: Answer(
+                node: RoundResult(
                     *(agreement.sha256, server.round, server.state.step, plan.examples * LOCAL_STEPS, 0.0),
                     losses,
                     said[node],

@@ -27,7 +27,7 @@ from reports import parser_of, report_models
 from timing import export
 
 from prge.formats.bundle import open_bundle
-from prge.training.costs import Outline
+from prge.training.costs import ModelSizes
 
 # Tokens of a piece; later ones are shorter, with the same products for each token.
 _PIECE = 128
@@ -49,7 +49,7 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
         figures["export_over_short"] = figures["export_seconds"] / figures["short_export_seconds"]
     shutil.rmtree(folder / "model")
     bundle = open_bundle(folder / "bundle")
-    outline = Outline.from_json(bundle.manifest["outline"], bundle.chain)
+    outline = ModelSizes.from_json(bundle.manifest["outline"], bundle.chain)
     torch.set_num_threads(arguments.threads)
     write_rows(folder / "rows.jsonl", 2, min(arguments.lengths))
     run(arguments, folder, steps=1)
@@ -69,7 +69,7 @@ def bench(arguments: argparse.Namespace, model: str, folder: Path) -> dict[str, 
     return figures
 
 
-def attention_seconds(outline: Outline, length: int) -> float:
+def attention_seconds(outline: ModelSizes, length: int) -> float:
     """Of a block's products of attention in a step: scores and mixture twice, and four on the way back."""
     members = outline.heads * outline.head_width // outline.key_width
     heads, width, seconds = outline.heads // members, outline.head_width, 0.0

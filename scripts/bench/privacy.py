@@ -42,7 +42,7 @@ from device_runner.fleet import local_round as local
 from device_runner.fleet.agreement import Agreement, Plan
 from device_runner.fleet.device import DeviceSettings, answer, make_device
 from device_runner.fleet.local_round import Local, open_local
-from device_runner.fleet.messages import Answer, Refusal, Task, parse_answer
+from device_runner.fleet.messages import RoundResult, RoundTask, TaskRefusal, parse_answer
 from device_runner.fleet.privacy import reported
 from device_runner.fleet.privacy.ledger import Ledger
 from device_runner.fleet.privacy.reported import Reported
@@ -111,18 +111,18 @@ class Server:
         self.has_canary, self.is_silent = True, False
         self._found: dict[str, Any] = {}
 
-    def ask(self, number: int = 0, seconds: float = 600.0) -> Answer | Refusal:
+    def ask(self, number: int = 0, seconds: float = 600.0) -> RoundResult | TaskRefusal:
         """What the device says to a round."""
         plan, agreement = self.agreement.plan, self.agreement
         first = number * (plan.local_steps if plan.by_scalars else 1)
         state = self._zeros(first) if first else self.state
-        task = Task(agreement.sha256, number, first, seconds, agreement.content, state=state)
+        task = RoundTask(agreement.sha256, number, first, seconds, agreement.content, state=state)
         with ExitStack() as patches:
             patches.enter_context(patch.object(device, "open_local", self._opened))
             for place, name in _READ_ONCE:
                 patches.enter_context(patch.object(place, name, self._once(getattr(place, name))))
             said = parse_answer(answer(self.folder, task.to_bytes()))
-        assert isinstance(said, Answer | Refusal), said
+        assert isinstance(said, RoundResult | TaskRefusal), said
         return said
 
     def forget(self) -> None:
@@ -136,7 +136,7 @@ class Server:
         self.forget()
         said = self.ask()
         self.is_silent = False
-        assert isinstance(said, Answer), said
+        assert isinstance(said, RoundResult), said
         return said.values.astype(np.float64)
 
     def _zeros(self, step: int) -> bytes:
@@ -187,11 +187,11 @@ def projected(server: Server) -> Callable[[], tuple[float, float]]:
 def averaged(server: Server) -> Callable[[], tuple[float, float]]:
     """The mean of all that round 0 is answered with, where a round is begun between two times."""
 
-    def ask() -> list[Answer | Refusal]:
+    def ask() -> list[RoundResult | TaskRefusal]:
         said = []
         for _ in range(ASKED_AGAIN):
             said.append(server.ask())
-            if isinstance(said[-1], Refusal):
+            if isinstance(said[-1], TaskRefusal):
                 break
             server.ask(1, seconds=1e-9)
         return said
@@ -200,13 +200,13 @@ def averaged(server: Server) -> Callable[[], tuple[float, float]]:
 
 
 def _projecting(
-    server: Server, ask: Callable[[], list[Answer | Refusal]]
+    server: Server, ask: Callable[[], list[RoundResult | TaskRefusal]]
 ) -> Callable[[], tuple[float, float]]:
     without = server.known(has_canary=False)
     change = server.known(has_canary=True) - without
 
     def score() -> tuple[float, float]:
-        answers = {said.values.tobytes(): said for said in ask() if isinstance(said, Answer)}
+        answers = {said.values.tobytes(): said for said in ask() if isinstance(said, RoundResult)}
         mean = np.mean([said.values for said in answers.values()], 0) - without
         told = max(said.privacy_epsilon for said in answers.values())
         return float(mean @ change / (change @ change)), told
@@ -227,7 +227,7 @@ def refused(server: Server) -> Callable[[], tuple[float, float]]:
             said = []
             for server.has_canary in (True, False):
                 server.forget()
-                said.append(isinstance(server.ask(), Refusal))
+                said.append(isinstance(server.ask(), TaskRefusal))
             if said == [True, False]:
                 break
         else:
@@ -235,7 +235,7 @@ def refused(server: Server) -> Callable[[], tuple[float, float]]:
 
     def score() -> tuple[float, float]:
         said = server.ask()
-        return (1.0, 0.0) if isinstance(said, Refusal) else (0.0, said.privacy_epsilon)
+        return (1.0, 0.0) if isinstance(said, TaskRefusal) else (0.0, said.privacy_epsilon)
 
     return score
 
@@ -248,7 +248,7 @@ def impossible(server: Server) -> Callable[[], tuple[float, float]]:
 
     def score() -> tuple[float, float]:
         said = server.ask()
-        assert isinstance(said, Answer)
+        assert isinstance(said, RoundResult)
         near = ((said.values.astype(np.float64) - without) / deviation).astype(np.float32)
         made = np.zeros(len(near), bool)
         for side in (-np.inf, np.inf):

@@ -29,7 +29,7 @@ from prge.training.checkpoint_heads import task_of
 from prge.training.estimators.differences import perturbed
 from prge.training.estimators.directions import RankOneDirections
 from prge.training.estimators.protocol import Step
-from prge.training.estimators.tangents import Tangents
+from prge.training.estimators.tangents import TangentEstimator
 from prge.training.sampler import Sampler
 
 
@@ -47,7 +47,7 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
     for number in range(arguments.batches):
         batch = sampler.batch(number)
         step = Step(adapter, batch, arguments.seed, number)
-        measured = Tangents(arguments.queries, shared=True).measure(engine, step)
+        measured = TangentEstimator(arguments.queries, shared=True).measure(engine, step)
         exact.append(measured.scalars.mean(1))
         directions = RankOneDirections(
             arguments.seed, number, arguments.queries, 1, adapter.modules, shared=True

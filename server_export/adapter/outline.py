@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from prge.model_spec import AdaptedModule
-from prge.training.costs import Layer, Outline
+from prge.training.costs import LayerShape, ModelSizes
 from server_export.adapter.initial_adapter import StartAdapter
 from server_export.adapter.repeated_blocks import block_names, blocks_below
 from server_export.checkpoint.experts import expert_layers, weight_names
@@ -21,7 +21,7 @@ from server_export.checkpoint.loading import parameter_count
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
 
 
-def outline_of(start: StartAdapter, longest: int) -> Outline:
+def outline_of(start: StartAdapter, longest: int) -> ModelSizes:
     """The outline of an adapter's model, with or without its weights.
 
     Args:
@@ -52,7 +52,7 @@ def outline_of(start: StartAdapter, longest: int) -> Outline:
     head_width = _largest(config, "head_dim") or config.hidden_size // heads
     below = blocks_below(model, list(start.lora_a))
     head_shape = _shape(head) if isinstance(head, nn.Linear) else None
-    return Outline(
+    return ModelSizes(
         width=int(config.hidden_size),
         blocks=len(blocks),
         blocks_below=below,
@@ -80,16 +80,16 @@ def _tables(model: nn.Module) -> list[torch.Tensor]:
     return [table, *(other for other in others if other is not table and 2 * len(other) > len(table))]
 
 
-def _of_experts(model: nn.Module, below: int) -> Iterator[Layer]:
+def _of_experts(model: nn.Module, below: int) -> Iterator[LayerShape]:
     """The layers of experts, those of one shape together."""
     prefixes = tuple(f"{block}." for block in block_names(model)[:below])
-    shapes = Counter[Layer]()
+    shapes = Counter[LayerShape]()
     for name, module in expert_layers(model).items():
         for weight in weight_names(module):
             count, *shape = module.get_parameter(weight).shape
             if len(shape) == 2:
                 outputs, inputs = reversed(shape) if module.is_transposed else shape
-                shapes[Layer(inputs, outputs, 1, False, name.startswith(prefixes), True)] += count
+                shapes[LayerShape(inputs, outputs, 1, False, name.startswith(prefixes), True)] += count
     return (replace(layer, count=count) for layer, count in shapes.items())
 
 
@@ -99,14 +99,15 @@ def _largest(config: Any, name: str) -> int:
     return max(int(getattr(each, name, None) or 0) for each in (config.per_layer_config if own else [config]))
 
 
-def _grouped(layers: dict[str, nn.Linear], below: Sequence[str]) -> tuple[Layer, ...]:
+def _grouped(layers: dict[str, nn.Linear], below: Sequence[str]) -> tuple[LayerShape, ...]:
     """Layers of one shape together."""
     prefixes = tuple(f"{block}." for block in below)
     shapes = Counter(_shape(layer, name.startswith(prefixes)) for name, layer in layers.items())
     return tuple(
-        Layer(shape.inputs, shape.outputs, count, shape.bias, shape.below) for shape, count in shapes.items()
+        LayerShape(shape.inputs, shape.outputs, count, shape.bias, shape.below)
+        for shape, count in shapes.items()
     )
 
 
-def _shape(layer: nn.Linear, below: bool = False) -> Layer:
-    return Layer(layer.in_features, layer.out_features, 1, layer.bias is not None, below)
+def _shape(layer: nn.Linear, below: bool = False) -> LayerShape:
+    return LayerShape(layer.in_features, layer.out_features, 1, layer.bias is not None, below)

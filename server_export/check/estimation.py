@@ -14,9 +14,9 @@ from prge.system.atomic import check_place
 from prge.system.memory import available_memory, memory_info
 from prge.system.progress import duration
 from prge.training.costs import (
-    Outline,
+    ModelSizes,
     StepShape,
-    Weights,
+    WeightBytes,
     bytes_text,
     export_memory,
     export_seconds,
@@ -28,7 +28,7 @@ from prge.training.estimators.table import ESTIMATORS, EstimatorName, fitting
 from server_export.settings import EstimateConfig, ExportConfig
 
 if TYPE_CHECKING:
-    from server_export.source import Source
+    from server_export.source import ExportSource
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Estimate:
     int4.
     """
 
-    outline: Outline
-    weights: Weights
+    outline: ModelSizes
+    weights: WeightBytes
     scheme: str
     roles: tuple[str, ...]
     readout: str
@@ -121,7 +121,7 @@ def estimate(config: ExportConfig) -> Estimate:
     return estimate_of(config, open_source(config))
 
 
-def estimate_of(config: ExportConfig, source: Source) -> Estimate:
+def estimate_of(config: ExportConfig, source: ExportSource) -> Estimate:
     """The same of a source that is open."""
     from server_export.checkpoint.loading import vocabulary_size
     from server_export.trace.positions import position_count
@@ -140,7 +140,7 @@ def _own_roles(readout: str, roles: Collection[str]) -> tuple[str, ...]:
     return tuple(role for role in dict.fromkeys((FORWARD, *roles)) if role not in of_texts)
 
 
-def _has_int8_table(outline: Outline, scheme: str) -> bool:
+def _has_int8_table(outline: ModelSizes, scheme: str) -> bool:
     from server_export.quantize.quantization import EMBEDDING_BYTES
 
     return scheme != "fp32" and 4 * outline.table_numbers >= EMBEDDING_BYTES

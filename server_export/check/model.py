@@ -17,15 +17,15 @@ from torch.func import functional_call
 
 from prge.engine import FloatArray
 from prge.errors import ConfigError, Refusal
-from prge.numerics.vocabulary_shards import Reading
+from prge.numerics.vocabulary_shards import TargetLogProbs
 from server_export.adapter.repeated_blocks import block_names
 from server_export.check.own_forward import blame_own_forward
-from server_export.checkpoint.classifier import Classifier, states_of
+from server_export.checkpoint.classifier import CheckpointClassifier, states_of
 from server_export.checkpoint.experts import expert_layers, sees_all
 from server_export.checkpoint.files import ModelFiles
 from server_export.checkpoint.lazy_weights import LazyWeights
 from server_export.checkpoint.loading import LoadedModel, check_names, outline_model, vocabulary_size
-from server_export.checkpoint.weights import Weights, with_numbers
+from server_export.checkpoint.weights import CheckpointWeights, with_numbers
 from server_export.model.chain import ModelChain
 from server_export.model.eager import EagerBlock, through_experts
 from server_export.pipeline import in_scheme
@@ -159,7 +159,7 @@ class _StoredModel:
         if any(not sees_all(module) for module in expert_layers(self.model).values()):
             # It calls one expert after the other, those alone that a router chose.
             self.model.set_experts_implementation("eager")
-        self._tensors = LazyWeights(Weights(files, self.model)).of(self.model)
+        self._tensors = LazyWeights(CheckpointWeights(files, self.model)).of(self.model)
 
     def run(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
         """What the model answers."""
@@ -168,7 +168,9 @@ class _StoredModel:
         with self._watched(), blame_own_forward(self._loaded):
             return functional_call(self.model, self._tensors, kwargs=given)
 
-    def scores(self, classifier: Classifier, given: Sequence[torch.Tensor]) -> tuple[nn.Linear, torch.Tensor]:
+    def scores(
+        self, classifier: CheckpointClassifier, given: Sequence[torch.Tensor]
+    ) -> tuple[nn.Linear, torch.Tensor]:
         """The last layer of the model's own head with its numbers, and what the model answers with it."""
         linear = with_numbers(classifier, self.model, self._files).linear
         self.model.set_submodule(classifier.layer, linear)
@@ -231,7 +233,7 @@ class _Blocks:
     def _log_probabilities(self, state: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Of the targets, from all pieces of the vocabulary."""
         chain, every = self._chain, slice(None)
-        reading = Reading(targets.numpy().ravel(), len(chain.head_rows[0]))
+        reading = TargetLogProbs(targets.numpy().ravel(), len(chain.head_rows[0]))
         for piece in range(len(chain.head_rows)):
             within = torch.from_numpy(reading.within(piece, every)[0]).reshape(targets.shape)
             head = EagerBlock(chain, chain.end + piece)
@@ -260,7 +262,7 @@ def _where(layers: Sequence[tuple[str, torch.Tensor]], states: Sequence[torch.Te
 
 
 def _check_classifier(
-    model: _StoredModel, classifier: Classifier, read: torch.Tensor, given: Sequence[torch.Tensor]
+    model: _StoredModel, classifier: CheckpointClassifier, read: torch.Tensor, given: Sequence[torch.Tensor]
 ) -> None:
     """That the last layer of a model's head makes its scores of what it reads of rows."""
     linear, scores = model.scores(classifier, given)

@@ -20,7 +20,7 @@ _SOME_ROWS = 10_007
 
 
 @dataclass(frozen=True)
-class Classifier:
+class CheckpointClassifier:
     """The last layer of a classification head, which the driver has; all before it is the model's.
 
     `layer` is its name in the model, where nothing is in its place; `linear` may lack its weights; `labels`
@@ -45,7 +45,7 @@ def chooses_a_class(config: Any) -> bool:
     return is_known and config.num_labels > 1 and config.problem_type in (None, _KIND)
 
 
-def part_classifier(model: Any) -> Classifier | None:
+def part_classifier(model: Any) -> CheckpointClassifier | None:
     """Take the last layer out of a model of classes, which answers what the layer reads instead.
 
     The layer is the last linear one that gives a row a number for each class.
@@ -73,7 +73,7 @@ def part_classifier(model: Any) -> Classifier | None:
         return None
     names = model.config.id2label
     labels = tuple(str(names.get(number, number)) for number in range(model.config.num_labels))
-    classifier = Classifier(found[-1], layers[found[-1]], labels)
+    classifier = CheckpointClassifier(found[-1], layers[found[-1]], labels)
     without_last(model, classifier)
     read = _answer(model)
     if read is not None and read.shape == (_SOME_ROWS, classifier.linear.in_features):
@@ -82,7 +82,7 @@ def part_classifier(model: Any) -> Classifier | None:
     return None
 
 
-def without_last(model: nn.Module, classifier: Classifier) -> Classifier:
+def without_last(model: nn.Module, classifier: CheckpointClassifier) -> CheckpointClassifier:
     """Take the same layer out of a model with weights; returns it with them."""
     linear: Any = model.get_submodule(classifier.layer)
     model.set_submodule(classifier.layer, nn.Identity())

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx.node import map_aggregate
 
-from server_export.checkpoint.weights import Weights
+from server_export.checkpoint.weights import CheckpointWeights
 
 aten = torch.ops.aten
 Rows = range | list[int] | None
@@ -122,10 +122,10 @@ _BY_ROWS: dict[Any, Callable[..., Any]] = {
 }
 
 
-class LazyWeights(Weights):
+class LazyWeights(CheckpointWeights):
     """The same weights, of which `read` gives tensors that are read when an operator takes them."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: CheckpointWeights) -> None:
         vars(self).update(vars(weights))
         self._weights = weights
 

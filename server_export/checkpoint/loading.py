@@ -15,7 +15,7 @@ from torch import nn
 
 from prge.errors import Refusal, first_line, refused_as, shown
 from server_export.checkpoint.classifier import (
-    Classifier,
+    CheckpointClassifier,
     chooses_a_class,
     classifies,
     part_classifier,
@@ -69,7 +69,7 @@ class LoadedModel:
     sha256: str | None = None
     part_of: str | None = None
     key_mapping: Mapping[str, str] = field(default_factory=dict)
-    classifier: Classifier | None = None
+    classifier: CheckpointClassifier | None = None
     source: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -160,7 +160,7 @@ def prepare_model(
     is_decoder: bool,
     revision: str | None = None,
     part_of: str | None = None,
-    classifier: Classifier | None = None,
+    classifier: CheckpointClassifier | None = None,
 ) -> LoadedModel:
     """Freeze a transformers model, put it into evaluation mode, and convert it to float32."""
     model.eval().requires_grad_(False).float()
@@ -202,7 +202,9 @@ class _Opened:
         return "a causal language model" if self.is_decoder else "an encoder"
 
 
-def _opened(files: ModelFiles, pooled: bool | None, own_head: bool) -> tuple[_Opened, Any, Classifier | None]:
+def _opened(
+    files: ModelFiles, pooled: bool | None, own_head: bool
+) -> tuple[_Opened, Any, CheckpointClassifier | None]:
     """What a model is, its outline, and the last layer of its own classification head."""
     opened = _open_config(files, pooled)
     if pooled is None and opened.is_decoder and classifies(opened.config):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 
-class Outline:
+class WeightShapes:
     """What transformers' conversions ask of a model: its configuration, and shapes of its parameters."""
 
     def __init__(self, model: Any) -> None:
@@ -29,7 +29,7 @@ class Outline:
 
 
 @dataclass
-class Source:
+class TensorSource:
     """Stored tensors that one or more of a model's are made of.
 
     `stored` has their names in the files by those that transformers' tables know them by; `patterns` says
@@ -50,7 +50,7 @@ class Source:
         return [self.target, *(self.target.replace(first, other, 1) for other in others)]
 
     def made(
-        self, read: Callable[[str], torch.Tensor], outline: Outline, rows: Sequence[int] | None = None
+        self, read: Callable[[str], torch.Tensor], outline: WeightShapes, rows: Sequence[int] | None = None
     ) -> dict[str, torch.Tensor]:
         """The model's tensors by name, of stored ones that `read` gives by their names in the files.
 
@@ -87,7 +87,7 @@ class Source:
 
 def sources(
     model: nn.Module, stored: Collection[str], conversions: Sequence[Any] | None = None
-) -> dict[str, Source]:
+) -> dict[str, TensorSource]:
     """Where each tensor of a model comes from, by its name; those that aren't stored are left out.
 
     Of a checkpoint that holds more than the model, such as one of texts and images, its part is taken.
@@ -120,7 +120,7 @@ def key_mapping(model: nn.Module, stored: Collection[str]) -> dict[str, str]:
 
 def _sources(
     model: Any, names: Mapping[str, str], conversions: Sequence[Any] | None = None
-) -> dict[str, Source]:
+) -> dict[str, TensorSource]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -134,7 +134,7 @@ def _sources(
     converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     prefix, own = model.base_model_prefix, model.state_dict()
-    found: dict[str, Source] = {}
+    found: dict[str, TensorSource] = {}
     # In transformers' order: some renamings begin with the first name of a group, and lists are in theirs.
     for given in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(given, renamings, converters, prefix, own)
@@ -142,7 +142,7 @@ def _sources(
             target, pattern = rename_source_key(given, [], [], prefix, own)
         if target not in own:
             continue
-        source = found.setdefault(target, Source(target, by_pattern[pattern] if pattern else None))
+        source = found.setdefault(target, TensorSource(target, by_pattern[pattern] if pattern else None))
         source.stored[given] = names[given]
         source.patterns[given] = pattern or given
     return {target: source for source in found.values() for target in source.targets}

@@ -11,13 +11,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from prge.errors import Refusal
-from server_export.checkpoint.classifier import Classifier
+from server_export.checkpoint.classifier import CheckpointClassifier
 from server_export.checkpoint.files import ModelFiles
 from server_export.checkpoint.stored import stored_tensors
-from server_export.checkpoint.tensor_names import Outline, key_mapping, sources
+from server_export.checkpoint.tensor_names import WeightShapes, key_mapping, sources
 
 
-class Weights:
+class CheckpointWeights:
     """The tensors of a checkpoint by the names that transformers' model has for them.
 
     Args:
@@ -35,7 +35,7 @@ class Weights:
     def __init__(self, files: ModelFiles, model: nn.Module, transposed: Collection[str] = ()) -> None:
         self.files = files
         self.transposed = frozenset(transposed)
-        self._outline = Outline(model)
+        self._outline = WeightShapes(model)
         self._tied = _tied_names(model)
         self.buffers = _buffers(model)
         self._stored = stored_tensors(files)
@@ -136,7 +136,9 @@ def mapping_of(files: ModelFiles, model: nn.Module) -> dict[str, str]:
     return key_mapping(model, stored_tensors(files).names)
 
 
-def with_numbers(classifier: Classifier, model: nn.Module, files: ModelFiles) -> Classifier:
+def with_numbers(
+    classifier: CheckpointClassifier, model: nn.Module, files: ModelFiles
+) -> CheckpointClassifier:
     """The last layer of a model's own classification head, whose numbers are read; the model lacks it.
 
     Raises:
@@ -144,7 +146,7 @@ def with_numbers(classifier: Classifier, model: nn.Module, files: ModelFiles) ->
     """
     layer, linear = classifier.layer, classifier.linear
     model.set_submodule(layer, linear)
-    weights = Weights(files, model)
+    weights = CheckpointWeights(files, model)
     filled = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None).requires_grad_(False)
     for name, parameter in filled.named_parameters():
         parameter.copy_(weights.read(f"{layer}.{name}"))
@@ -160,7 +162,7 @@ def stored_part(files: ModelFiles, model: nn.Module) -> dict[str, Any]:
     stored = stored_tensors(files)
     found = sources(model, stored.names, stored.conversions)
     if files.gguf:
-        weights = Weights(files, model)
+        weights = CheckpointWeights(files, model)
         return {name: _Later(weights.read, name) for source in found.values() for name in source.targets}
     return {
         given: _Later(stored.read, name) for source in found.values() for given, name in source.stored.items()

@@ -48,7 +48,7 @@ from server_export.ir.recurrences import expand, memories
 from server_export.ir.shapes import fill_in_values, resized
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
 from server_export.ir.walks import origin, readers
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
 
@@ -226,12 +226,12 @@ def _give_lora_a(graph_module: GraphModule, port: Port, rows: int) -> None:
     rank, width = matrix.meta["val"].shape
     lora_a = _given(graph_module, replace(port, value=LORA_A), rows, rank, width)
 
-    def factor(writer: Writer) -> Node:
+    def factor(writer: GraphWriter) -> Node:
         states = writer.reshape(source, [rows, -1, width])
         found = writer.call(aten.bmm.default, states, writer.call(aten.transpose.int, lora_a, 1, 2))
         return writer.reshape(found, layer.meta["val"].shape)
 
-    Writer(graph_module).replace(layer, factor)
+    GraphWriter(graph_module).replace(layer, factor)
 
 
 def _given(graph_module: GraphModule, port: Port, *shape: int) -> Node:
@@ -272,7 +272,7 @@ def _attend(
     causal = given(Port(CAUSAL_MASK), members * tokens, tokens) if rows == 1 else None
     own = given(Port(OWN_MASK), 1, 1, past) if rows != 1 else None
 
-    def scores_of_past(writer: Writer) -> Node:
+    def scores_of_past(writer: GraphWriter) -> Node:
         # XNNPACK packs keys from where they lie: a transposition before a product is none of its own.
         products = writer.call(aten.bmm.default, query, writer.call(aten.transpose.int, past_keys, 1, 2))
         if own is not None:
@@ -282,19 +282,19 @@ def _attend(
             found[node] = writer.call(node.target, *(found.get(each, each) for each in node.args))
         return writer.plus(found[scores], seen)
 
-    def mixed_with_one(writer: Writer) -> Node:
+    def mixed_with_one(writer: GraphWriter) -> Node:
         weight = writer.call(aten.slice.Tensor, softmax, -1, 0, 1)
         mixture = writer.call(aten.bmm.default, softmax, past_values)
         return writer.plus(mixture, writer.times(weight, values))
 
     parts: list[Node] = []
 
-    def mixed_of_both(writer: Writer) -> Node:
+    def mixed_of_both(writer: GraphWriter) -> Node:
         within = writer.plus(scores, causal)
         parts.extend((scores_of_past(writer), within))
         return writer.call(MIXED_PARTS, *parts, past_values, values)
 
-    writer = Writer(graph_module)
+    writer = GraphWriter(graph_module)
     if causal is None:
         writer.replace(masked, scores_of_past)
         del softmax.meta["val"]
@@ -311,7 +311,7 @@ def _attend(
     return [Port(KEYS, changes=True), Port(VALUES, changes=True)]
 
 
-def _total_of_both(writer: Writer, before: Node, within: Node) -> Node:
+def _total_of_both(writer: GraphWriter, before: Node, within: Node) -> Node:
     """log(exp(a) + exp(b)), where what came before may be nothing but masked."""
     past, own = (writer.call(_TOTAL, part, [-1], True) for part in (before, within))
     return writer.plus(own, writer.call(aten.softplus.default, writer.minus(past, own)))

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 MADE = "constant_"
 
 
-class Constants:
+class GraphConstants:
     """Constants that are added to a graph module; equal ones are stored once."""
 
     def __init__(self, graph_module: GraphModule) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ class Decays:
         until, before: tables `behind` of all tokens up to each, with and without itself.
     """
 
-    def __init__(self, writer: Writer, decay: Node, key: Node, until: Node, before: Node) -> None:
+    def __init__(self, writer: GraphWriter, decay: Node, key: Node, until: Node, before: Node) -> None:
         self._writer, self._decay, self._before = writer, decay, before
         self._count, self._tokens, _ = key.meta["val"].shape
         self._turned = writer.call(aten.transpose.int, key, 1, 2)
@@ -84,7 +84,7 @@ class OwnDecays:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: GraphWriter,
         decay: Node,
         key: Node,
         until: Node,

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from server_export.ir.constants import MADE, Constants
+from server_export.ir.constants import MADE, GraphConstants
 from server_export.ir.modules import attribute
 from server_export.ir.operators import Category, row_of
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 
 
-def fold_constants(graph_module: GraphModule, constants: Constants, has_weights: bool = True) -> None:
+def fold_constants(graph_module: GraphModule, constants: GraphConstants, has_weights: bool = True) -> None:
     """Compute every node that has constant inputs only, and isn't larger than these by repetition, in place.
 
     Args:
@@ -34,7 +34,7 @@ def fold_constants(graph_module: GraphModule, constants: Constants, has_weights:
             arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             with torch.no_grad():
                 values[node] = node.target(*arguments, **named)
-    writer = Writer(graph_module, constants)
+    writer = GraphWriter(graph_module, constants)
     for node, value in values.items():
         is_read = any(user not in values for user in node.users)
         if node.op == "call_function" and isinstance(value, torch.Tensor) and is_read:

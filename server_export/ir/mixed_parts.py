@@ -19,8 +19,8 @@ from torch.fx import Node
 
 from server_export.ir.operators import Category, row
 from server_export.ir.operators.products import product_jvp
-from server_export.ir.tangents import Dual, Interleaved, Tangents
-from server_export.ir.writer import Writer
+from server_export.ir.tangents import Dual, GraphTangents, Interleaved
+from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
 
@@ -71,7 +71,7 @@ class MixedParts(torch.autograd.Function):
         return by_before, by_within, by_past_values, by_values
 
 
-def _jvp(t: Tangents, node: Node, before: Dual, within: Dual, *mixed_in: Dual) -> Dual:
+def _jvp(t: GraphTangents, node: Node, before: Dual, within: Dual, *mixed_in: Dual) -> Dual:
     """With p = softmax(s): d(p v) = (p ds) v + p dv - (sum of p ds) p v."""
     past = before.shape[-1]
     weights = t.call(aten.softmax.int, t.call(aten.cat.default, [before.primal, within.primal], -1), -1)
@@ -89,7 +89,9 @@ def _jvp(t: Tangents, node: Node, before: Dual, within: Dual, *mixed_in: Dual) -
     return Interleaved(t, primal, t.minus(moved, t.times(total, mixed)))
 
 
-def _in_core(writer: Writer, node: Node, before: Node, within: Node, past_values: Node, values: Node) -> Node:
+def _in_core(
+    writer: GraphWriter, node: Node, before: Node, within: Node, past_values: Node, values: Node
+) -> Node:
     scores = writer.call(aten.cat.default, [before, within], -1)
     weights = writer.call(aten._softmax.default, scores, -1, False)
     return writer.call(aten.bmm.default, weights, writer.call(aten.cat.default, [past_values, values], 1))

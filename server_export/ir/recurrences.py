@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Node
 
 from server_export.ir.decays import Decays, OwnDecays
 from server_export.ir.unit_inverse import UNIT_INVERSE
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
 
@@ -133,7 +133,7 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> t
 
 
 # A writer, the operator's node, and the memory before it -> the answer, and the memory behind it.
-Step = Callable[[Writer, Node, Node | None], tuple[Node, Node | None]]
+Step = Callable[[GraphWriter, Node, Node | None], tuple[Node, Node | None]]
 
 
 def memories(graph_module: GraphModule, rows: int) -> dict[Node, tuple[int, int, int]]:
@@ -166,9 +166,9 @@ def expand(
     Returns:
         The memories behind the call, of operators that were given one.
     """
-    writer, behind = Writer(graph_module), list[Node]()
+    writer, behind = GraphWriter(graph_module), list[Node]()
 
-    def write(writer: Writer, node: Node) -> Node:
+    def write(writer: GraphWriter, node: Node) -> Node:
         answer, memory = _STEPS[node.target](writer, node, before(node))
         if memory is not None:
             behind.append(memory)
@@ -186,7 +186,7 @@ def expand(
     return behind
 
 
-def _convolved(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, Node | None]:
+def _convolved(writer: GraphWriter, node: Node, memory: Node | None) -> tuple[Node, Node | None]:
     source, taps, before, entering, leaving, staying = node.args
     tokens = source.meta["val"].shape[-1]
 
@@ -214,14 +214,14 @@ def _convolved(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, N
     return answer, writer.plus(kept, new)
 
 
-def _moved(writer: Writer, source: Node, turned: Node) -> Node:
+def _moved(writer: GraphWriter, source: Node, turned: Node) -> Node:
     """What is some tokens before each, f32 [rows, width, tokens]; `turned` has those in columns."""
     rows, width, tokens = source.meta["val"].shape
     flat = writer.reshape(source, [1, rows * width, tokens])
     return writer.reshape(writer.call(aten.bmm.default, flat, turned), [rows, width, tokens])
 
 
-def _scanned(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, Node | None]:
+def _scanned(writer: GraphWriter, node: Node, memory: Node | None) -> tuple[Node, Node | None]:
     factor, answer, tables, entering, leaving = node.args
     if memory is not None:
         known = writer.times(factor, memory)
@@ -237,7 +237,7 @@ def _scanned(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, Nod
     return answer, None if memory is None else writer.call(aten.bmm.default, answer, leaving)
 
 
-def _recurred(writer: Writer, node: Node, memory: Node | None) -> tuple[Node, Node | None]:
+def _recurred(writer: GraphWriter, node: Node, memory: Node | None) -> tuple[Node, Node | None]:
     query, key, value, decay, strength, until, before, halves, meeting = node.args
     count, tokens, width = key.meta["val"].shape
     call = writer.call

@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from prge.errors import refused_as
-from server_export.ir.constants import Constants
+from server_export.ir.constants import GraphConstants
 from server_export.ir.folding import fold_constants
 from server_export.ir.modules import attribute, remove_unused_attributes
 from server_export.ir.operators import Category, members, rules
@@ -56,7 +56,7 @@ def rewrite(graph_module: GraphModule, has_weights: bool = True) -> None:
         has_weights: whether its weights have their numbers, of which constants are computed.
     """
     _unwrap_quantized_weights(graph_module)
-    constants = Constants(graph_module)
+    constants = GraphConstants(graph_module)
     remove_identities(graph_module.graph)
     fold_constants(graph_module, constants, has_weights)
     _share_quantizations(graph_module.graph)

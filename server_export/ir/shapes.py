@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 from server_export.ir.modules import as_module, attribute
 
 
-class Shapes:
+class OperatorShapes:
     """Results of operators on tensors without memory, on the `meta` device.
 
     Layers repeat, and much of PyTorch finds out a shape in Python: equal calls are made once. Calls get the
@@ -51,7 +51,7 @@ def _key(value: Any) -> Any:
 
 def fill_in_values(graph_module: GraphModule) -> None:
     """Give the nodes of a graph that have none a `meta["val"]`: a tensor without memory."""
-    shapes = Shapes()
+    shapes = OperatorShapes()
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and "val" not in node.meta:
             node.meta["val"] = without_memory(attribute(graph_module, str(node.target)))

@@ -15,8 +15,8 @@ import torch
 from torch.fx import Node
 
 from server_export.ir.operators import Category, row
-from server_export.ir.tangents import Dual, Tangents, shape_of
-from server_export.ir.writer import Writer
+from server_export.ir.tangents import Dual, GraphTangents, shape_of
+from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ class SoftmaxParts(torch.autograd.Function):
         return (exponentials * of_total).scatter_add(-1, index, of_chosen), None, None
 
 
-def _jvp(t: Tangents, node: Node, logits: Dual, shift: Node, index: Node) -> Dual:
+def _jvp(t: GraphTangents, node: Node, logits: Dual, shift: Node, index: Node) -> Dual:
     one, shape = t.one_of(index), shape_of(index)
     shifted = t.minus(logits.primal, t.one_of(shift))
     exponentials = t.exp(shifted)
@@ -66,7 +66,7 @@ def _jvp(t: Tangents, node: Node, logits: Dual, shift: Node, index: Node) -> Dua
     return Dual(t, parts(shifted, exponentials, 1), tangents)
 
 
-def _in_core(writer: Writer, node: Node, logits: Node, shift: Node, index: Node) -> Node:
+def _in_core(writer: GraphWriter, node: Node, logits: Node, shift: Node, index: Node) -> Node:
     """The shift is taken from what was chosen once more: there are far fewer of these than of all."""
     total = writer.total(writer.exp(writer.minus(logits, shift)))
     chosen = writer.minus(writer.call(aten.gather.default, logits, -1, index), shift)

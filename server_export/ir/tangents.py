@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from server_export.ir.walks import origin
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def shape_of(node: Node) -> Shape:
     return tuple(node.meta["val"].shape)
 
 
-class Tangents(Writer):
+class GraphTangents(GraphWriter):
     """Appends values with tangents to a new graph. No constant's shape depends on rows, tokens or queries.
 
     Args:
@@ -50,7 +50,7 @@ class Tangents(Writer):
         self._read: dict[str, Node] = {}
 
     def attribute(self, name: str, tensor: torch.Tensor) -> Node:
-        """See `Writer`; one node for all that read it."""
+        """See `GraphWriter`; one node for all that read it."""
         if name not in self._read:
             self._read[name] = super().attribute(name, tensor)
         return self._read[name]
@@ -93,7 +93,7 @@ class Dual:
         factor: None for one.
     """
 
-    def __init__(self, writer: Tangents, primal: Node, unscaled: Node, factor: Factor = None) -> None:
+    def __init__(self, writer: GraphTangents, primal: Node, unscaled: Node, factor: Factor = None) -> None:
         self.writer = writer
         self.primal = primal
         self.unscaled = unscaled
@@ -143,7 +143,7 @@ class Interleaved(Dual):
         inside: the tangents [*shape[:-1], queries, shape[-1]], in any shape.
     """
 
-    def __init__(self, writer: Tangents, primal: Node, inside: Node) -> None:
+    def __init__(self, writer: GraphTangents, primal: Node, inside: Node) -> None:
         self.writer = writer
         self.primal = primal
         self.factor = None

@@ -22,8 +22,8 @@ from torch.fx import Node
 
 from server_export.ir.operators import Category, row
 from server_export.ir.operators.products import product_jvp
-from server_export.ir.tangents import Dual, Tangents
-from server_export.ir.writer import Writer
+from server_export.ir.tangents import Dual, GraphTangents
+from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
 
@@ -60,14 +60,14 @@ class UnitInverse(torch.autograd.Function):
         return -torch.bmm(torch.bmm(turned, slope), turned), None, None
 
 
-def _jvp(t: Tangents, node: Node, below: Dual, *tables: Any) -> Dual:
+def _jvp(t: GraphTangents, node: Node, below: Dual, *tables: Any) -> Dual:
     """d(X) = -X d(below) X."""
     inverse = t.call(node.target, below.value, *tables)
     moved = product_jvp(t, product_jvp(t, inverse, below), inverse)
     return Dual(t, t.one_of(inverse), t.negative(moved.tangents))
 
 
-def _in_core(writer: Writer, node: Node, below: Node, one: Node, halves: list[Node]) -> Node:
+def _in_core(writer: GraphWriter, node: Node, below: Node, one: Node, halves: list[Node]) -> Node:
     """Blocks of 1, 2, 4, ... rows, those of each in turn by the one before; with one row all are 1."""
     inverse = writer.minus(one, writer.times(below, halves[0]))
     for half in halves[1:]:

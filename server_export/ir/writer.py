@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from server_export.ir.constants import Constants
-from server_export.ir.shapes import Shapes, without_memory
+from server_export.ir.constants import GraphConstants
+from server_export.ir.shapes import OperatorShapes, without_memory
 
 aten = torch.ops.aten
 
@@ -67,11 +67,11 @@ class Eager(Calls):
         return target(*arguments, **named)
 
 
-class Writer(Calls):
+class GraphWriter(Calls):
     """Writes operators into a graph; every new node gets its `meta["val"]`.
 
-        writer = Writer(graph_module)
-        writer.replace(node, Writer.times, node.args[0], 2.0)
+        writer = GraphWriter(graph_module)
+        writer.replace(node, GraphWriter.times, node.args[0], 2.0)
 
     Args:
         graph_module: gets the constants.
@@ -84,15 +84,15 @@ class Writer(Calls):
     def __init__(
         self,
         graph_module: GraphModule,
-        constants: Constants | None = None,
+        constants: GraphConstants | None = None,
         graph: Graph | None = None,
         ones: Mapping[int, Node] = MappingProxyType({}),
     ) -> None:
         self.graph_module = graph_module
         self.graph = graph_module.graph if graph is None else graph
-        self._constants = constants or Constants(graph_module)
+        self._constants = constants or GraphConstants(graph_module)
         self._ones = ones
-        self._shapes = Shapes()
+        self._shapes = OperatorShapes()
         self._before: Node | None = None
 
     def replace(self, node: Node, write: Rule, *arguments: Any, **named: Any) -> None:
@@ -164,7 +164,7 @@ def part_of_sum(count: int) -> int:
 def apply_rules(
     graph_module: GraphModule,
     rules: Mapping[str, Rule],
-    constants: Constants | None = None,
+    constants: GraphConstants | None = None,
     ones: Mapping[int, Node] = MappingProxyType({}),
 ) -> None:
     """Rewrite a graph in place; its nodes carry `meta["val"]`.
@@ -173,9 +173,9 @@ def apply_rules(
         graph_module: whose graph is rewritten.
         rules: by an operator's name. A rule gets a writer, the node, and the operator's arguments, and
             returns what takes the node's place; None keeps it.
-        constants, ones: as of `Writer`.
+        constants, ones: as of `GraphWriter`.
     """
-    writer = Writer(graph_module, constants, ones=ones)
+    writer = GraphWriter(graph_module, constants, ones=ones)
     for node in list(graph_module.graph.nodes):
         rule = rules.get(str(node.target)) if node.op == "call_function" else None
         if rule is not None:

@@ -46,11 +46,11 @@ class LoweredBlockType:
     """The program of all blocks of a kind, without weights, and the file that holds those of a block."""
 
     program: bytes
-    weights: WeightsFile
+    weights: WeightsLayout
 
 
 @dataclass(frozen=True)
-class WeightsFile:
+class WeightsLayout:
     """How to write the weights file of a block.
 
     Attributes:
@@ -60,7 +60,7 @@ class WeightsFile:
     """
 
     head: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[ConstantEntry, ...]
     fixed: Mapping[str, torch.Tensor]
 
     @property
@@ -90,7 +90,7 @@ class WeightsFile:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ConstantEntry:
     """A constant in a weights file: where it lies, and in which of the layouts."""
 
     name: str
@@ -148,7 +148,7 @@ def lower_block_type(
 
     from server_export.lower.planning import largest_shapes
 
-    constants = Constants(methods)
+    constants = StandInConstants(methods)
     config = ExecutorchBackendConfig(
         # What portable kernels read goes to the file that XNNPACK is told too.
         external_constants=lambda node: node.meta.get("custom", {}).get(_TAG),
@@ -167,7 +167,7 @@ def lower_block_type(
     return LoweredBlockType(program, weights)
 
 
-class Constants:
+class StandInConstants:
     """The constants of a kind, and what stands for them while they are lowered.
 
     Attributes:
@@ -217,7 +217,7 @@ class Constants:
             constants={name: self.random.get(name, value) for name, value in program.constants.items()},
         )
 
-    def explain(self, content: bytes, alignment: int) -> WeightsFile:
+    def explain(self, content: bytes, alignment: int) -> WeightsLayout:
         """What each part of a file of the random constants is made of.
 
         Raises:
@@ -245,8 +245,8 @@ class Constants:
                 )
             ((name, layout),) = found.items()
             value = self.values[name]
-            entries.append(Entry(name, layout, start + offset, tuple(value.shape), value.dtype))
-        return WeightsFile(content[:start], tuple(entries), self.fixed)
+            entries.append(ConstantEntry(name, layout, start + offset, tuple(value.shape), value.dtype))
+        return WeightsLayout(content[:start], tuple(entries), self.fixed)
 
     def _origins(self, sizes: set[int]) -> dict[bytes, dict[str, str]]:
         """By digest of bytes: the constants that give them, each with its layout."""
@@ -258,7 +258,7 @@ class Constants:
                     found[_digest(bytes_of(apply(value)))].setdefault(name, layout)
         return found
 
-    def refuse_inlined(self, weights: WeightsFile) -> None:
+    def refuse_inlined(self, weights: WeightsLayout) -> None:
         """Every constant that was random has to be in a file: none in the program, where it would stay."""
         written = {entry.name for entry in weights.entries}
         if inside := sorted(set(self.random) - written):

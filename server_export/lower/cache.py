@@ -38,13 +38,13 @@ from prge.system.atomic import write_file
 from prge.system.user_cache import PROGRAMS, user_cache
 from server_export.lower.block_type import (
     LAYOUTS,
-    Entry,
+    ConstantEntry,
     LoweredBlockType,
-    WeightsFile,
+    WeightsLayout,
     bytes_of,
     lower_block_type,
 )
-from server_export.lower.sizes import Method
+from server_export.lower.sizes import SizedMethod
 
 _PACKAGES = ("torch", "executorch", "torchao")
 # Rooms of this package whose code lowers; what comes before shows in the graphs.
@@ -67,7 +67,10 @@ class ProgramCache:
                 self._folder = user_cache(PROGRAMS)
 
     def lower(
-        self, methods: Mapping[str, Method], constants: Mapping[str, torch.Tensor], in_pieces: Collection[str]
+        self,
+        methods: Mapping[str, SizedMethod],
+        constants: Mapping[str, torch.Tensor],
+        in_pieces: Collection[str],
     ) -> LoweredBlockType:
         """As `lower_methods`."""
         if self._folder is None:
@@ -86,7 +89,7 @@ class ProgramCache:
 
 
 def lower_methods(
-    methods: Mapping[str, Method], constants: Mapping[str, torch.Tensor], in_pieces: Collection[str]
+    methods: Mapping[str, SizedMethod], constants: Mapping[str, torch.Tensor], in_pieces: Collection[str]
 ) -> LoweredBlockType:
     """Lower a kind's methods; `constants` are those of them that all blocks share. See `lower_block_type`."""
     sizes = {size for method in methods.values() for size in method.sizes.values()}
@@ -94,7 +97,7 @@ def lower_methods(
 
 
 def _key(
-    methods: Mapping[str, Method], constants: Mapping[str, torch.Tensor], in_pieces: Collection[str]
+    methods: Mapping[str, SizedMethod], constants: Mapping[str, torch.Tensor], in_pieces: Collection[str]
 ) -> str:
     """Hash of all that a lowered kind follows from: graphs, sizes, constants that all blocks share, code."""
     found = hashlib.sha256(_code().encode())
@@ -169,7 +172,7 @@ def _read(path: Path) -> LoweredBlockType | None:
             return None
         parts = safetensors.numpy.load(content)
         entries = tuple(
-            Entry(name, layout, offset, tuple(shape), getattr(torch, dtype))
+            ConstantEntry(name, layout, offset, tuple(shape), getattr(torch, dtype))
             for name, layout, offset, shape, dtype in json.loads(parts["entries"].tobytes())
         )
         fixed = {
@@ -180,7 +183,9 @@ def _read(path: Path) -> LoweredBlockType | None:
         return None
     if any(entry.layout not in LAYOUTS for entry in entries):
         return None
-    return LoweredBlockType(parts["program"].tobytes(), WeightsFile(parts["head"].tobytes(), entries, fixed))
+    return LoweredBlockType(
+        parts["program"].tobytes(), WeightsLayout(parts["head"].tobytes(), entries, fixed)
+    )
 
 
 def _tensor(content: NDArray[np.uint8], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

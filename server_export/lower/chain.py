@@ -15,7 +15,7 @@ from prge.formats.chain import Bounds
 from prge.formats.layers import StoredLayer
 from prge.formats.signatures import CHUNK_ROLE, DECODE, FORWARD, JVP, PREFILL, STEP_ROLES, TRAINING_ROLES
 from server_export.derive.jvp.transform import check_rules
-from server_export.lower.block_type import WeightsFile
+from server_export.lower.block_type import WeightsLayout
 from server_export.lower.cache import ProgramCache
 from server_export.lower.roles import LoweredRoles, lower_roles
 from server_export.memory import give_back_freed
@@ -35,8 +35,8 @@ class LoweredChain:
     number, and where calibrated layers lie, by their names in the model."""
 
     programs: tuple[manifest.BlockProgram, ...]
-    blocks: tuple[manifest.Block, ...]
-    tables: tuple[manifest.Table, ...]
+    blocks: tuple[manifest.BlockSpec, ...]
+    tables: tuple[manifest.TableSpec, ...]
     lowered: tuple[LoweredRoles, ...]
     shared: tuple[int, ...] = ()
     layers: Mapping[str, StoredLayer] = field(default_factory=dict)
@@ -98,11 +98,11 @@ def lower_chain(
             layers |= _stored_layers(chain, number, path, lowered[program].block_type.weights)
         modules = tuple(number_of[layer] for layer in block.modules)
         past = lowered[program].past
-        blocks.append(manifest.Block(program, path, block.tables, modules, block.shared_in, past))
+        blocks.append(manifest.BlockSpec(program, path, block.tables, modules, block.shared_in, past))
         part()
     _write_tables(folder / TABLES, chain.tables.all)
     tables = tuple(
-        manifest.Table(table.type, table.window, table.first, table.members) for table in chain.tables.all
+        manifest.TableSpec(table.type, table.window, table.first, table.members) for table in chain.tables.all
     )
     return LoweredChain(tuple(programs), tuple(blocks), tables, tuple(lowered), tuple(chain.shared), layers)
 
@@ -149,7 +149,9 @@ def _lowered_type(
     )
 
 
-def _stored_layers(chain: ModelChain, number: int, path: str, weights: WeightsFile) -> dict[str, StoredLayer]:
+def _stored_layers(
+    chain: ModelChain, number: int, path: str, weights: WeightsLayout
+) -> dict[str, StoredLayer]:
     """Where the calibrated layers of a block lie in its weights file; experts have no names of their own."""
     rounded = {} if chain.blocks[number].is_expert else chain.rounded(number)
     offsets = {entry.name: entry.offset for entry in weights.entries}

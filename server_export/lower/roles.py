@@ -19,7 +19,7 @@ from server_export.ir.markers import BATCH, COPIES, PAST, QUERIES, TOKENS
 from server_export.ir.modules import attribute, copied
 from server_export.lower.block_type import LoweredBlockType
 from server_export.lower.cache import ProgramCache, lower_methods
-from server_export.lower.sizes import Method, Size
+from server_export.lower.sizes import Size, SizedMethod
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LoweredRoles:
     the shared values that its blocks take are keys and values."""
 
     block_type: LoweredBlockType
-    methods: Mapping[str, Method]
+    methods: Mapping[str, SizedMethod]
     constants: Mapping[str, torch.Tensor]
     past: tuple[int, ...]
 
@@ -70,14 +70,14 @@ def lower_roles(
     derived, past = derive(block, roles, saves), past_of(block, roles)
     shared = {*stored, *(name for weight in stored for name in transposed_names(weight))}
     constants: dict[str, torch.Tensor] = {}
-    methods = dict[str, Method]()
+    methods = dict[str, SizedMethod]()
     for role, of_role in derived.items():
         graph_module = _with_own_constants(of_role.graph_module, role, shared)
         constants |= {
             name: attribute(graph_module, name) for name in _constants(graph_module) if name not in shared
         }
         of_role = replace(of_role, graph_module=graph_module)
-        methods[role] = Method(of_role, sizes_of(role, bounds, is_head(block)))
+        methods[role] = SizedMethod(of_role, sizes_of(role, bounds, is_head(block)))
     lower = cache.lower if cache else lower_methods
     lowered = lower(methods, constants, {DECODE})
     done(1.0)

@@ -24,7 +24,7 @@ from prge.errors import BundleError, refused_as
 from prge.formats.chain import Interface, TensorSpec
 from server_export.ir.block import Block
 from server_export.ir.modules import attribute
-from server_export.ir.shapes import Shapes, without_memory
+from server_export.ir.shapes import OperatorShapes, without_memory
 from server_export.library_errors import torch_export_errors
 
 aten = torch.ops.aten
@@ -103,7 +103,7 @@ def dynamic_program(graph_module: GraphModule, sizes: Mapping[str, Size]) -> Exp
 
 
 @dataclass(frozen=True)
-class Method:
+class SizedMethod:
     """A block's method: its graph in marker sizes, and the sizes that a call chooses, by name."""
 
     block: Block
@@ -231,7 +231,7 @@ class _DynamicGraph:
         self.graph = Graph()
         self.copies: dict[Node, Node] = {}
         self._markers = markers
-        self._shapes = Shapes()
+        self._shapes = OperatorShapes()
         self._values: dict[Node, Any] = {}
         self._sizes: dict[int, Node] = {}
 

@@ -12,7 +12,7 @@ import torch
 
 from prge.formats.signatures import HIDDEN_STATES, Port
 from prge.model_spec import AdaptedModule
-from server_export.checkpoint.weights import Weights
+from server_export.checkpoint.weights import CheckpointWeights
 from server_export.ir.block import Block
 from server_export.quantize.frozen import ADAPTER_WEIGHT, Frozen
 from server_export.quantize.quantization import GROUP_SIZE, ROWS_AT_ONCE, Int4Weight, QuantizationReport
@@ -55,7 +55,7 @@ class ModelChain:
     block_types: dict[int, BlockType]
     tables: ModelTables
     modules: tuple[AdaptedModule, ...]
-    weights: Weights
+    weights: CheckpointWeights
     lora_a: Mapping[str, torch.Tensor]
     head_rows: Sequence[Sequence[int]]
     head: str

@@ -12,7 +12,7 @@ import torch
 from prge.errors import DataError
 from server_export.adapter.initial_adapter import StartAdapter
 from server_export.model.chain import ModelChain
-from server_export.model.principal import Directions, Principal, spread_ranks
+from server_export.model.principal import Principal, PrincipalDirections, spread_ranks
 from server_export.model.walk import watch_inputs
 
 
@@ -47,7 +47,7 @@ def principal_start(
 
 def _principal_directions(
     start: StartAdapter, chain: ModelChain, rows: Sequence[Sequence[int]], count: int
-) -> dict[str, Directions]:
+) -> dict[str, PrincipalDirections]:
     """Of what each layer of an adapter sees: `count` directions, or as many as the rows have.
 
     Raises:
@@ -59,7 +59,7 @@ def _principal_directions(
     def watch(names: Sequence[str], states: torch.Tensor) -> None:
         principals.setdefault(tuple(names), Principal(states.shape[1], count)).add(states)
 
-    by_layer: dict[str, Directions] = {}
+    by_layer: dict[str, PrincipalDirections] = {}
     for _ in watch_inputs(chain, rows, watch):
         while principals:
             names, principal = principals.popitem()
@@ -69,7 +69,7 @@ def _principal_directions(
     return found
 
 
-def _check(found: dict[str, Directions], rank: int) -> None:
+def _check(found: dict[str, PrincipalDirections], rank: int) -> None:
     few = [
         f"{name} sees {len(directions.rows)} directions of them, the rank is {rank}"
         for name, directions in found.items()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Directions that are kept between pieces, beside four times those that are asked for: what lies beyond is
+# PrincipalDirections that are kept between pieces, beside four times those that are asked for: what lies beyond is
 # forgotten, so a direction that rises late among them would lack its beginning.
 _SPARE = 128
 _PIECE = 256
@@ -22,7 +22,7 @@ _LEAST_SHARE = 1e-9
 
 
 @dataclass(frozen=True)
-class Directions:
+class PrincipalDirections:
     """Leading directions of a layer's inputs.
 
     `rows` f32 [count, in] are orthonormal, the strongest first; `shares` f64 [count] what each explains of
@@ -69,7 +69,7 @@ class Principal:
             if len(self._rows) >= self._kept + _PIECE:
                 self._rows = self._leading()[: self._kept]
 
-    def directions(self) -> Directions:
+    def directions(self) -> PrincipalDirections:
         """The strongest of them; fewer than were asked for where the states have fewer."""
         rows = self._leading()[: self._count].double()
         squares = rows.square().sum(1)
@@ -78,7 +78,7 @@ class Principal:
         rows = rows / squares.sqrt().unsqueeze(1)
         # The sign of a singular vector is arbitrary: the same one on every machine.
         signs = torch.where(rows.sum(1, keepdim=True) < 0, -1.0, 1.0)
-        return Directions((rows * signs).float(), shares)
+        return PrincipalDirections((rows * signs).float(), shares)
 
     def _leading(self) -> torch.Tensor:
         """Singular vectors of what is held, times their singular values, the strongest first."""

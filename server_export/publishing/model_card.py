@@ -14,7 +14,7 @@ from prge.formats.curves import score_of
 from prge.formats.documents import DocumentError, mapping, read_json
 from prge.formats.run_folder import FINAL, SUMMARY
 from prge.objectives.preferences import PREFERENCES
-from prge.training.checkpoint import STATE, Progress
+from prge.training.checkpoint import STATE, TrainingProgress
 from prge.training.estimators.table import ESTIMATORS, EstimatorName
 from server_export.checkpoint.base_model import BaseModel
 from server_export.publishing.settings import Weights
@@ -259,6 +259,6 @@ def read_run(folder: Path | None) -> dict[str, Any]:
 def read_step(folder: Path, run: Mapping[str, Any]) -> int | None:
     """The step that an adapter's folder is of: a checkpoint's, or that of `final/`, as `run.json` has it."""
     try:
-        return Progress.read(folder / STATE).step
+        return TrainingProgress.read(folder / STATE).step
     except (OSError, ValueError, TypeError):
         return _whole(mapping(run.get("train")).get("final_step")) if folder.name == FINAL else None

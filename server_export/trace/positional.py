@@ -16,7 +16,7 @@ from server_export.ir.markers import BATCH, COPIES, TOKENS
 from server_export.ir.modules import attribute
 from server_export.ir.operators import Category, members
 from server_export.ir.shapes import resized
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 from server_export.trace.known_positions import Positions
 from server_export.trace.model_graph import WHOLE_PREFIX, ModelGraph
 from server_export.trace.scores import HIDDEN, causal_window
@@ -68,7 +68,7 @@ def _replace(graph_module: GraphModule, node: Node, positions: Positions) -> Non
     long = [dim for dim, size in enumerate(shape) if size % TOKENS == 0]
     tables = positions.tables
     value = positions.of(node, tables.longest)
-    writer = Writer(graph_module)
+    writer = GraphWriter(graph_module)
     if not long:
         _write_constant(graph_module, node, value)
     elif bool((value == value.reshape(-1)[0]).all()):
@@ -110,7 +110,7 @@ def _write_constant(graph_module: GraphModule, node: Node, value: torch.Tensor) 
     node.replace_all_uses_with(new)
 
 
-def _numbers(writer: Writer, node: Node, tables: ModelTables, first: int) -> Node:
+def _numbers(writer: GraphWriter, node: Node, tables: ModelTables, first: int) -> Node:
     key = "positions" if first == 0 else ("positions", first)
     found = asked(node, tables, key, ModelTable("positions", first=first), [1, TOKENS], torch.long)
     are_looked_up = all(user.target is aten.embedding.default and _meets_rows(user) for user in node.users)
@@ -133,7 +133,7 @@ def of_one_row(node: Node) -> list[int]:
     return [resized(resized(size, COPIES, 1), BATCH, 1) for size in node.meta["val"].shape]
 
 
-def spread(writer: Writer, node: Node, found: Node) -> Node:
+def spread(writer: GraphWriter, node: Node, found: Node) -> Node:
     """What takes a node's place, as often as there are rows where more than arithmetic reads it."""
     shape = list(node.meta["val"].shape)
     if shape == list(found.meta["val"].shape) or all(user.target in _ARITHMETIC for user in node.users):
@@ -141,7 +141,7 @@ def spread(writer: Writer, node: Node, found: Node) -> Node:
     return writer.call(aten.expand.default, found, shape)
 
 
-def _rows(writer: Writer, node: Node, tables: ModelTables, dim: int, value: torch.Tensor) -> Node:
+def _rows(writer: GraphWriter, node: Node, tables: ModelTables, dim: int, value: torch.Tensor) -> Node:
     """A tensor whose dimension `dim` is the tokens, as rows of a table."""
     shape = of_one_row(node)
     rest = [size for place, size in enumerate(shape) if place != dim]
@@ -166,7 +166,7 @@ def window_of_mask(value: torch.Tensor) -> int | None:
     return causal_window(hidden) if not bool(value[~hidden].any()) else None
 
 
-def _mask(writer: Writer, node: Node, tables: ModelTables, window: int) -> Node:
+def _mask(writer: GraphWriter, node: Node, tables: ModelTables, window: int) -> Node:
     return spread(writer, node, writer.reshape(causal_table(node, tables, window), of_one_row(node)))
 
 

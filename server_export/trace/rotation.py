@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
 
@@ -20,7 +20,7 @@ def turn_by_layers(graph_module: GraphModule) -> None:
 
     The cosines and sines stay products with tables. Slices of any number of rows would leave the delegate.
     """
-    writer = Writer(graph_module)
+    writer = GraphWriter(graph_module)
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.cat.default):
         source = _halves(node)
         if source is not None:
@@ -44,7 +44,7 @@ def _halves(node: Node) -> Node | None:
     return source if bounds == [(half, shape[-1], 1), (0, half, 1)] else None
 
 
-def turned_by_layer(writer: Writer, source: Node, of_halves: bool) -> Node:
+def turned_by_layer(writer: GraphWriter, source: Node, of_halves: bool) -> Node:
     """A layer of what turns pairs of numbers: those of the two halves, or those that lie side by side."""
     width = source.meta["val"].shape[-1]
     turn, unit = torch.tensor([[0.0, -1.0], [1.0, 0.0]]), torch.eye(width // 2)

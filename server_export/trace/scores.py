@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from server_export.ir.operators import Category, members
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ def readers_of(node: Node, known: Known) -> Iterator[Node]:
             yield from readers_of(user, known)
 
 
-def wider_product(writer: Writer, product: Any, own: Node, given: Node) -> Node:
+def wider_product(writer: GraphWriter, product: Any, own: Node, given: Node) -> Node:
     """A product of queries and keys that have one more number each, [..., tokens, 1]."""
     query, keys = product.args
     both = writer.call(aten.cat.default, [writer.call(aten.transpose.int, keys, -1, -2), given], -1)

@@ -69,7 +69,7 @@ class PhoneFacts:
     """Operations in float32 a second."""
 
 
-class Phone:
+class PhoneMachine:
     """Implements Place: a phone. Runs go on there without this machine, and are pulled when they have ended.
 
     Args:

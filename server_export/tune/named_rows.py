@@ -14,7 +14,7 @@ from prge.data.options import BuildOptions, Overflow
 from prge.data.readers.files import Row, Selection, select_rows
 from prge.data.readers.splitting import split_rows
 from prge.data.row_report import DataReport
-from prge.data.sources import Part, Source, holding_part, read_source
+from prge.data.sources import Part, RowSource, holding_part, read_source
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import DataError
 from prge.model_spec import ModelSpec
@@ -43,7 +43,7 @@ class NamedRows:
         self.notes: list[str] = []
         self._classes: dict[int, Example] = {}
         named: dict[Part, Paths | None] = {"train": settings.data, "dev": settings.dev, "test": settings.test}
-        self._sources: dict[Part, Source] = {}
+        self._sources: dict[Part, RowSource] = {}
         for part, given in named.items():
             where = holding_part(settings.data, part) if given is None else given
             if where is not None:
@@ -154,7 +154,7 @@ class NamedRows:
                 remedy="give rows of every class, at least two where development rows are split off",
             )
 
-    def _read(self, where: Paths, part: Part) -> Source:
+    def _read(self, where: Paths, part: Part) -> RowSource:
         """The rows that a user names."""
         broken = self._broken.setdefault(part, [])
         source = read_source(

@@ -51,7 +51,7 @@ from prge.system.atomic import check_place
 from prge.system.progress import TimeLeft, duration
 from server_export.tune import decisions
 from server_export.tune.decisions import Decision, Pace, RowFacts
-from server_export.tune.machines import Here, Phone, Place
+from server_export.tune.machines import Here, PhoneMachine, Place
 from server_export.tune.measured_decisions import Choosing
 from server_export.tune.named_rows import NamedRows
 from server_export.tune.rates import longest_search, search_rates
@@ -166,9 +166,10 @@ class _Tuning:
         settings, record = self._settings, self._record
         name = record.found("name_on_phone", lambda: f"tune-{secrets.token_hex(4)}")
         facts = record.found(
-            "phone", lambda: asdict(Phone(settings.serial, settings.phone_folder, name, self._verbs).facts())
+            "phone",
+            lambda: asdict(PhoneMachine(settings.serial, settings.phone_folder, name, self._verbs).facts()),
         )
-        self._place = Phone(facts["serial"], settings.phone_folder, name, self._verbs)
+        self._place = PhoneMachine(facts["serial"], settings.phone_folder, name, self._verbs)
         print(f"{facts['name']}; its runs are called {name}-...")
         free = facts["free_bytes"]
         if free is not None or settings.memory is not None:
@@ -353,7 +354,7 @@ class _Tuning:
         record, settings, run = self._record, self._settings, self._settings.out / "run"
         summary = self._final()
         is_given = settings.learning_rate or settings.steps or settings.epochs
-        if is_given or isinstance(self._place, Phone):
+        if is_given or isinstance(self._place, PhoneMachine):
             return  # a phone keeps the first one under the same name
         train = summary["train"]
         best = None if train["best_value"] is None else -float(train["best_value"])
@@ -463,7 +464,9 @@ class _Tuning:
             "final_step": runs[-1]["train"].get("final_step"),
             "bundle": str(self._folder),
             "quantization": self._bundle.quantization,
-            "run_on_phone": self._place.run_name(out / "run") if isinstance(self._place, Phone) else None,
+            "run_on_phone": self._place.run_name(out / "run")
+            if isinstance(self._place, PhoneMachine)
+            else None,
             "samples": runs[-1]["train"].get("samples"),
             "next": shlex.join(["prge", *self._next()]),
         }

@@ -13,7 +13,7 @@ import pytest
 from device_runner.engines.opening import OpenEngine
 from prge.engine import Array, Call, Directions, FloatArray, GradFn
 from prge.formats.bundle import ADAPTER, TOKENIZER, Bundle
-from prge.formats.chain import Block, BlockProgram, Bounds, Chain, Interface
+from prge.formats.chain import BlockProgram, BlockSpec, Bounds, Chain, Interface
 from prge.formats.signatures import BACKWARD, FORWARD, JVP
 from tests.bundles import make_bundle
 from tests.numpy_engine import NumpyEngine
@@ -93,7 +93,8 @@ class Device:
             for number, methods in ((1, roles), (2, head))
         ]
         blocks = [
-            Block(number, f"weights/{number}.ptd", (), (0,) if number == 1 else ()) for number in (0, 1, 2)
+            BlockSpec(number, f"weights/{number}.ptd", (), (0,) if number == 1 else ())
+            for number in (0, 1, 2)
         ]
         return Chain(
             readout=model.readout,

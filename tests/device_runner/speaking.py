@@ -10,7 +10,7 @@ from prge.data.tokenization.tokenizer import Tokenizer, bundle_tokenizer
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle, open_bundle
 from prge.formats.peft import write_peft
-from prge.generation.loop import Answer, GenerationSettings, Generator, Request
+from prge.generation.loop import Completion, GenerationSettings, Generator, Request
 from prge.generation.prompts import Prompts
 from tests.device_runner.numpy_device import Device
 from tests.speakers import NumpySpeaker
@@ -49,7 +49,7 @@ class Speaking:
 
     def answers(
         self, text: str | list[dict[str, str]], adapter: Adapter | None = None, max_tokens: int = 16
-    ) -> Answer:
+    ) -> Completion:
         """What the model says to a text or to messages, greedily, alone."""
         prompts = Prompts(self.tokenizer)
         prompt = prompts.of_text(text) if isinstance(text, str) else prompts.of_messages(text)

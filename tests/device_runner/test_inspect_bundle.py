@@ -10,7 +10,7 @@ import pytest
 from device_runner.inspect_bundle import inspect, main
 from prge.errors import BundleError
 from prge.formats.bundle import ADAPTER, open_bundle
-from prge.training.costs import Layer, Outline
+from prge.training.costs import LayerShape, ModelSizes
 from prge.training.estimators.table import ESTIMATORS
 from tests.bundles import make_bundle, make_small_chain
 
@@ -43,7 +43,7 @@ def test_text_shows_all_of_the_manifest(tmp_path: Path, capsys: pytest.CaptureFi
     assert text.count("  ok") == len(inspect(folder)["files"])
 
 
-OUTLINE = Outline(
+OUTLINE = ModelSizes(
     width=8,
     blocks=1,
     blocks_below=0,
@@ -51,8 +51,8 @@ OUTLINE = Outline(
     head_width=4,
     key_width=8,
     gelu=False,
-    layers=(Layer(8, 8, 4), Layer(8, 32, 2), Layer(32, 8, 1)),
-    head=Layer(8, 64, 1),
+    layers=(LayerShape(8, 8, 4), LayerShape(8, 32, 2), LayerShape(32, 8, 1)),
+    head=LayerShape(8, 64, 1),
     modules=(),
     table_numbers=512,
     other_numbers=24,

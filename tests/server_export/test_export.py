@@ -12,7 +12,7 @@ from prge.errors import BundleError, ConfigError, RunError
 from prge.formats.bundle import open_bundle
 from prge.formats.signatures import ROLES
 from server_export.export import ExportConfig, export, main
-from server_export.lower.block_type import WeightsFile
+from server_export.lower.block_type import WeightsLayout
 from tests.tiny_models import SHALLOW, save_model
 from tests.workshop import Made
 
@@ -104,15 +104,15 @@ def test_an_existing_folder_is_kept_unless_overwriting_is_asked_for(
 def test_failed_verification_leaves_nothing(
     llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = WeightsFile.write
+    write = WeightsLayout.write
 
-    def other(self: WeightsFile, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    def other(self: WeightsLayout, path: Path, tensors: dict[str, torch.Tensor]) -> None:
         moved = {
             n: t * 1.01 if n not in self.fixed and t.is_floating_point() else t for n, t in tensors.items()
         }
         write(self, path, moved)
 
-    monkeypatch.setattr(WeightsFile, "write", other)
+    monkeypatch.setattr(WeightsLayout, "write", other)
     with pytest.raises(BundleError, match="otherwise than the model's graph"):
         export(config(llama_folder, tmp_path / "bundle"))
     assert list(tmp_path.iterdir()) == []

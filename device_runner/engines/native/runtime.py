@@ -5,7 +5,7 @@
     shapes = method.run([state, ...], [next_state])
 
 The arrays' own memory goes in and out; other Python threads go on meanwhile. What the runtime refuses is a
-RefusedError.
+EngineRefusalError.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from device_runner.engines.base import Signature, check_threads, tensor_spec
-from device_runner.engines.errors import RefusedError, captured_stderr, explain
+from device_runner.engines.base import MethodMeta, check_threads, tensor_spec
+from device_runner.engines.errors import EngineRefusalError, captured_stderr, explain
 from device_runner.engines.native.build import library
 from prge.engine import Array
 from prge.errors import EngineError
@@ -46,7 +46,7 @@ class Program:
         handle = ctypes.c_void_p()
         call("prge_open", os.fsencode(path), ctypes.byref(handle))
         self._handle = handle
-        self._signatures: dict[str, Signature] = {}
+        self._signatures: dict[str, MethodMeta] = {}
         weakref.finalize(self, interface().prge_close, handle)
 
     @property
@@ -59,10 +59,10 @@ class Program:
         )
         return [(name or b"").decode(errors="replace") for name in names]
 
-    def signature(self, method: str) -> Signature:
+    def signature(self, method: str) -> MethodMeta:
         """Inputs and outputs of a method; sizes that differ from call to call are the largest."""
         if method not in self._signatures:
-            self._signatures[method] = Signature(self._tensors(method, 0), self._tensors(method, 1))
+            self._signatures[method] = MethodMeta(self._tensors(method, 0), self._tensors(method, 1))
         return self._signatures[method]
 
     def arena_bytes(self, method: str) -> int:
@@ -98,7 +98,7 @@ class Program:
                 "prge_tensor", self._handle, method.encode(), outputs, index,
                 ctypes.byref(dtype), ctypes.byref(rank), sizes, _MOST_AXES,
             )  # fmt: skip
-        except RefusedError:
+        except EngineRefusalError:
             return None
         return tensor_spec(dtype.value, sizes[: rank.value]) if rank.value <= _MOST_AXES else None
 
@@ -154,7 +154,7 @@ class _Request(ctypes.Structure):
 class Method:
     """A loaded method; `Program.load` makes it."""
 
-    def __init__(self, handle: ctypes.c_void_p, signature: Signature) -> None:
+    def __init__(self, handle: ctypes.c_void_p, signature: MethodMeta) -> None:
         self._handle = handle
         self._signature = signature
         self._call = _Call(handle, signature)
@@ -185,7 +185,7 @@ class Method:
 class _Call:
     """The arguments of a run."""
 
-    def __init__(self, method: ctypes.c_void_p, signature: Signature) -> None:
+    def __init__(self, method: ctypes.c_void_p, signature: MethodMeta) -> None:
         self._inputs = [_kind(tensor) for tensor in signature.inputs]
         self._outputs = [_kind(tensor) for tensor in signature.outputs]
         self._addresses = (ctypes.c_void_p * len(self._inputs))()
@@ -199,7 +199,7 @@ class _Call:
     def give(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
         """Check arrays, and note where they are."""
         if len(inputs) != len(self._inputs) or len(outputs) != len(self._outputs):
-            raise RefusedError(
+            raise EngineRefusalError(
                 f"the method takes {len(self._inputs)} inputs and {len(self._outputs)} outputs, "
                 f"not {len(inputs)} and {len(outputs)}"
             )
@@ -259,7 +259,7 @@ def set_threads(threads: int | None) -> int:
             call("prge_threads", 0, ctypes.byref(count))
             if check_threads(threads, count.value):
                 call("prge_threads", threads, ctypes.byref(count))
-        except RefusedError as error:
+        except EngineRefusalError as error:
             raise EngineError(f"the engine has no threads: {explain(error)}") from None
     return count.value
 
@@ -288,7 +288,7 @@ def call(function: str, *arguments: Any) -> None:
     """Call a function of the interface that gives a code and a text.
 
     Raises:
-        RefusedError: the code is not 0.
+        EngineRefusalError: the code is not 0.
     """
     text = ctypes.create_string_buffer(_TEXT_BYTES)
     code = getattr(interface(), function)(*arguments, text, _TEXT_BYTES)
@@ -363,13 +363,13 @@ def _address(array: Array) -> int:
         return array.ctypes.data
 
 
-def _unfit(kind: str, index: int, array: Array, expected: str) -> RefusedError:
+def _unfit(kind: str, index: int, array: Array, expected: str) -> EngineRefusalError:
     found = f"{array.dtype} {list(array.shape)}"
-    return RefusedError(f"{kind} {index} is {found}, must be contiguous {expected}")
+    return EngineRefusalError(f"{kind} {index} is {found}, must be contiguous {expected}")
 
 
-def _refused(code: int, text: ctypes.Array[ctypes.c_char]) -> RefusedError:
+def _refused(code: int, text: ctypes.Array[ctypes.c_char]) -> EngineRefusalError:
     log = text.value.decode(errors="replace")
     if code == _FAULT:
-        return RefusedError(log.strip().splitlines()[-1] if log.strip() else "the engine failed", log)
-    return RefusedError(f"error 0x{code:02x}", log, code)
+        return EngineRefusalError(log.strip().splitlines()[-1] if log.strip() else "the engine failed", log)
+    return EngineRefusalError(f"error 0x{code:02x}", log, code)

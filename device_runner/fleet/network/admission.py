@@ -116,7 +116,7 @@ def connections_for(most_bytes: int) -> type[Connection]:
     return type("Connection", (Connection,), {"seconds": _SECONDS_TO_ASK + most_bytes / _SLOWEST})
 
 
-class Door:
+class Admission:
     """ASGI application that lets requests of devices through to another one.
 
     Args:

@@ -154,7 +154,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Task:
+class FlowerTask:
     """A task of a server: its bytes, its round as the server counts, and the message that carried it."""
 
     content: bytes
@@ -232,7 +232,7 @@ class FleetClient:
         (message,), (tree,) = response.messages_list, response.message_object_trees
         return Offer(message.metadata.run_id, tree)
 
-    def fetch(self, offer: Offer) -> Task:
+    def fetch(self, offer: Offer) -> FlowerTask:
         """Fetch a task."""
         message = pull_and_inflate_object_from_tree(
             offer.tree,
@@ -244,7 +244,7 @@ class FleetClient:
             max_time=_SECONDS_TO_PULL,
         )
         _identify(message, offer.tree.object_id)
-        return Task(decode_content(message), message.metadata.group_id, message)
+        return FlowerTask(decode_content(message), message.metadata.group_id, message)
 
     def send(self, reply: Message) -> None:
         """Send the answer to a task."""
@@ -266,7 +266,7 @@ class FleetClient:
 
 
 @dataclass(frozen=True)
-class Answer:
+class FlowerReply:
     """What Flower's database says of an answer: its name, the task's, and why a device has none."""
 
     name: str
@@ -381,14 +381,14 @@ class FleetState:
                 self._state.store_object(self._run, session, each, objects[each].deflate())
         return name
 
-    def answers(self, tasks: Iterable[str]) -> list[Answer]:
+    def answers(self, tasks: Iterable[str]) -> list[FlowerReply]:
         """Answers to these tasks, begun or complete.
 
         Raises:
             LookupError, TypeError, ValueError: Flower can't read one of them.
         """
         return [
-            Answer(
+            FlowerReply(
                 message.metadata.message_id,
                 message.metadata.reply_to_message_id,
                 message.error.reason if message.has_error() else None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from device_runner.fleet.network.flower import Answer, FleetState, Push, Receipt
+from device_runner.fleet.network.flower import FleetState, FlowerReply, Push, Receipt
 from prge.errors import RunError, shown
 
 # For an answer that is made when its round ends, and may be asked for again.
@@ -29,7 +29,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Reply:
+class NetworkReply:
     """What came of a task: the device's bytes, or why there are none."""
 
     sent: Sent
@@ -44,7 +44,7 @@ class Post:
         self._state = state
         self._number = -1
         self._out: dict[str, Sent] = {}
-        self._begun: dict[str, Answer] = {}
+        self._begun: dict[str, FlowerReply] = {}
 
     def nodes(self) -> list[int]:
         """Devices that are there."""
@@ -85,7 +85,7 @@ class Post:
             del self._out[name]
         return False
 
-    def replies(self) -> Iterator[Reply]:
+    def replies(self) -> Iterator[NetworkReply]:
         """What has come since it was last asked for."""
         for answer in self._come(set(self._out) - set(self._begun)):
             self._begun[answer.task] = answer
@@ -95,9 +95,9 @@ class Post:
             if failed or content is not None:
                 del self._begun[name]
                 self._state.delete([name])
-                yield Reply(self._out.pop(name), content, shown(answer.problem or ""))
+                yield NetworkReply(self._out.pop(name), content, shown(answer.problem or ""))
 
-    def _come(self, names: set[str]) -> list[Answer]:
+    def _come(self, names: set[str]) -> list[FlowerReply]:
         """Flower's records of answers; one that it fails over is deleted, for it would fail again."""
         try:
             return self._state.answers(names) if names else []

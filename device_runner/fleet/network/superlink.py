@@ -2,7 +2,7 @@
 
 Flower's own command `flower-superlink` is not used, because it gives everyone who reaches its port the right
 to start apps: it would run a stranger's code on the server and let strangers register devices. Here devices
-reach nothing but the Fleet API, through a `Door`, and the run has no app: this process is its server.
+reach nothing but the Fleet API, through a `Admission`, and the run has no app: this process is its server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import uvicorn
 
-from device_runner.fleet.network.admission import Door, Listener, connections_for
+from device_runner.fleet.network.admission import Admission, Listener, connections_for
 from device_runner.fleet.network.flower import FleetState, encode_keys, fleet_application
 from device_runner.fleet.network.flower_files import flower_home, last_lines, log_to
 from device_runner.fleet.network.keys import ServerKeys
@@ -82,7 +82,7 @@ def superlink(
             state.register(keys.devices)
             known = encode_keys(keys.devices.values())
         application = fleet_application(state, keys is not None, post.allows)
-        door = Door(application, listener, known, most_bytes)
+        door = Admission(application, listener, known, most_bytes)
         with listener, _serving(door, listener, keys, most_bytes, home / "superlink.log"):
             yield SuperLink(address_of(listener), state, post)
 
@@ -98,7 +98,7 @@ def _most_connections() -> int:
 
 @contextmanager
 def _serving(
-    app: Door, listener: Listener, keys: ServerKeys | None, most_bytes: int, log: Path
+    app: Admission, listener: Listener, keys: ServerKeys | None, most_bytes: int, log: Path
 ) -> Iterator[None]:
     """Serve in a thread of this process, so that both end together."""
     server = uvicorn.Server(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from device_runner.fleet.messages import RefusedError
+from device_runner.fleet.messages import TaskRefusedError
 from device_runner.fleet.privacy.reported import COUNTED, exposure
 from prge.formats.journal import Journal, Record
 from prge.training.privacy_accounting import epsilon_of
@@ -44,14 +44,14 @@ class Ledger:
         """The line that a round was begun with; None of a new one.
 
         Raises:
-            RefusedError: a later round of the agreement was begun.
+            TaskRefusedError: a later round of the agreement was begun.
         """
         ours = [record for record in self._begun if record["agreement"] == agreement]
         newest = max(ours, key=lambda record: record["round"], default=None)
         if newest is None or newest["round"] < number:
             return None
         if newest["round"] > number:
-            raise RefusedError(f"round {number + 1} is over: round {newest['round'] + 1} was begun")
+            raise TaskRefusedError(f"round {number + 1} is over: round {newest['round'] + 1} was begun")
         return newest
 
     def is_answered(self, line: Record) -> bool:

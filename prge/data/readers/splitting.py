@@ -21,7 +21,7 @@ MOST_OF_FEW = 0.2
 
 
 @dataclass(frozen=True)
-class Parts:
+class Splits:
     """Rows of each part, in the order that they had; `notes` say what a person should know of them."""
 
     train: list[Row]
@@ -29,7 +29,7 @@ class Parts:
     notes: list[str] = field(default_factory=list)
 
 
-def split_rows(rows: Sequence[Row], columns: Collection[str] | None = None) -> Parts:
+def split_rows(rows: Sequence[Row], columns: Collection[str] | None = None) -> Splits:
     """Split a tenth of the rows off for development; the parts share no content.
 
     These are at least `FEWEST` as long as that is no more than a fifth of the rows, and at most `MOST`. A
@@ -53,7 +53,7 @@ def split_rows(rows: Sequence[Row], columns: Collection[str] | None = None) -> P
         notes = ["no dev rows can be split off: all rows are equal"]
     if repeated := len(rows) - len(groups):
         notes.append(f"{repeated} rows repeat others: equal rows are in one part")
-    return Parts(train, dev, notes)
+    return Splits(train, dev, notes)
 
 
 def wanted(rows: int) -> int:

@@ -17,7 +17,7 @@ from prge.engine import Call, Engine, Float64Array, FloatArray
 from prge.formats.adapter import Adapter, adapter_size
 from prge.model_spec import AdaptedModule
 from prge.objectives.examples import sequences_of
-from prge.training.estimators.directions import Directions
+from prge.training.estimators.directions import DirectionSampler
 from prge.training.estimators.protocol import Measurement, Step, clipped
 
 
@@ -101,7 +101,7 @@ class Differences:
     def measure(self, engine: Engine, step: Step) -> Measurement:
         """The loss of every variant over all examples, in one call."""
         variants = self.rule.variants()
-        directions = Directions(step.seed, step.number, step.adapter.size)
+        directions = DirectionSampler(step.seed, step.number, step.adapter.size)
         adapters = np.empty((len(variants), step.adapter.size), np.float32)
         for copy, variant in enumerate(variants):
             adapters[copy] = perturbed(step.adapter, variant, directions)
@@ -120,7 +120,7 @@ class Differences:
     ) -> FloatArray:
         """mean_i scalar_i * z_i, f32 [size]; summed in query order so that a replay has the same bits."""
         scalars = np.asarray(learnt["scalars"], np.float64)
-        directions = Directions(seed, step, adapter_size(modules))
+        directions = DirectionSampler(seed, step, adapter_size(modules))
         total = np.zeros(directions.size, np.float32)
         for query, scalar in enumerate(scalars):
             term = directions(query)

@@ -4,7 +4,7 @@ Counter-based: the Philox 4x64-10 generator (Salmon et al. 2011, "Parallel rando
 1, 2, 3") keyed by (seed, step) with the query in the counter. Nothing is stored and nothing is sequential:
 any direction of a run can be made again from its journal.
 
-    Directions          one direction a query, a sign for every value of the adapter
+    DirectionSampler          one direction a query, a sign for every value of the adapter
     RankOneDirections   one direction a query and example, a product u v^T of signs in every matrix
 """
 
@@ -43,7 +43,7 @@ def rademacher(seed: int, step: int, query: int, size: int) -> FloatArray:
 
 
 @dataclass(frozen=True)
-class Directions:
+class DirectionSampler:
     """The directions of one step, made when asked for."""
 
     seed: int

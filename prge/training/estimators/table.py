@@ -13,7 +13,7 @@ from prge.formats.signatures import BACKWARD, FORWARD, JVP
 from prge.training.estimators.differences import Antithetic, Differences, OneSided
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.protocol import PASSES_OF_BACKPROPAGATION, Estimator
-from prge.training.estimators.tangents import Tangents
+from prge.training.estimators.tangents import TangentEstimator
 
 EstimatorName = Literal["exact", "tangent", "antithetic", "fzoo"]
 DEFAULT_QUERIES = 4
@@ -43,7 +43,7 @@ class EstimatorFlags:
 
 
 @dataclass(frozen=True)
-class Entry:
+class EstimatorEntry:
     """One estimator.
 
     Attributes:
@@ -92,7 +92,7 @@ def _exact(settings: EstimatorFlags) -> Estimator:
 
 def _tangents(settings: EstimatorFlags) -> Estimator:
     queries = settings.queries or DEFAULT_QUERIES
-    return Tangents(queries, settings.share_directions, settings.clip)
+    return TangentEstimator(queries, settings.share_directions, settings.clip)
 
 
 def _antithetic(settings: EstimatorFlags) -> Estimator:
@@ -106,8 +106,8 @@ def _fzoo(settings: EstimatorFlags) -> Estimator:
 
 
 # The best first.
-ESTIMATORS: dict[EstimatorName, Entry] = {
-    "exact": Entry(
+ESTIMATORS: dict[EstimatorName, EstimatorEntry] = {
+    "exact": EstimatorEntry(
         role=BACKWARD,
         settings=("clip_examples",),
         make=_exact,
@@ -116,7 +116,7 @@ ESTIMATORS: dict[EstimatorName, Entry] = {
         meaning="Exact gradients: every step goes forward and backward through the model and follows the "
         "gradient that backpropagation gives.",
     ),
-    "tangent": Entry(
+    "tangent": EstimatorEntry(
         role=JVP,
         settings=("queries", "share_directions"),
         make=_tangents,
@@ -124,7 +124,7 @@ ESTIMATORS: dict[EstimatorName, Entry] = {
         meaning="Tangents: forward passes only; every step takes exact derivatives of the loss along a few "
         "random directions and follows their mean, a noisy estimate of the gradient.",
     ),
-    "antithetic": Entry(
+    "antithetic": EstimatorEntry(
         role=FORWARD,
         settings=("queries", "epsilon"),
         make=_antithetic,
@@ -133,7 +133,7 @@ ESTIMATORS: dict[EstimatorName, Entry] = {
         meaning="P-RGE (arXiv 2409.15520): forward passes only; every step compares the losses of two "
         "perturbed copies of the adapter along a few random directions: a noisy estimate of the gradient.",
     ),
-    "fzoo": Entry(
+    "fzoo": EstimatorEntry(
         role=FORWARD,
         settings=("queries", "epsilon"),
         make=_fzoo,

@@ -21,7 +21,7 @@ from prge.training.estimators.directions import RankOneDirections, on_grid
 from prge.training.estimators.protocol import Measurement, Step, clipped
 
 
-class Tangents:
+class TangentEstimator:
     """Implements protocol.Estimator on derivatives along `queries` directions of a step.
 
     `shared`: one direction a query for all examples, instead of one for each. `clip` bounds the norm of every

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from prge.errors import BundleError, refused_as
-from server_export.derive.backward.layers import FROZEN, Expansion, Layer, replace_layers
+from server_export.derive.backward.layers import FROZEN, Expansion, FrozenLayer, replace_layers
 from server_export.derive.backward.rules import ONES, decompositions, through, write_backward
 from server_export.ir.block import PORT, port_of
 from server_export.ir.modules import as_module, attribute, copied
@@ -141,7 +141,11 @@ def _check_used(wanted: Sequence[str], slopes: Sequence[torch.Tensor | None]) ->
 
 
 def _rebuilt(
-    root: GraphModule, traced: Graph, constants: Sequence[str], inputs: Sequence[str], layers: list[Layer]
+    root: GraphModule,
+    traced: Graph,
+    constants: Sequence[str],
+    inputs: Sequence[str],
+    layers: list[FrozenLayer],
 ) -> GraphModule:
     """The traced graph with its constants as attributes of `root` and its frozen layers written out."""
     graph = Graph()

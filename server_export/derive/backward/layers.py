@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 from server_export.ir.modules import attribute
 from server_export.ir.shapes import without_memory
 from server_export.ir.softmax_parts import SOFTMAX_PARTS
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 from server_export.quantize.quantization import int8_weight
 
 aten = torch.ops.aten
@@ -70,7 +70,7 @@ FROZEN = torch.ops.prge.frozen_layer.default
 
 
 @dataclass(frozen=True)
-class Layer:
+class FrozenLayer:
     """A frozen layer of a graph.
 
     `weight` is the get_attr node of a float weight, or the node that dequantizes integer codes; `scales` the
@@ -90,9 +90,9 @@ class Layer:
         return int(width_in), int(width_out)
 
 
-def replace_layers(graph_module: GraphModule) -> list[Layer]:
+def replace_layers(graph_module: GraphModule) -> list[FrozenLayer]:
     """Make one operator of every linear layer with a constant weight, in place; numbered in order."""
-    graph, layers, writer = graph_module.graph, list[Layer](), Writer(graph_module)
+    graph, layers, writer = graph_module.graph, list[FrozenLayer](), GraphWriter(graph_module)
     is_head = any(node.target is SOFTMAX_PARTS for node in graph.nodes)
     for node in list(graph.nodes):
         if node.target is not aten.linear.default:
@@ -104,19 +104,19 @@ def replace_layers(graph_module: GraphModule) -> list[Layer]:
         layer = replace(layer, is_head=is_head)
         if layer.scales is not None:
             source = layer.scales.args[0]
-        writer.replace(node, Writer.call, FROZEN, source, len(layers), *layer.widths, False)
+        writer.replace(node, GraphWriter.call, FROZEN, source, len(layers), *layer.widths, False)
         layers.append(layer)
     # The chains stay in the graph: what is expanded is copied from them.
     return layers
 
 
-def _frozen(source: Node, weight: Node, bias: Node | None) -> Layer | None:
+def _frozen(source: Node, weight: Node, bias: Node | None) -> FrozenLayer | None:
     """The layer of a linear operator's arguments; None if its weight isn't constant."""
     if weight.op == "get_attr":
-        return Layer(weight, bias, None)
+        return FrozenLayer(weight, bias, None)
     if str(weight.target) == _QUANTIZED and str(source.target) == _QUANTIZED:
         codes = source.args[0]
-        return Layer(weight, bias, codes.args[2].args[0])
+        return FrozenLayer(weight, bias, codes.args[2].args[0])
     return None
 
 
@@ -131,12 +131,12 @@ class Expansion:
     """
 
     def __init__(
-        self, root: GraphModule, graph: Graph, layers: list[Layer], copy: Callable[[Node], Node]
+        self, root: GraphModule, graph: Graph, layers: list[FrozenLayer], copy: Callable[[Node], Node]
     ) -> None:
         self.root = root
         self.graph = graph
         self.layers = layers
-        self._writer = Writer(root, graph=graph)
+        self._writer = GraphWriter(root, graph=graph)
         self._copy = copy
 
     def write(self, node: Node) -> Node:
@@ -154,7 +154,7 @@ class Expansion:
             bias = () if layer.bias is None else (self._constant_of(layer.bias),)
             return self._writer.call(aten.linear.default, source, weight, *bias)
 
-    def _backward(self, source: Node, layer: Layer) -> Node:
+    def _backward(self, source: Node, layer: FrozenLayer) -> Node:
         writer = self._writer
         if layer.scales is None:
             weight = _transposed(attribute(self.root, str(layer.weight.target)).detach())

@@ -35,7 +35,7 @@ _FORWARD, _BACK = "forward", "way back"
 
 
 @dataclass(frozen=True)
-class Parts:
+class PartitionedGraphs:
     """Graphs of a joint one: the way back that computes all again, a forward pass that answers what it saves
     behind its answer, and the way back from that."""
 
@@ -46,7 +46,7 @@ class Parts:
 
 def partition(
     joint: GraphModule, batch: int, tokens: int, changing: Collection[str] = (), answers: int = 1
-) -> Parts:
+) -> PartitionedGraphs:
     """Part a joint graph.
 
     Args:
@@ -77,7 +77,7 @@ def partition(
     saved = _smallest_cut(joint.graph, slopes, layers, may_be_saved)
     shapes = {node: [batch, tokens, node.meta["val"].numel() // whole] for node in saved}
     as_they_are = [None for _ in slopes]
-    return Parts(
+    return PartitionedGraphs(
         back=_part(joint, slopes, as_they_are),
         save=_part(joint, [answer, *saved, *given], [None, *shapes.values(), *(None for _ in given)]),
         back_saved=_part(joint, slopes, as_they_are, shapes),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from server_export.ir.tangents import Dual, Tangents
+from server_export.ir.tangents import Dual, GraphTangents
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ class Factors:
     out: int
 
 
-def of_factors(t: Tangents, node: Node, *arguments: Any) -> Dual | Factors:
+def of_factors(t: GraphTangents, node: Node, *arguments: Any) -> Dual | Factors:
     """What an operator makes of the adapter's matrices among its arguments.
 
     Raises:
@@ -43,7 +43,7 @@ def of_factors(t: Tangents, node: Node, *arguments: Any) -> Dual | Factors:
     raise NotImplementedError(f"{node.target} of a matrix of the adapter")
 
 
-def _product(t: Tangents, left: Any, right: Factors) -> Dual:
+def _product(t: GraphTangents, left: Any, right: Factors) -> Dual:
     """left right and its tangents d(left) right + left u v^T, of [1, rows x length, above]."""
     value = left.value if isinstance(left, Dual) else left
     primal = t.one_of(t.call(aten.bmm.default, value, right.primal))
@@ -51,7 +51,7 @@ def _product(t: Tangents, left: Any, right: Factors) -> Dual:
     return Dual(t, primal, t.reshape(tangents, [t.queries, *primal.meta["val"].shape[1:]]))
 
 
-def _spreading(t: Tangents, left: Any, value: Node, right: Factors) -> Node:
+def _spreading(t: GraphTangents, left: Any, value: Node, right: Factors) -> Node:
     """Of a matrix with few rows: one number for each token and query, the sum of left u over the rank."""
     queries, rows, rank, out = t.queries, right.rows, right.above, right.out
     length = value.meta["val"].shape[1] // rows
@@ -69,7 +69,7 @@ def _spreading(t: Tangents, left: Any, value: Node, right: Factors) -> Node:
     return t.call(aten.bmm.default, t.call(aten.cat.default, [*parts], 2), matrices)
 
 
-def _reducing(t: Tangents, left: Any, value: Node, right: Factors) -> Node:
+def _reducing(t: GraphTangents, left: Any, value: Node, right: Factors) -> Node:
     """The tangents of a product with a matrix of few columns, without a copy of it for each query."""
     queries, rows, above, out = t.queries, right.rows, right.above, right.out
     tokens = value.meta["val"].shape[1]

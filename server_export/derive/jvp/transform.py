@@ -20,7 +20,7 @@ from server_export.derive.jvp.adapter import Factors, of_factors
 from server_export.ir.block import PORT, port_of
 from server_export.ir.modules import as_module
 from server_export.ir.operators import differentiable, row_of
-from server_export.ir.tangents import Dual, Tangents
+from server_export.ir.tangents import Dual, GraphTangents
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def differentiate(
     copies |= {node: _input(graph, str(node.target), node, *node.meta["val"].shape[1:]) for node in adapter}
     for node in adapter:
         _give_port(copies[node], node, Part.VALUE)
-    writer = Tangents(graph_module, graph, queries, sums)
+    writer = GraphTangents(graph_module, graph, queries, sums)
     answers = _differentiated(writer, copies, seeds)
     pairs = [(each.value, each.tangents) for each in answers]
     graph.output(tuple(part for pair in pairs for part in pair))
@@ -90,7 +90,9 @@ def differentiate(
     return as_module(graph_module, graph)
 
 
-def _differentiated(writer: Tangents, copies: Mapping[Node, Node], seeds: Mapping[str, Seed]) -> list[Dual]:
+def _differentiated(
+    writer: GraphTangents, copies: Mapping[Node, Node], seeds: Mapping[str, Seed]
+) -> list[Dual]:
     """Write a graph with tangents; returns its answers. `copies` are the new graph's inputs."""
     values = dict[Node, Any]()
     for node in writer.graph_module.graph.find_nodes(op="placeholder"):
@@ -108,7 +110,7 @@ def _differentiated(writer: Tangents, copies: Mapping[Node, Node], seeds: Mappin
     raise AssertionError("a graph ends with its output")
 
 
-def _seeded(writer: Tangents, node: Node, copy: Node, seed: Seed) -> Dual | Factors:
+def _seeded(writer: GraphTangents, node: Node, copy: Node, seed: Seed) -> Dual | Factors:
     name, shape = str(node.target), tuple(node.meta["val"].shape)
     if isinstance(seed, Dense):
         tangents = _input(writer.graph, f"tangent_{name}", node, writer.queries, *shape)
@@ -136,7 +138,7 @@ def _give_port(node: Node, primal: Node, part: Part) -> None:
         node.meta[PORT] = port.of(part)
 
 
-def _apply_rule(writer: Tangents, node: Node, values: Mapping[Node, Any]) -> Any:
+def _apply_rule(writer: GraphTangents, node: Node, values: Mapping[Node, Any]) -> Any:
     known = row_of(node.target)
     arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     try:

@@ -42,7 +42,7 @@ class Depth:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Allocation:
     """A depth, and what learns above it: one option of a part at most."""
 
     depth: int
@@ -57,11 +57,11 @@ class Question:
     options: tuple[Option, ...]
     limit: int
 
-    def gain(self, choice: Choice) -> float:
+    def gain(self, choice: Allocation) -> float:
         """Sum of a choice's gains."""
         return math.fsum([self.depths[choice.depth].gain, *(option.gain for option in choice.options)])
 
-    def cost(self, choice: Choice) -> int:
+    def cost(self, choice: Allocation) -> int:
         """Sum of a choice's costs."""
         return self.depths[choice.depth].cost + sum(option.cost for option in choice.options)
 
@@ -85,30 +85,30 @@ class Question:
             ways.setdefault(option.part, []).append(option)
         return ways
 
-    def filled(self, depth: int, options: Iterable[Option] = ()) -> Choice:
+    def filled(self, depth: int, options: Iterable[Option] = ()) -> Allocation:
         """A choice that fits, with what still fits added to it, and no deeper than it has to be."""
         taken = {option.part: option for option in options}
-        cost = self.cost(Choice(depth, frozenset(taken.values())))
+        cost = self.cost(Allocation(depth, frozenset(taken.values())))
         for option in self.gaining:
             before = taken.get(option.part, Option(option.part, option.block, 0.0, 0.0, 0))
             raised = cost - before.cost + option.cost
             if option.block >= depth and option.gain > before.gain and raised <= self.limit:
                 taken[option.part], cost = option, raised
-        choice = Choice(depth, frozenset(taken.values()))
+        choice = Allocation(depth, frozenset(taken.values()))
         while self._ends_too_deep(choice):
-            choice = Choice(choice.depth + 1, choice.options)
+            choice = Allocation(choice.depth + 1, choice.options)
         return choice
 
-    def _ends_too_deep(self, choice: Choice) -> bool:
+    def _ends_too_deep(self, choice: Allocation) -> bool:
         """Whether a backward that ends one block higher does as well."""
         depth, above = choice.depth, choice.depth + 1
         if above == len(self.depths) or any(option.block == depth for option in choice.options):
             return False
         is_worse = self.depths[above].gain < self.depths[depth].gain
-        return not is_worse and self.cost(Choice(above, choice.options)) <= self.limit
+        return not is_worse and self.cost(Allocation(above, choice.options)) <= self.limit
 
 
-def choose(question: Question, search: SearchName = "greedy", seed: int = 0) -> Choice | None:
+def choose(question: Question, search: SearchName = "greedy", seed: int = 0) -> Allocation | None:
     """The choice that a search finds; None where nothing that fits has a gain.
 
     Evolution begins with the greedy choices, so that it is never worse than these.
@@ -121,10 +121,10 @@ def choose(question: Question, search: SearchName = "greedy", seed: int = 0) -> 
     return best if best is not None and question.gain(best) > 0 else None
 
 
-def _evolved(question: Question, choices: list[Choice], chance: random.Random) -> list[Choice]:
+def _evolved(question: Question, choices: list[Allocation], chance: random.Random) -> list[Allocation]:
     """The last of some generations: the best of parents and children live on."""
 
-    def parent() -> Choice:
+    def parent() -> Allocation:
         return max(chance.choice(choices), chance.choice(choices), key=question.gain)
 
     for _ in range(_GENERATIONS):
@@ -135,7 +135,7 @@ def _evolved(question: Question, choices: list[Choice], chance: random.Random) -
     return choices
 
 
-def _child(question: Question, one: Choice, other: Choice, chance: random.Random) -> Choice:
+def _child(question: Question, one: Allocation, other: Allocation, chance: random.Random) -> Allocation:
     """Each part as one of the two has it, some changed; what doesn't fit left out, what fits added."""
     depth = chance.choice((one.depth, other.depth))
     if chance.random() < _DEPTH_CHANGES:
@@ -148,6 +148,6 @@ def _child(question: Question, one: Choice, other: Choice, chance: random.Random
             option = chance.choice((None, *ways))
         if option is not None and option.block >= depth:
             taken.append(option)
-    while question.cost(Choice(depth, frozenset(taken))) > question.limit:
+    while question.cost(Allocation(depth, frozenset(taken))) > question.limit:
         taken.remove(chance.choice(taken))
     return question.filled(depth, taken)

@@ -16,12 +16,12 @@ from torch import nn
 
 from prge.objectives.examples import Example
 from prge.training.estimators.protocol import PASSES_OF_BACKPROPAGATION
-from server_export.evidence.baselines.method import Method, StepResult
+from server_export.evidence.baselines.method import StepResult, TrainingMethod
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 
 
-class Backpropagation(Method):
+class Backpropagation(TrainingMethod):
     """Steps along exact gradients of some of a model's parameters; the others are frozen."""
 
     def __init__(

@@ -21,7 +21,7 @@ from prge.errors import ConfigError
 from prge.objectives.examples import Example, labels_of, sequences_of
 from prge.training.estimators.protocol import PASSES_OF_BACKPROPAGATION
 from server_export.adapter.layers import replace_module
-from server_export.evidence.baselines.method import Method, StepResult
+from server_export.evidence.baselines.method import StepResult, TrainingMethod
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 from server_export.quiet_libraries import quiet_engine
@@ -94,7 +94,7 @@ class LossProgram(nn.Module):
         return inputs if self.positions is None else (readout.at_positions(inputs[0], self.positions),)
 
 
-class ExecutorchTraining(Method):
+class ExecutorchTraining(TrainingMethod):
     """Steps of ExecuTorch's SGD; what is `trained` is a copy of parameters in the engine's memory."""
 
     def __init__(self, problem: ModelProblem, settings: BaselineSettings) -> None:

@@ -28,7 +28,7 @@ class StepResult:
     rows: int
 
 
-class Method(ABC):
+class TrainingMethod(ABC):
     """A way to train a problem's model in place.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from prge.objectives.examples import Example
-from server_export.evidence.baselines.method import Method, StepResult
+from server_export.evidence.baselines.method import StepResult, TrainingMethod
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BaselineSettings
 
@@ -23,7 +23,7 @@ from server_export.evidence.baselines.settings import BaselineSettings
 _PIECE = 1 << 18
 
 
-class MeZO(Method):
+class MeZO(TrainingMethod):
     """Steps along differences; `scalar` is the last step's projected gradient g."""
 
     def __init__(self, problem: ModelProblem, settings: BaselineSettings) -> None:

@@ -18,7 +18,7 @@ from prge.formats.journal import Record
 from prge.formats.run_folder import FINAL, reported
 from prge.objectives.examples import Example, token_count
 from prge.system.memory import resident_bytes
-from prge.training.checkpoint import Progress
+from prge.training.checkpoint import TrainingProgress
 from prge.training.checkpoint_heads import head_of
 from prge.training.estimators.protocol import Measurement
 from prge.training.evaluation import evaluate
@@ -27,7 +27,7 @@ from prge.training.monitor import Watcher, graceful_stop
 from prge.training.optimizers import schedule
 from prge.training.sampler import Sampler, most_sequences
 from server_export.evidence.baselines.inputs import BaselineInputs
-from server_export.evidence.baselines.method import Method
+from server_export.evidence.baselines.method import TrainingMethod
 from server_export.evidence.baselines.methods import METHODS
 from server_export.evidence.baselines.problem import ModelProblem
 from server_export.evidence.baselines.settings import BEST, BaselineSettings
@@ -100,12 +100,12 @@ class BaselineLearner:
     `rows` are those that were computed.
     """
 
-    def __init__(self, settings: BaselineSettings, inputs: BaselineInputs, method: Method) -> None:
+    def __init__(self, settings: BaselineSettings, inputs: BaselineInputs, method: TrainingMethod) -> None:
         problem = method.problem
         # An encoder's heads are fitted before the first step.
         problem.prepare_heads()
         self.method = method
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.rows = method.prior_rows
         self._best: Record | None = None
         self._settings = settings

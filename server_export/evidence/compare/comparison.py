@@ -28,8 +28,8 @@ from server_export.evidence.compare.budget import growing, steps_within
 from server_export.evidence.compare.children import last_words, run_verb
 from server_export.evidence.compare.methods import (
     METHODS,
-    Method,
-    Plan,
+    ComparedMethod,
+    RunPlan,
     chosen_methods,
     export_settings,
     run_settings,
@@ -144,7 +144,7 @@ class Comparison:
             "bundle": open_bundle(self._bundle).sha256,
         }
 
-    def _tune(self, method: Method, result: dict[str, Any]) -> Plan | None:
+    def _tune(self, method: ComparedMethod, result: dict[str, Any]) -> RunPlan | None:
         """What the reported runs of a method are to do; None where it can't be known."""
         try:
             steps = self._steps(method)
@@ -157,9 +157,9 @@ class Comparison:
         # The step that computes most, whether its method takes part or not: later calls may bring it in.
         first = max(each.rows(batch_size) for each in METHODS.values())
         evaluate_at = growing(steps, method.rows(batch_size), first, self.settings.evaluation_growth)
-        return Plan(steps, rate, self.settings.seeds[0], evaluate_at, with_test=True)
+        return RunPlan(steps, rate, self.settings.seeds[0], evaluate_at, with_test=True)
 
-    def _run(self, method: Method, plan: Plan, result: dict[str, Any]) -> None:
+    def _run(self, method: ComparedMethod, plan: RunPlan, result: dict[str, Any]) -> None:
         folder = self.out / "runs" / f"{method.name}-{plan.seed}"
         try:
             run = self._train(method, plan, folder)
@@ -171,17 +171,17 @@ class Comparison:
             _log(f"{method.name}: {failure.what}")
             result["failures"].append(f"seed {plan.seed}: {failure}")
 
-    def _steps(self, method: Method) -> int:
+    def _steps(self, method: ComparedMethod) -> int:
         """Steps of a reported run; a short one without evaluations measures their time and memory."""
         settings, seconds = self.settings, None
-        plan = Plan(MEASURED_STEPS, self._centre(method), SEARCH_SEED)
+        plan = RunPlan(MEASURED_STEPS, self._centre(method), SEARCH_SEED)
         measured = self._train(method, plan, self.out / "measured" / method.name)
         if settings.budget == "seconds":
             # The first step warms caches up.
             seconds = statistics.median(list(step_seconds(read_metrics(measured)).values())[1:])
         return steps_within(settings.budget, settings.budget_value, method.rows(settings.batch_size), seconds)
 
-    def _choose_rate(self, method: Method, steps: int, trials: list[dict[str, Any]]) -> float:
+    def _choose_rate(self, method: ComparedMethod, steps: int, trials: list[dict[str, Any]]) -> float:
         """The learning rate of the best trial on development rows; `trials` takes what was tried.
 
         Raises:
@@ -194,7 +194,7 @@ class Comparison:
         messages = ["no trial ended with a finite loss"]
 
         def loss(rate: float) -> float:
-            plan = Plan(trial_steps, rate, SEARCH_SEED, evaluate_at)
+            plan = RunPlan(trial_steps, rate, SEARCH_SEED, evaluate_at)
             try:
                 trial_loss = best_loss(
                     self._train(method, plan, self.out / "search" / f"{method.name}-{rate:g}")
@@ -212,7 +212,7 @@ class Comparison:
             raise MethodError(messages[-1])
         return rate
 
-    def _train(self, method: Method, plan: Plan, folder: Path) -> Path:
+    def _train(self, method: ComparedMethod, plan: RunPlan, folder: Path) -> Path:
         """A finished run in `folder`, from before, gone on with, or new; returns its run folder.
 
         Raises:
@@ -249,7 +249,7 @@ class Comparison:
             partial.rename(path)
         return json_of(path)
 
-    def _centre(self, method: Method) -> float:
+    def _centre(self, method: ComparedMethod) -> float:
         return self.settings.learning_rates.get(method.name, method.learning_rate)
 
     def _check(self, stored: Mapping[str, Any]) -> None:
@@ -292,7 +292,7 @@ def _where_to_read(log: Path) -> str:
     return f"all it said: {log}"
 
 
-def _blank(method: Method) -> dict[str, Any]:
+def _blank(method: ComparedMethod) -> dict[str, Any]:
     return {
         "title": method.title,
         "family": "pytorch" if method.estimator is None else "engine",

@@ -17,7 +17,7 @@ from server_export.evidence.compare.settings import CompareSettings
 
 
 @dataclass(frozen=True)
-class Method:
+class ComparedMethod:
     """One way to train.
 
     `title` says in a report what it is, `learning_rate` is the centre of its search. `forward_only`: its
@@ -53,15 +53,15 @@ def _on_engine(
     queries: int,
     title: str,
     directions: int | None = None,
-) -> Method:
+) -> ComparedMethod:
     """A method with random directions, by default as many as queries share its batch."""
     run = {"queries": directions or queries}
-    return Method(name, title, 5e-3, True, run, estimator, queries)
+    return ComparedMethod(name, title, 5e-3, True, run, estimator, queries)
 
 
-def _in_pytorch(name: str, entry: MethodEntry) -> Method:
+def _in_pytorch(name: str, entry: MethodEntry) -> ComparedMethod:
     run = {"optimizer": entry.optimizers[0]} if len(entry.optimizers) == 1 else {}
-    return Method(name, entry.title, entry.learning_rate, entry.forward_only, run)
+    return ComparedMethod(name, entry.title, entry.learning_rate, entry.forward_only, run)
 
 
 _DIFFERENCES = "P-RGE: differences between the losses of {} of perturbed adapters, all in one call"
@@ -69,7 +69,7 @@ _DERIVATIVES = "forward-mode differentiation: exact derivatives of the loss alon
 _ONE_SIDED = "FZOO: 7 perturbed adapters against an unperturbed one, divided by their losses' deviation"
 _EXACT = "backpropagation through the same adapter, as a graph that the engine runs"
 
-METHODS: dict[str, Method] = {
+METHODS: dict[str, ComparedMethod] = {
     method.name: method
     for method in (
         _on_engine("p-rge", "antithetic", 4, _DIFFERENCES.format("4 pairs")),
@@ -80,13 +80,13 @@ METHODS: dict[str, Method] = {
         _on_engine("tangent-q16", "tangent", 16, _DERIVATIVES.format(16)),
         # Seven perturbed copies and a clean one: as many as p-rge has.
         _on_engine("fzoo", "fzoo", 4, _ONE_SIDED, directions=7),
-        Method("exact", _EXACT, 1e-2, False, {}, "exact"),
+        ComparedMethod("exact", _EXACT, 1e-2, False, {}, "exact"),
         *(_in_pytorch(name, entry) for name, entry in PYTORCH.items()),
     )
 }
 
 
-def chosen_methods(names: Iterable[str], batch_size: int) -> list[Method]:
+def chosen_methods(names: Iterable[str], batch_size: int) -> list[ComparedMethod]:
     """The methods of some names, in their order, each once.
 
     Raises:
@@ -125,7 +125,7 @@ def export_settings(settings: CompareSettings, out: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What one run is to do."""
 
     steps: int
@@ -136,7 +136,12 @@ class Plan:
 
 
 def run_settings(
-    method: Method, settings: CompareSettings, plan: Plan, bundle: Path, rows: Mapping[str, Path], out: Path
+    method: ComparedMethod,
+    settings: CompareSettings,
+    plan: RunPlan,
+    bundle: Path,
+    rows: Mapping[str, Path],
+    out: Path,
 ) -> dict[str, Any]:
     """Settings of the verb that trains a method into the folder `out`; `rows` are files by split."""
     chosen: dict[str, Any] = {

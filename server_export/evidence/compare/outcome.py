@@ -24,7 +24,7 @@ Run = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Target:
+class LossTarget:
     """The loss to reach on development rows, and where it comes from; None where there is none."""
 
     value: float | None
@@ -66,30 +66,30 @@ def compared(result: Result) -> list[Figure]:
     return [figure for figure in FIGURES if has_quality(result) or not figure.of_quality]
 
 
-def find_target(result: Result) -> Target:
+def find_target(result: Result) -> LossTarget:
     """The given target, or a share of the way from the start to the best of the reference."""
     settings, methods = result["settings"], result["methods"]
     if not has_quality(result):
-        return Target(None, "the weights are random, so that only time and memory mean anything")
+        return LossTarget(None, "the weights are random, so that only time and memory mean anything")
     if settings["target"] is not None:
-        return Target(settings["target"], "given")
+        return LossTarget(settings["target"], "given")
     name = next((name for name in (REFERENCE, *methods) if methods.get(name, {}).get("runs")), None)
     if name is None:
-        return Target(None, "no method has a finished run")
+        return LossTarget(None, "no method has a finished run")
     curves = ([point["loss"] for point in run["curve"]] for run in methods[name]["runs"])
     finite = [losses for each in curves if (losses := [loss for loss in each if loss is not None])]
     if not finite:
-        return Target(None, f"{name} has no loss on development rows")
+        return LossTarget(None, f"{name} has no loss on development rows")
     start = sum(losses[0] for losses in finite) / len(finite)
     best = sum(map(min, finite)) / len(finite)
     if best == start:
-        return Target(None, f"{name} never became better than its start ({start:.4g})")
+        return LossTarget(None, f"{name} never became better than its start ({start:.4g})")
     share = settings["target_share"]
     origin = f"{share:.0%} of the way from the start ({start:.4g}) to the best of {name} ({best:.4g})"
-    return Target(start + share * (best - start), origin)
+    return LossTarget(start + share * (best - start), origin)
 
 
-def figures_of(method: Mapping[str, Any], target: Target, idle_bytes: int | None) -> dict[str, Spread]:
+def figures_of(method: Mapping[str, Any], target: LossTarget, idle_bytes: int | None) -> dict[str, Spread]:
     """Every figure of a method over its seeds, by key."""
     runs, idle = method["runs"], idle_bytes or 0
     figures: dict[str, Callable[[Run], float | None]] = {
@@ -126,7 +126,7 @@ class Duel:
 class Outcome:
     """All that a report says in numbers."""
 
-    target: Target
+    target: LossTarget
     figures: Mapping[str, Mapping[str, Spread]]
     duels: tuple[Duel, ...]
 
@@ -178,7 +178,7 @@ def _numbers(spread: Spread, scale: float) -> dict[str, Any]:
     }
 
 
-def _to_target(runs: Any, target: Target, axis: str) -> Spread:
+def _to_target(runs: Any, target: LossTarget, axis: str) -> Spread:
     """Where on an axis, `seconds` or `rows`, each run first reaches the target."""
     if target.value is None:
         return Spread({}, len(runs))

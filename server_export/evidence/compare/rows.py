@@ -10,7 +10,7 @@ from prge.data.columns import column_names, present_columns
 from prge.data.forms.form import find_form
 from prge.data.forms.task import Task, load_task
 from prge.data.readers.files import Row, Selection, json_fields, select_rows
-from prge.data.sources import Part, Source, read_source
+from prge.data.sources import Part, RowSource, read_source
 from prge.errors import DataError, RunError
 from prge.system.atomic import write_file
 from server_export.evidence.compare.settings import CompareSettings
@@ -62,7 +62,7 @@ def write_splits(settings: CompareSettings, folder: Path) -> dict[str, Path]:
     return written
 
 
-def _report_unread(source: Source, task: Task | None) -> None:
+def _report_unread(source: RowSource, task: Task | None) -> None:
     """Print which columns no method reads; the methods' runs print those that a chat template reads."""
     if task is not None:
         read = {*task.needed_columns(), *task.needed_columns(encoder=True)}

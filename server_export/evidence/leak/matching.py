@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from server_export.evidence.leak.reports import Report
-from server_export.evidence.leak.rows import Form, Rows
+from server_export.evidence.leak.rows import KnownForm, Rows
 from server_export.evidence.leak.settings import Objective
 from server_export.evidence.leak.victim import Victim
 
@@ -25,7 +25,9 @@ _NEAR = 0.05
 _LENGTHS = 0.1
 
 
-def match(victim: Victim, form: Form, report: Report, rows: Rows, objective: Objective, steps: int) -> Rows:
+def match(
+    victim: Victim, form: KnownForm, report: Report, rows: Rows, objective: Objective, steps: int
+) -> Rows:
     """The tokens nearest to embeddings that were moved from guesses towards a report.
 
     `rows` are those of one guess after the other, each of all rows of the report; their labels stay. Each of

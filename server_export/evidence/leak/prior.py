@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from server_export.evidence.leak.rows import Form, Rows
+from server_export.evidence.leak.rows import KnownForm, Rows
 from server_export.evidence.leak.victim import Victim
 
 # Rows that are compared, the heaviest.
 _COMPARED = 512
 
 
-def sample(victim: Victim, form: Form, count: int, generator: torch.Generator) -> tuple[Rows, torch.Tensor]:
+def sample(
+    victim: Victim, form: KnownForm, count: int, generator: torch.Generator
+) -> tuple[Rows, torch.Tensor]:
     """Rows that the model writes after what is known to come before: different ones, and each one's share.
 
     Without anything before, the first token is any of the vocabulary. Labels are drawn evenly.

@@ -27,7 +27,7 @@ MOST_SOLVED = 4096
 
 
 @dataclass(frozen=True)
-class View:
+class ReportView:
     """What a report shows of a gradient: all, some `places` i64 [numbers], or its `directions`.
 
     `directions` f32 [numbers, size] are the rows of a matrix, `queries` of them a step's. `clip` bounds what
@@ -61,7 +61,7 @@ class Report:
     `noise` is the standard deviation of what was added to each number.
     """
 
-    view: View
+    view: ReportView
     numbers: torch.Tensor
     batch: int
     noise: float = 0.0
@@ -96,7 +96,7 @@ class Report:
 
 
 def sent(
-    view: View, gradients: torch.Tensor, noise: float = 0.0, generator: torch.Generator | None = None
+    view: ReportView, gradients: torch.Tensor, noise: float = 0.0, generator: torch.Generator | None = None
 ) -> Report:
     """The report of rows.
 
@@ -119,16 +119,16 @@ def sent(
     return Report(view, numbers, len(gradients), deviation)
 
 
-def largest(gradients: torch.Tensor, share: float) -> View:
+def largest(gradients: torch.Tensor, share: float) -> ReportView:
     """The view of that share of the mean's values which is largest by size, one at least."""
     mean = gradients.mean(0)
-    return View(mean.abs().topk(max(round(share * len(mean)), 1)).indices.sort().values)
+    return ReportView(mean.abs().topk(max(round(share * len(mean)), 1)).indices.sort().values)
 
 
-def directions_of(modules: Sequence[AdaptedModule], seed: int, steps: int, queries: int) -> View:
+def directions_of(modules: Sequence[AdaptedModule], seed: int, steps: int, queries: int) -> ReportView:
     """The view along the directions of a run's first steps, as its devices make them."""
     directions = []
     for step in range(steps):
         of_step = RankOneDirections(seed, step, queries, 1, tuple(modules), shared=True)
         directions += [of_step(query) for query in range(queries)]
-    return View(directions=torch.from_numpy(np.stack(directions)), queries=queries)
+    return ReportView(directions=torch.from_numpy(np.stack(directions)), queries=queries)

@@ -16,7 +16,7 @@ from prge.objectives.examples import Example
 
 
 @dataclass(frozen=True)
-class Form:
+class KnownForm:
     """What is known of every row of a report: all but its unknown tokens and its label.
 
     `before` and `after` are the tokens around the unknown ones: a begin-of-sequence token, a template's
@@ -69,7 +69,7 @@ def joined(parts: list[Rows]) -> Rows:
     return Rows(torch.cat([part.tokens for part in parts]), torch.cat([part.labels for part in parts]))
 
 
-def known_form(examples: Sequence[Example], begin: int, length: int) -> Form:
+def known_form(examples: Sequence[Example], begin: int, length: int) -> KnownForm:
     """The form of examples that are cut to `length` unknown tokens.
 
     Args:
@@ -90,7 +90,7 @@ def known_form(examples: Sequence[Example], begin: int, length: int) -> Form:
         remedy = "give rows of texts, or a task whose candidates are one token each"
         raise DataError("these rows can't be attacked:", [problem], remedy=remedy)
     if is_text:
-        return Form(sequences[0].tokens[:begin], length)
+        return KnownForm(sequences[0].tokens[:begin], length)
     rows = [sequence.tokens for sequence in sequences]
     shortest = min(map(len, rows))
     before, after = 0, 0
@@ -100,10 +100,10 @@ def known_form(examples: Sequence[Example], begin: int, length: int) -> Form:
     while after < shortest - before and len({row[-1 - after] for row in rows}) == 1:
         after += 1
     classes = tuple(target.token for target in sequences[0].targets)
-    return Form(rows[0][:before], length, rows[0][len(rows[0]) - after :], classes)
+    return KnownForm(rows[0][:before], length, rows[0][len(rows[0]) - after :], classes)
 
 
-def unknown_part(example: Example, form: Form) -> tuple[int, ...]:
+def unknown_part(example: Example, form: KnownForm) -> tuple[int, ...]:
     """The tokens of an example that are unknown, before they are cut to the form's length."""
     tokens = example.sequences[0].tokens
     return tokens[len(form.before) : len(tokens) - len(form.after)]

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from server_export.evidence.leak.matching import match
 from server_export.evidence.leak.prior import consensus
 from server_export.evidence.leak.reports import Report
-from server_export.evidence.leak.rows import Form, Rows, joined
+from server_export.evidence.leak.rows import KnownForm, Rows, joined
 from server_export.evidence.leak.settings import LeakSettings
 from server_export.evidence.leak.span import read_prefixes, spans_of
 from server_export.evidence.leak.victim import Victim
@@ -39,7 +39,7 @@ _FOUND = 30.0
 
 def attack(
     victim: Victim,
-    form: Form,
+    form: KnownForm,
     report: Report,
     written: tuple[Rows, torch.Tensor],
     settings: LeakSettings,
@@ -58,7 +58,7 @@ def attack(
     return Search(victim, form, report, generator, settings).run(rows, shares)
 
 
-def span_rows(victim: Victim, form: Form, report: Report, written: Rows) -> Rows | None:
+def span_rows(victim: Victim, form: KnownForm, report: Report, written: Rows) -> Rows | None:
     """Rows that the span check reads from a report; None where it can't say anything.
 
     A text's last token, which no span shows, is any that a text of `written` has there.
@@ -75,7 +75,7 @@ def span_rows(victim: Victim, form: Form, report: Report, written: Rows) -> Rows
     return with_labels(form, rows)
 
 
-def with_labels(form: Form, rows: Rows) -> Rows:
+def with_labels(form: KnownForm, rows: Rows) -> Rows:
     """Rows with each of the labels, one after the other."""
     return joined(
         [Rows(rows.tokens, torch.full_like(rows.labels, label)) for label in range(form.label_count)]
@@ -109,7 +109,7 @@ class Search:
     """
 
     victim: Victim
-    form: Form
+    form: KnownForm
     report: Report
     generator: torch.Generator
     settings: LeakSettings

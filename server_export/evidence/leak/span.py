@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from prge.model_spec import AdaptedModule
-from server_export.evidence.leak.rows import Form
+from server_export.evidence.leak.rows import KnownForm
 from server_export.evidence.leak.victim import Victim
 
 # A singular value below this share of the largest is the arithmetic's.
@@ -59,7 +59,7 @@ def spans_of(modules: tuple[AdaptedModule, ...], gradient: torch.Tensor) -> Span
     return bases
 
 
-def read_prefixes(victim: Victim, form: Form, spans: Spans, count: int, beam: int) -> torch.Tensor:
+def read_prefixes(victim: Victim, form: KnownForm, spans: Spans, count: int, beam: int) -> torch.Tensor:
     """The unknown tokens that the model reads, from left to right: i64 [at most count, tokens], best first.
 
     A text's last token is only a target: no span has it. The best `beam` prefixes are gone on with.

@@ -14,11 +14,11 @@ import torch
 
 from prge.training.privacy_accounting import epsilon_of
 from server_export.evidence.leak.prior import consensus, sample
-from server_export.evidence.leak.reports import MOST_SOLVED, View, directions_of, largest, sent
-from server_export.evidence.leak.rows import Form, Rows
+from server_export.evidence.leak.reports import MOST_SOLVED, ReportView, directions_of, largest, sent
+from server_export.evidence.leak.rows import KnownForm, Rows
 from server_export.evidence.leak.search import attack
 from server_export.evidence.leak.settings import Case
-from server_export.evidence.leak.target import Target
+from server_export.evidence.leak.target import AttackTarget
 from server_export.evidence.leak.victim import Victim
 
 Line = dict[str, Any]
@@ -30,7 +30,7 @@ MOST_NUMBERS = 1000
 DELTA = 1e-5
 
 
-def run_study(target: Target, log: Callable[[str], None]) -> dict[str, Any]:
+def run_study(target: AttackTarget, log: Callable[[str], None]) -> dict[str, Any]:
     """Attack every case; `log` takes a line about each.
 
     Returns:
@@ -75,7 +75,7 @@ def text_of(line: Line, blind: Line) -> str:
 class _Study:
     """Attacks on the reports of a target; what its cases share is computed once."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: AttackTarget) -> None:
         self._target = target
         self._victim = cache(target.victim)
         self._written = cache(self._sample)
@@ -89,7 +89,7 @@ class _Study:
             form, batches = target.reports(case.length, case.batch, seed)
             written = self._written(case.rank, seed, form)
             unaided = consensus(*written)
-            along = _directions(victim, case, seed) if case.report == "scalars" else View()
+            along = _directions(victim, case, seed) if case.report == "scalars" else ReportView()
             pairs = []
             for number, rows in enumerate(batches):
                 generator = torch.Generator().manual_seed(seed * len(batches) + number)
@@ -104,7 +104,7 @@ class _Study:
             )
         return _over_seeds(scores), _over_seeds(blind)
 
-    def _sample(self, rank: int, seed: int, form: Form) -> tuple[Rows, torch.Tensor]:
+    def _sample(self, rank: int, seed: int, form: KnownForm) -> tuple[Rows, torch.Tensor]:
         """What the model itself would write."""
         generator = torch.Generator().manual_seed(seed)
         return sample(self._victim(rank, seed), form, self._target.settings.samples, generator)
@@ -139,7 +139,7 @@ def _over_seeds(scores: Sequence[Score]) -> Line:
     }
 
 
-def _directions(victim: Victim, case: Case, seed: int) -> View:
+def _directions(victim: Victim, case: Case, seed: int) -> ReportView:
     """Those of the steps that an attack reads: all, or enough where there are more."""
     steps, enough = case.steps, MOST_NUMBERS
     if not case.noise and victim.size <= MOST_SOLVED and case.steps * case.queries >= victim.size:

@@ -21,14 +21,14 @@ from server_export.adapter.initial_adapter import start_adapter
 from server_export.adapter.layers import convert_conv1d
 from server_export.checkpoint.loading import LoadedModel, load_model
 from server_export.checkpoint.tokenization import load_tokenizer, on_device
-from server_export.evidence.leak.rows import Form, Rows, known_form, unknown_part
+from server_export.evidence.leak.rows import KnownForm, Rows, known_form, unknown_part
 from server_export.evidence.leak.settings import LeakSettings
 from server_export.evidence.leak.victim import LENGTH, Victim
 from server_export.oracle import TorchEngine, open_base
 
 
 @dataclass(frozen=True)
-class Target:
+class AttackTarget:
     """What is attacked: settings with a bundle, if there is one, and all rows with their tokenizer."""
 
     settings: LeakSettings
@@ -52,7 +52,7 @@ class Target:
         engine = TorchEngine.of(self.bundle, open_base(self.bundle, settings.model_path), adapter=adapter)
         return Victim(engine, {name: torch.from_numpy(matrix) for name, matrix in adapter.lora_b.items()})
 
-    def reports(self, length: int, batch: int, seed: int) -> tuple[Form, list[Rows]]:
+    def reports(self, length: int, batch: int, seed: int) -> tuple[KnownForm, list[Rows]]:
         """Rows of so many unknown tokens, in batches, chosen by a seed.
 
         Raises:
@@ -74,7 +74,7 @@ class Target:
         return form, [rows[slice(start, start + batch)] for start in range(0, needed, batch)]
 
 
-def open_target(settings: LeakSettings) -> Target:
+def open_target(settings: LeakSettings) -> AttackTarget:
     """Read the bundle and the rows.
 
     Raises:
@@ -104,7 +104,7 @@ def open_target(settings: LeakSettings) -> Target:
     )
     examples, report = load_examples(rows, tokenizer, model, task, options=options)
     warn_unread(report)
-    return Target(settings, bundle, tokenizer, examples)
+    return AttackTarget(settings, bundle, tokenizer, examples)
 
 
 def _load(settings: LeakSettings) -> LoadedModel:

@@ -16,7 +16,7 @@ from torch import nn
 
 from prge.model_spec import AdaptedModule, ModelSpec
 from server_export.checkpoint.loading import LoadedModel
-from server_export.evidence.leak.rows import Form, Rows
+from server_export.evidence.leak.rows import KnownForm, Rows
 from server_export.oracle import TorchEngine
 
 # Tokens of a pass; more of them take memory and save no time.
@@ -63,7 +63,7 @@ class Victim:
         model = ModelSpec("logprobs", 0, vocabulary, LENGTH, modules)
         return cls(TorchEngine(network, model, lora_a), lora_b)
 
-    def gradients(self, form: Form, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradients(self, form: KnownForm, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradient of every row's loss by lora_b, f32 [rows, size], and its log-likelihood, f32 [rows]."""
         gradients, likelihoods = [], []
         for part in torch.arange(len(rows)).split(max(_TOKENS // form.read, 1)):
@@ -76,7 +76,7 @@ class Victim:
         return torch.cat(gradients), torch.cat(likelihoods)
 
     def soft_gradient(
-        self, form: Form, embedded: torch.Tensor, targets: torch.Tensor, rows: Rows
+        self, form: KnownForm, embedded: torch.Tensor, targets: torch.Tensor, rows: Rows
     ) -> torch.Tensor:
         """Gradient of rows that are no tokens, f32 [rows, size], which can be differentiated.
 
@@ -88,7 +88,7 @@ class Victim:
         """
         return self._gradient(form, embedded, targets, _one_hot_labels(form, rows), create_graph=True)[0]
 
-    def reduced_inputs(self, form: Form, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    def reduced_inputs(self, form: KnownForm, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """What each adapted layer sees of prefixes i64 [prefixes, n], times lora_a^T.
 
         Returns:
@@ -104,11 +104,11 @@ class Victim:
                 hook.remove()
         return {name: torch.cat(parts) for name, parts in reduced.items()}
 
-    def next_logprobs(self, form: Form, tokens: torch.Tensor) -> torch.Tensor:
+    def next_logprobs(self, form: KnownForm, tokens: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of the token after prefixes i64 [prefixes, n]: f32 [prefixes, vocabulary]."""
         return torch.cat([part[:, -1] for part in self._read(form, tokens)])
 
-    def predictions(self, form: Form, tokens: torch.Tensor) -> torch.Tensor:
+    def predictions(self, form: KnownForm, tokens: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of what comes at each place of a row i64 [length]: f32 [length, vocabulary].
 
         A first token that nothing comes before has zeros.
@@ -119,7 +119,7 @@ class Victim:
         return torch.cat([torch.zeros(1, self.vocabulary), *read])
 
     @torch.no_grad()
-    def _read(self, form: Form, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _read(self, form: KnownForm, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
         """Log-probabilities after each token of prefixes i64 [prefixes, n] and before them, in parts."""
         for part in tokens.split(max(_TOKENS // (len(form.before) + tokens.shape[1]), 1)):
             before = torch.tensor(form.before, dtype=torch.long).expand(len(part), -1)
@@ -134,7 +134,7 @@ class Victim:
 
     def _gradient(
         self,
-        form: Form,
+        form: KnownForm,
         embedded: torch.Tensor,
         targets: torch.Tensor,
         labels: torch.Tensor,
@@ -158,7 +158,9 @@ class Victim:
         return torch.log_softmax(output.logits, -1), values
 
 
-def _losses(form: Form, logprobs: torch.Tensor, targets: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _losses(
+    form: KnownForm, logprobs: torch.Tensor, targets: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
     """Loss of every row, f32 [rows], as prge/objectives/objective.py has it."""
     if form.classes:
         scores = torch.log_softmax(logprobs[:, -1, list(form.classes)], -1)
@@ -166,11 +168,11 @@ def _losses(form: Form, logprobs: torch.Tensor, targets: torch.Tensor, labels: t
     return -(targets[:, form.targets] * _of_targets(form, logprobs)).sum(-1).mean(1)
 
 
-def _of_targets(form: Form, logprobs: torch.Tensor) -> torch.Tensor:
+def _of_targets(form: KnownForm, logprobs: torch.Tensor) -> torch.Tensor:
     """Log-probabilities [rows, targets, vocabulary] of the unknown tokens that are learnt."""
     first = len(form.before) + form.targets.start - 1
     return logprobs[:, first : first + form.length - form.targets.start]
 
 
-def _one_hot_labels(form: Form, rows: Rows) -> torch.Tensor:
+def _one_hot_labels(form: KnownForm, rows: Rows) -> torch.Tensor:
     return F.one_hot(rows.labels, form.label_count).float()

@@ -8,8 +8,8 @@ import torch
 from torch.fx import Node
 
 from server_export.ir.operators.table import Category, row
-from server_export.ir.tangents import Dual, Number, Tangents, shape_of
-from server_export.ir.writer import Writer
+from server_export.ir.tangents import Dual, GraphTangents, Number, shape_of
+from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ def _rank(node: Node) -> int:
     return len(shape_of(node))
 
 
-def _add(t: Tangents, node: Node, left: Any, right: Any, *, alpha: Number = 1) -> Dual:
+def _add(t: GraphTangents, node: Node, left: Any, right: Any, *, alpha: Number = 1) -> Dual:
     if alpha != 1:
         is_dual = isinstance(right, Dual)
         right = right.each(lambda part, _: t.times(part, alpha)) if is_dual else t.product(right, alpha)
@@ -41,7 +41,7 @@ def _add(t: Tangents, node: Node, left: Any, right: Any, *, alpha: Number = 1) -
     return _shifted(t, node, right, left, aten.add.Tensor)
 
 
-def _shifted(t: Tangents, node: Node, source: Dual, other: Any, target: Any) -> Dual:
+def _shifted(t: GraphTangents, node: Node, source: Dual, other: Any, target: Any) -> Dual:
     """With what has no tangents: those of the source stay what they are."""
     shape = shape_of(node)
     source = source.aligned(len(shape))
@@ -51,7 +51,7 @@ def _shifted(t: Tangents, node: Node, source: Dual, other: Any, target: Any) -> 
     return Dual(t, primal, t.call(aten.expand.default, source.tangents, [t.queries, *shape]))
 
 
-def _multiply(t: Tangents, node: Node, left: Any, right: Any) -> Dual:
+def _multiply(t: GraphTangents, node: Node, left: Any, right: Any) -> Dual:
     shape = shape_of(node)
     if isinstance(left, Dual) and left is right:
         return left.scaled(t.times(left.primal, left.primal), t.plus(left.primal, left.primal))
@@ -69,7 +69,7 @@ def _multiply(t: Tangents, node: Node, left: Any, right: Any) -> Dual:
     return source.scaled(t.product(source.primal, other), other)
 
 
-def _divide(t: Tangents, node: Node, left: Any, right: Any) -> Dual:
+def _divide(t: GraphTangents, node: Node, left: Any, right: Any) -> Dual:
     rank = _rank(node)
     if not isinstance(right, Dual):
         return left.aligned(rank).each(lambda part, _: t.call(node.target, part, right))
@@ -86,7 +86,7 @@ def _divide(t: Tangents, node: Node, left: Any, right: Any) -> Dual:
     return Dual(t, primal, term)
 
 
-def _where(t: Tangents, node: Node, condition: Node, left: Any, right: Any) -> Dual:
+def _where(t: GraphTangents, node: Node, condition: Node, left: Any, right: Any) -> Dual:
     shape = shape_of(node)
     active = [side.shape for side in (left, right) if isinstance(side, Dual)]
     # A constant side may be what the result has its shape from.
@@ -95,7 +95,7 @@ def _where(t: Tangents, node: Node, condition: Node, left: Any, right: Any) -> D
     return _chosen(t, node, condition, left, right)
 
 
-def _chosen(t: Tangents, node: Node, condition: Node, left: Any, right: Any) -> Dual:
+def _chosen(t: GraphTangents, node: Node, condition: Node, left: Any, right: Any) -> Dual:
     """The left side where a condition holds, else the right one."""
     sides = [side.aligned(_rank(node)) if isinstance(side, Dual) else side for side in (left, right)]
     dtype = next(side.primal.meta["val"].dtype for side in sides if isinstance(side, Dual))
@@ -108,19 +108,19 @@ def _chosen(t: Tangents, node: Node, condition: Node, left: Any, right: Any) -> 
     )
 
 
-def _masked_fill(t: Tangents, node: Node, source: Dual, mask: Node, value: Number) -> Dual:
+def _masked_fill(t: GraphTangents, node: Node, source: Dual, mask: Node, value: Number) -> Dual:
     source = source.aligned(_rank(node))
     primal = t.call(node.target, source.primal, mask, value)
     return Dual(t, primal, t.call(node.target, source.tangents, mask, 0.0))
 
 
-def _compare(t: Tangents, node: Node, left: Any, right: Any) -> Node:
+def _compare(t: GraphTangents, node: Node, left: Any, right: Any) -> Node:
     """True or false has no tangents."""
     sides = (primal_of(side, _rank(node)) for side in (left, right))
     return t.reshape(t.call(node.target, *sides), shape_of(node))
 
 
-def _extremum(t: Tangents, node: Node, left: Any, right: Any) -> Dual:
+def _extremum(t: GraphTangents, node: Node, left: Any, right: Any) -> Dual:
     compare = aten.lt.Tensor if node.target is aten.minimum.default else aten.gt.Tensor
     shape = shape_of(node)
     sides = (primal_of(side, len(shape)) for side in (left, right))
@@ -128,7 +128,7 @@ def _extremum(t: Tangents, node: Node, left: Any, right: Any) -> Dual:
     return _chosen(t, node, t.reshape(condition, shape), left, right)
 
 
-def _filled(t: Tangents, node: Node, source: Dual, value: Number, **named: Any) -> Node:
+def _filled(t: GraphTangents, node: Node, source: Dual, value: Number, **named: Any) -> Node:
     """It has its source's shape alone, and no tangents."""
     return t.call(node.target, source.value, value, **named)
 
@@ -136,20 +136,20 @@ def _filled(t: Tangents, node: Node, source: Dual, value: Number, **named: Any) 
 # The other forms of rows
 
 
-def _with_number(writer: Writer, node: Node, source: Node, number: float) -> Node:
+def _with_number(writer: GraphWriter, node: Node, source: Node, number: float) -> Node:
     of_tensors = {"add": aten.add, "sub": aten.sub, "mul": aten.mul, "div": aten.div}
     return writer.call(of_tensors[str(node.target).split(".")[1]].Tensor, source, number)
 
 
-def _over_number(writer: Writer, node: Node, source: Node, number: float) -> Node:
+def _over_number(writer: GraphWriter, node: Node, source: Node, number: float) -> Node:
     return writer.times(source, 1 / number)
 
 
-def _reversed_difference(writer: Writer, node: Node, source: Node, other: float, *_: Any) -> Node:
+def _reversed_difference(writer: GraphWriter, node: Node, source: Node, other: float, *_: Any) -> Node:
     return writer.plus(writer.times(source, -1.0), other)
 
 
-def _bounded(writer: Writer, node: Node, source: Node, least: Any = None, most: Any = None) -> Node:
+def _bounded(writer: GraphWriter, node: Node, source: Node, least: Any = None, most: Any = None) -> Node:
     above = source if least is None else writer.call(aten.maximum.default, source, least)
     return above if most is None else writer.call(aten.minimum.default, above, most)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from server_export.ir.operators.table import Category, gradient_of, row
-from server_export.ir.writer import Calls, Writer
+from server_export.ir.writer import Calls, GraphWriter
 
 aten = torch.ops.aten
 
@@ -64,14 +64,14 @@ def _elu(w: Calls, x: Any, y: Any, alpha: float = 1, scale: float = 1, input_sca
 # The other forms of rows
 
 
-def _power(writer: Writer, node: Any, x: Any, exponent: float) -> Any:
+def _power(writer: GraphWriter, node: Any, x: Any, exponent: float) -> Any:
     if exponent not in (2, 3):
         return None
     square = writer.times(x, x)
     return square if exponent == 2 else writer.times(square, x)
 
 
-def _tanh_gelu(writer: Writer, node: Any, x: Any, *, approximate: str = "none") -> Any:
+def _tanh_gelu(writer: GraphWriter, node: Any, x: Any, *, approximate: str = "none") -> Any:
     """XNNPACK computes the exact form whatever the node asks for; the other differs by up to 5e-4."""
     if approximate != "tanh":
         return None
@@ -81,31 +81,31 @@ def _tanh_gelu(writer: Writer, node: Any, x: Any, *, approximate: str = "none") 
     return writer.times(x, writer.sigmoid(writer.times(inner, 2 * math.sqrt(2 / math.pi))))
 
 
-def _hard_tanh(writer: Writer, node: Any, x: Any, least: float = -1.0, most: float = 1.0) -> Any:
+def _hard_tanh(writer: GraphWriter, node: Any, x: Any, least: float = -1.0, most: float = 1.0) -> Any:
     return writer.call(aten.clamp.default, x, least, most)
 
 
-def _clamp_min(writer: Writer, node: Any, x: Any, bound: float) -> Any:
+def _clamp_min(writer: GraphWriter, node: Any, x: Any, bound: float) -> Any:
     return writer.call(aten.clamp.default, x, bound)
 
 
-def _clamp_max(writer: Writer, node: Any, x: Any, bound: float) -> Any:
+def _clamp_max(writer: GraphWriter, node: Any, x: Any, bound: float) -> Any:
     return writer.call(aten.clamp.default, x, None, bound)
 
 
-def _softplus(writer: Writer, node: Any, x: Any) -> Any:
+def _softplus(writer: GraphWriter, node: Any, x: Any) -> Any:
     """log(1 + exp(x)), whatever the size of x."""
     small = writer.exp(writer.times(writer.call(aten.abs.default, x), -1.0))
     rest = writer.call(aten.log.default, writer.plus(small, 1.0))
     return writer.plus(writer.call(aten.relu.default, x), rest)
 
 
-def _tanh_backward(writer: Writer, node: Any, gradient: Any, y: Any) -> Any:
+def _tanh_backward(writer: GraphWriter, node: Any, gradient: Any, y: Any) -> Any:
     """One operator less than the gradient times the derivative."""
     return writer.minus(gradient, writer.times(gradient, writer.times(y, y)))
 
 
-def _silu_backward(writer: Writer, node: Any, gradient: Any, x: Any) -> Any:
+def _silu_backward(writer: GraphWriter, node: Any, gradient: Any, x: Any) -> Any:
     """s + y - y s, of what the forward pass computes as well."""
     gate = writer.sigmoid(x)
     y = writer.times(x, gate)

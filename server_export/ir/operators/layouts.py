@@ -10,8 +10,8 @@ import torch
 from torch.fx import Node
 
 from server_export.ir.operators.table import Category, JvpRule, members, row
-from server_export.ir.tangents import Dual, Number, Tangents, shape_of
-from server_export.ir.writer import Writer
+from server_export.ir.tangents import Dual, GraphTangents, Number, shape_of
+from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ def each_part(*places: int) -> JvpRule:
         places: which of its other arguments are dimensions; the first is 0 by default.
     """
 
-    def jvp(t: Tangents, node: Node, source: Dual, *rest: Any, **named: Any) -> Dual:
+    def jvp(t: GraphTangents, node: Node, source: Dual, *rest: Any, **named: Any) -> Dual:
         given = list(rest or [0] * bool(places))
         for place in places:
             given[place] = after_queries(given[place])
@@ -42,36 +42,36 @@ def each_part(*places: int) -> JvpRule:
 # Shapes
 
 
-def _reshape_jvp(t: Tangents, node: Node, source: Dual, *_: Any) -> Dual:
+def _reshape_jvp(t: GraphTangents, node: Node, source: Dual, *_: Any) -> Dual:
     return source.reshaped(shape_of(node))
 
 
-def _permute_jvp(t: Tangents, node: Node, source: Dual, dims: list[int]) -> Dual:
+def _permute_jvp(t: GraphTangents, node: Node, source: Dual, dims: list[int]) -> Dual:
     order = [0, *(dim % len(source.shape) + 1 for dim in dims)]
     return source.each(lambda part, _: t.call(node.target, part, order))
 
 
-def _matrix_transpose_jvp(t: Tangents, node: Node, source: Dual) -> Dual:
+def _matrix_transpose_jvp(t: GraphTangents, node: Node, source: Dual) -> Dual:
     if len(source.shape) < 2:
         return source
     return source.each(lambda part, _: t.call(aten.transpose.int, part, -2, -1))
 
 
-def _expand_jvp(t: Tangents, node: Node, source: Dual, *_: Any) -> Dual:
+def _expand_jvp(t: GraphTangents, node: Node, source: Dual, *_: Any) -> Dual:
     shape = shape_of(node)
     return source.aligned(len(shape)).each(lambda part, count: t.call(node.target, part, [count, *shape]))
 
 
-def _repeat_jvp(t: Tangents, node: Node, source: Dual, times: list[int]) -> Dual:
+def _repeat_jvp(t: GraphTangents, node: Node, source: Dual, times: list[int]) -> Dual:
     return source.aligned(len(times)).each(lambda part, _: t.call(node.target, part, [1, *times]))
 
 
-def _pad_jvp(t: Tangents, node: Node, source: Dual, widths: list[int], value: Number = 0.0) -> Dual:
+def _pad_jvp(t: GraphTangents, node: Node, source: Dual, widths: list[int], value: Number = 0.0) -> Dual:
     primal = t.call(node.target, source.primal, widths, value)
     return Dual(t, primal, t.call(node.target, source.tangents, widths, 0.0))
 
 
-def _cat_jvp(t: Tangents, node: Node, parts: list[Any], dim: int = 0) -> Dual:
+def _cat_jvp(t: GraphTangents, node: Node, parts: list[Any], dim: int = 0) -> Dual:
     def without_tangents(part: Node) -> Node:
         zeros = t.call(aten.zeros_like.default, part)
         return t.call(aten.expand.default, zeros, [t.queries, *shape_of(part)])
@@ -82,15 +82,15 @@ def _cat_jvp(t: Tangents, node: Node, parts: list[Any], dim: int = 0) -> Dual:
     return Dual(t, t.call(node.target, primals, at), t.call(node.target, tangents, at))
 
 
-def _as_reshape(writer: Writer, node: Node, source: Node, *_: Any, **__: Any) -> Node:
+def _as_reshape(writer: GraphWriter, node: Node, source: Node, *_: Any, **__: Any) -> Node:
     return writer.reshape(source, shape_of(node))
 
 
-def _expand_as(writer: Writer, node: Node, source: Node, like: Node) -> Node:
+def _expand_as(writer: GraphWriter, node: Node, source: Node, like: Node) -> Node:
     return writer.call(aten.expand.default, source, [*shape_of(node)])
 
 
-def _repeat(writer: Writer, node: Node, source: Node, times: Sequence[int]) -> Node | None:
+def _repeat(writer: GraphWriter, node: Node, source: Node, times: Sequence[int]) -> Node | None:
     """In front of all dimensions: what is only multiplied with as many meets them without being repeated."""
     shape, whole = shape_of(source), shape_of(node)
     in_front = [*times[: len(times) - len(shape)]]
@@ -104,13 +104,13 @@ def _repeat(writer: Writer, node: Node, source: Node, times: Sequence[int]) -> N
     return writer.reshape(source, [*[1] * len(in_front), *shape])
 
 
-def _transpose_in_core(writer: Writer, node: Node, source: Node, first: int, second: int) -> Node:
+def _transpose_in_core(writer: GraphWriter, node: Node, source: Node, first: int, second: int) -> Node:
     order = list(range(len(shape_of(source))))
     order[first], order[second] = order[second], order[first]
     return writer.call(aten.permute_copy.default, source, order)
 
 
-def _permute_back(writer: Writer, node: Node, source: Node, order: list[int]) -> Node | None:
+def _permute_back(writer: GraphWriter, node: Node, source: Node, order: list[int]) -> Node | None:
     """What takes another change of order back leaves none."""
     first: Any = source.args[1] if source.target is aten.permute.default else []
     taken_back = [first[dim] for dim in order] == list(range(len(order))) if first else False
@@ -120,13 +120,13 @@ def _permute_back(writer: Writer, node: Node, source: Node, order: list[int]) ->
 # Parts
 
 
-def _select(writer: Writer, node: Node, source: Node, dim: int, index: int) -> Node:
+def _select(writer: GraphWriter, node: Node, source: Node, dim: int, index: int) -> Node:
     start = index % shape_of(source)[dim]
     part = writer.call(aten.slice.Tensor, source, dim, start, start + 1)
     return writer.reshape(part, shape_of(node))
 
 
-def _part_of_a_split(writer: Writer, node: Node, split: Node, index: int) -> Node | None:
+def _part_of_a_split(writer: GraphWriter, node: Node, split: Node, index: int) -> Node | None:
     if split.target not in members(Category.SPLIT):
         return None
     if split.target is aten.unbind.int:
@@ -137,11 +137,11 @@ def _part_of_a_split(writer: Writer, node: Node, split: Node, index: int) -> Nod
     return writer.call(aten.slice.Tensor, split.args[0], dim, start, start + sizes[index])
 
 
-def _slice_of_what_was_put(writer: Writer, node: Node, source: Node, *bounds: Any) -> Node | None:
+def _slice_of_what_was_put(writer: GraphWriter, node: Node, source: Node, *bounds: Any) -> Node | None:
     return source.all_input_nodes[1] if _is_put_at(source, bounds) else None
 
 
-def _put_over(writer: Writer, node: Node, source: Node, part: Node, *bounds: Any) -> Node | None:
+def _put_over(writer: GraphWriter, node: Node, source: Node, part: Node, *bounds: Any) -> Node | None:
     if not _is_put_at(source, bounds):
         return None
     return writer.call(aten.slice_scatter.default, source.all_input_nodes[0], part, *bounds)
@@ -152,7 +152,7 @@ def _is_put_at(node: Node, bounds: tuple[Any, ...]) -> bool:
 
 
 def _slice_backward(
-    writer: Writer,
+    writer: GraphWriter,
     node: Node,
     gradient: Node,
     sizes: Sequence[int],
@@ -172,7 +172,7 @@ def _slice_backward(
     return writer.call(aten.constant_pad_nd.default, gradient, padding, 0.0)
 
 
-def _spread(writer: Writer, source: Node, dim: int, step: int) -> Node:
+def _spread(writer: GraphWriter, source: Node, dim: int, step: int) -> Node:
     """With zeros between the entries of a dimension, none after the last."""
     shape = list(shape_of(source))
     inner = shape[dim + 1 :]
@@ -185,7 +185,7 @@ def _spread(writer: Writer, source: Node, dim: int, step: int) -> Node:
 # Parts side by side
 
 
-def _cat(writer: Writer, node: Node, parts: Sequence[Node], dim: int = 0) -> Node | None:
+def _cat(writer: GraphWriter, node: Node, parts: Sequence[Node], dim: int = 0) -> Node | None:
     """Drop empty parts: partial rotary positions leave some, and XNNPACK takes none."""
     filled = [part for part in parts if part.meta["val"].numel()]
     if len(filled) == len(parts):
@@ -193,14 +193,14 @@ def _cat(writer: Writer, node: Node, parts: Sequence[Node], dim: int = 0) -> Nod
     return filled[0] if len(filled) == 1 else writer.call(aten.cat.default, filled, dim)
 
 
-def _stack(writer: Writer, node: Node, parts: Sequence[Node], dim: int = 0) -> Node:
+def _stack(writer: GraphWriter, node: Node, parts: Sequence[Node], dim: int = 0) -> Node:
     shape = list(shape_of(node))
     shape[dim] = 1
     return writer.call(aten.cat.default, [writer.reshape(part, shape) for part in parts], dim)
 
 
 def _slice_scatter(
-    writer: Writer,
+    writer: GraphWriter,
     node: Node,
     source: Node,
     part: Node,
@@ -222,7 +222,7 @@ def _slice_scatter(
     return part if len(parts) == 1 else writer.call(aten.cat.default, parts, dim)
 
 
-def _copy(writer: Writer, node: Node, target: Node, source: Node, *_: Any) -> Node | None:
+def _copy(writer: GraphWriter, node: Node, target: Node, source: Node, *_: Any) -> Node | None:
     values = (target.meta["val"], source.meta["val"])
     return source if len({(value.shape, value.dtype) for value in values}) == 1 else None
 

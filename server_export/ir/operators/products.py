@@ -8,16 +8,16 @@ import torch
 from torch.fx import Node
 
 from server_export.ir.operators.table import Category, row
-from server_export.ir.tangents import Dual, Interleaved, Tangents, shape_of
-from server_export.ir.writer import Writer
+from server_export.ir.tangents import Dual, GraphTangents, Interleaved, shape_of
+from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
 
 
-def product_jvp(t: Tangents, left: Any, right: Any) -> Dual:
+def product_jvp(t: GraphTangents, left: Any, right: Any) -> Dual:
     """left right, and d(left) right + left d(right), of [batch, rows, inner] and [batch, inner, width].
 
-    Tangents on the left are more rows of one product, those on the right more columns of the other.
+    GraphTangents on the left are more rows of one product, those on the right more columns of the other.
     """
     left, right = (Interleaved.of(side) if isinstance(side, Dual) else side for side in (left, right))
     first, second = (side.value if isinstance(side, Dual) else side for side in (left, right))
@@ -35,7 +35,7 @@ def product_jvp(t: Tangents, left: Any, right: Any) -> Dual:
     return Interleaved(t, t.one_of(primal), tangents)
 
 
-def _linear_jvp(t: Tangents, node: Node, source: Dual, weight: Node, bias: Node | None = None) -> Dual:
+def _linear_jvp(t: GraphTangents, node: Node, source: Dual, weight: Node, bias: Node | None = None) -> Dual:
     """Two calls: the bias moves the value alone."""
     if isinstance(weight, Dual) or isinstance(bias, Dual):
         raise NotImplementedError("a layer whose own weights depend on the adapter")
@@ -43,12 +43,12 @@ def _linear_jvp(t: Tangents, node: Node, source: Dual, weight: Node, bias: Node 
     return Dual(t, primal, t.call(node.target, source.tangents, weight))
 
 
-def _mm(writer: Writer, node: Node, left: Node, right: Node) -> Node:
+def _mm(writer: GraphWriter, node: Node, left: Node, right: Node) -> Node:
     stacked = [writer.reshape(each, [1, *shape_of(each)]) for each in (left, right)]
     return writer.reshape(writer.call(aten.bmm.default, *stacked), shape_of(node))
 
 
-def _matmul(writer: Writer, node: Node, left: Node, right: Node) -> Node | None:
+def _matmul(writer: GraphWriter, node: Node, left: Node, right: Node) -> Node | None:
     """Of as many matrices on both sides, of matrices that all rows have, or of a weight."""
     first, second = shape_of(left), shape_of(right)
     if left.op == "get_attr" and len(first) == 2 < len(second):

@@ -11,14 +11,14 @@ import torch.ao.quantization.fx._decomposed
 from torch.fx import Node
 
 from server_export.ir.operators.table import Category, row
-from server_export.ir.tangents import Dual, Tangents
-from server_export.ir.writer import Writer
+from server_export.ir.tangents import Dual, GraphTangents
+from server_export.ir.writer import GraphWriter
 
 quantized = torch.ops.quantized_decomposed
 
 
 def _choose_jvp(
-    t: Tangents, node: Node, source: Dual, mapping: str, block: list[int], *rest: Any, **named: Any
+    t: GraphTangents, node: Node, source: Dual, mapping: str, block: list[int], *rest: Any, **named: Any
 ) -> tuple[Dual, ...]:
     chosen = [
         t.call(node.target, part, mapping, [1, *block], *rest, **named)
@@ -28,7 +28,7 @@ def _choose_jvp(
 
 
 def _round_jvp(
-    t: Tangents, node: Node, source: Dual, block: list[int], scale: Dual, zero: Dual, *rest: Any
+    t: GraphTangents, node: Node, source: Dual, block: list[int], scale: Dual, zero: Dual, *rest: Any
 ) -> Dual:
     parts = (
         t.call(node.target, part, [1, *block], scales, zeros, *rest)
@@ -40,7 +40,7 @@ def _round_jvp(
     return Dual(t, *parts)
 
 
-def _round_by_row(writer: Writer, node: Node, codes: Node, *_: Any) -> Node | None:
+def _round_by_row(writer: GraphWriter, node: Node, codes: Node, *_: Any) -> Node | None:
     """Of an activation. A trace takes torchao's own operators apart each time that it meets one, which was a
     quarter of an export."""
     if str(codes.target) != "torchao.quantize_affine.default":

@@ -14,8 +14,8 @@ from torch.fx import Node
 
 from server_export.ir.operators.layouts import after_queries, each_part
 from server_export.ir.operators.table import Category, row
-from server_export.ir.tangents import Dual, Interleaved, Tangents, shape_of
-from server_export.ir.writer import Writer
+from server_export.ir.tangents import Dual, GraphTangents, Interleaved, shape_of
+from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
 
@@ -25,14 +25,14 @@ def _is_last(dims: Sequence[int] | None, source: Node) -> bool:
     return dims is not None and [dim % rank for dim in dims] == [rank - 1]
 
 
-def _averaging(writer: Writer, source: Node) -> Node:
+def _averaging(writer: GraphWriter, source: Node) -> Node:
     """The weight of a linear layer that takes the mean over the last dimension."""
     value = source.meta["val"]
     width = value.shape[-1]
     return writer.constant(torch.full((1, width), 1.0 / width, dtype=value.dtype))
 
 
-def _centred(writer: Writer, source: Node) -> tuple[Node, Node]:
+def _centred(writer: GraphWriter, source: Node) -> tuple[Node, Node]:
     """A row without its mean, and its variance: E[x^2] - E[x]^2 would cancel."""
     weight = _averaging(writer, source)
     centred = writer.minus(source, writer.call(aten.linear.default, source, weight))
@@ -43,7 +43,7 @@ def _centred(writer: Writer, source: Node) -> tuple[Node, Node]:
 
 
 def _mean(
-    writer: Writer, node: Node, source: Node, dims: Sequence[int] | None, keepdim: bool = False, **_: Any
+    writer: GraphWriter, node: Node, source: Node, dims: Sequence[int] | None, keepdim: bool = False, **_: Any
 ) -> Node | None:
     if not _is_last(dims, source) or not source.meta["val"].dtype.is_floating_point:
         return None
@@ -52,7 +52,7 @@ def _mean(
 
 
 def _layer_norm(
-    writer: Writer,
+    writer: GraphWriter,
     node: Node,
     source: Node,
     shape: Sequence[int],
@@ -70,7 +70,7 @@ def _layer_norm(
 
 
 def _length(
-    writer: Writer, node: Node, source: Node, order: float = 2, dims: Any = None, keepdim: bool = False
+    writer: GraphWriter, node: Node, source: Node, order: float = 2, dims: Any = None, keepdim: bool = False
 ) -> Node | None:
     if order != 2 or not dims:
         return None
@@ -79,7 +79,7 @@ def _length(
 
 
 def _variance(
-    writer: Writer,
+    writer: GraphWriter,
     node: Node,
     source: Node,
     dims: Any = None,
@@ -95,7 +95,7 @@ def _variance(
 
 
 def _deviation(
-    writer: Writer,
+    writer: GraphWriter,
     node: Node,
     source: Node,
     dims: Sequence[int] | None,
@@ -108,11 +108,11 @@ def _deviation(
     return writer.reshape(writer.call(aten.sqrt.default, variance), shape_of(node))
 
 
-def _softmax_in_core(writer: Writer, node: Node, source: Node, dim: int, *_: Any) -> Node:
+def _softmax_in_core(writer: GraphWriter, node: Node, source: Node, dim: int, *_: Any) -> Node:
     return writer.call(aten._softmax.default, source, dim, False)
 
 
-def _log_total(writer: Writer, node: Node, source: Node, dims: list[int], keepdim: bool = False) -> Node:
+def _log_total(writer: GraphWriter, node: Node, source: Node, dims: list[int], keepdim: bool = False) -> Node:
     largest = writer.call(aten.amax.default, source, dims, True)
     exponentials = writer.exp(writer.minus(source, largest))
     total = writer.call(aten.sum.dim_IntList, exponentials, dims, True)
@@ -124,7 +124,7 @@ def _log_total(writer: Writer, node: Node, source: Node, dims: list[int], keepdi
 
 
 def _sum_backward(
-    writer: Writer, node: Node, source: Node, dims: Sequence[int], keepdim: bool = False, **_: Any
+    writer: GraphWriter, node: Node, source: Node, dims: Sequence[int], keepdim: bool = False, **_: Any
 ) -> Node | None:
     shape = shape_of(source)
     summed = [dim % len(shape) for dim in dims if shape[dim] > 1]
@@ -136,12 +136,14 @@ def _sum_backward(
     return writer.reshape(writer.total(source), shape_of(node))
 
 
-def _softmax_backward(writer: Writer, node: Node, gradient: Node, result: Node, dim: int, *_: Any) -> Node:
+def _softmax_backward(
+    writer: GraphWriter, node: Node, gradient: Node, result: Node, dim: int, *_: Any
+) -> Node:
     weighted = writer.times(gradient, result)
     return writer.minus(weighted, writer.times(result, _total(writer, weighted, dim)))
 
 
-def _total(writer: Writer, source: Node, dim: int) -> Node:
+def _total(writer: GraphWriter, source: Node, dim: int) -> Node:
     """Sum over one dimension, kept as 1."""
     if _is_last([dim], source):
         return writer.total(source)
@@ -152,13 +154,13 @@ def _total(writer: Writer, source: Node, dim: int) -> Node:
 
 
 def _reduce_jvp(
-    t: Tangents, node: Node, source: Dual, dims: list[int] | None, keepdim: bool = False, **named: Any
+    t: GraphTangents, node: Node, source: Dual, dims: list[int] | None, keepdim: bool = False, **named: Any
 ) -> Dual:
     at = after_queries(dims or list(range(len(source.shape))))
     return source.each(lambda part, _: t.call(node.target, part, at, keepdim, **named))
 
 
-def _softmax_jvp(t: Tangents, node: Node, source: Dual, dim: int, *_: Any) -> Dual:
+def _softmax_jvp(t: GraphTangents, node: Node, source: Dual, dim: int, *_: Any) -> Dual:
     at = after_queries(dim)
     primal = t.call(aten.softmax.int, source.primal, at)
     if isinstance(source, Interleaved) and dim % len(source.shape) == len(source.shape) - 1:
@@ -169,14 +171,16 @@ def _softmax_jvp(t: Tangents, node: Node, source: Dual, dim: int, *_: Any) -> Du
     return Dual(t, primal, t.minus(weighted, t.times(_total(t, weighted, at), primal)))
 
 
-def _log_softmax_jvp(t: Tangents, node: Node, source: Dual, dim: int, *_: Any) -> Dual:
+def _log_softmax_jvp(t: GraphTangents, node: Node, source: Dual, dim: int, *_: Any) -> Dual:
     at = after_queries(dim)
     primal = t.call(aten._log_softmax.default, source.primal, at, False)
     mean = _total(t, t.times(t.exp(primal), source.tangents), at)
     return Dual(t, primal, t.minus(source.tangents, mean))
 
 
-def _log_total_jvp(t: Tangents, node: Node, source: Dual, dims: list[int], keepdim: bool = False) -> Dual:
+def _log_total_jvp(
+    t: GraphTangents, node: Node, source: Dual, dims: list[int], keepdim: bool = False
+) -> Dual:
     if dims not in ([-1], [len(source.shape) - 1]):
         raise NotImplementedError("a sum over another dimension than the last")
     primal = t.call(aten.logsumexp.default, source.primal, [-1], keepdim)

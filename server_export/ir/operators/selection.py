@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from server_export.ir.operators.layouts import after_queries, each_part
 from server_export.ir.operators.table import Category, row
-from server_export.ir.tangents import Dual, Number, Tangents, shape_of
-from server_export.ir.writer import Writer
+from server_export.ir.tangents import Dual, GraphTangents, Number, shape_of
+from server_export.ir.writer import GraphWriter
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ def _largest(
     return Gather.apply(scores, dim, index), index
 
 
-def _gather_jvp(t: Tangents, node: Node, source: Dual, dim: int, index: Node) -> Dual:
+def _gather_jvp(t: GraphTangents, node: Node, source: Dual, dim: int, index: Node) -> Dual:
     one = t.one_of(index)
 
     def gather(part: Node, count: int) -> Node:
@@ -52,7 +52,7 @@ def _gather_jvp(t: Tangents, node: Node, source: Dual, dim: int, index: Node) ->
 
 
 def _topk_jvp(
-    t: Tangents, node: Node, source: Dual, count: int, dim: int = -1, *rest: Any
+    t: GraphTangents, node: Node, source: Dual, count: int, dim: int = -1, *rest: Any
 ) -> tuple[Dual, Node]:
     """What is chosen has the tangents of its places; the choice has none."""
     chosen = t.call(node.target, source.value, count, dim, *rest)
@@ -60,7 +60,7 @@ def _topk_jvp(
     return _gather_jvp(t, node, source, dim, index), index
 
 
-def _scatter_jvp(t: Tangents, node: Node, source: Dual, dim: int, index: Node, value: Number) -> Dual:
+def _scatter_jvp(t: GraphTangents, node: Node, source: Dual, dim: int, index: Node, value: Number) -> Dual:
     """What is put somewhere has no tangents."""
     one = t.one_of(index)
 
@@ -71,7 +71,7 @@ def _scatter_jvp(t: Tangents, node: Node, source: Dual, dim: int, index: Node, v
     return Dual(t, put(source.primal, 1, value), put(source.tangents, t.queries, 0.0))
 
 
-def _max(writer: Writer, node: Node, source: Node, dim: int, keepdim: bool = False) -> Node:
+def _max(writer: GraphWriter, node: Node, source: Node, dim: int, keepdim: bool = False) -> Node:
     """The first of one that is chosen; both have a derivative where it stands."""
     parts = {user.args[1]: user for user in node.users}
     largest = writer.call(aten.topk.default, source, 1, dim)
@@ -82,7 +82,9 @@ def _max(writer: Writer, node: Node, source: Node, dim: int, keepdim: bool = Fal
     return largest
 
 
-def _index_add(writer: Writer, node: Node, target: Node, dim: int, index: Node, source: Node) -> Node | None:
+def _index_add(
+    writer: GraphWriter, node: Node, target: Node, dim: int, index: Node, source: Node
+) -> Node | None:
     return writer.call(aten.index_put.default, target, [index], source, True) if dim == 0 else None
 
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from server_export.ir.tangents import Dual, Tangents
-from server_export.ir.writer import Eager, Rule, Writer
+from server_export.ir.tangents import Dual, GraphTangents
+from server_export.ir.writer import Eager, GraphWriter, Rule
 
 # (calls, argument, result, *other arguments) -> the derivative of the result by the argument, elementwise.
 Derivative = Callable[..., Any]
@@ -134,7 +134,7 @@ def members(*categories: Category) -> frozenset[Any]:
 
 
 def _jvp_of(derivative: Derivative) -> JvpRule:
-    def jvp(tangents: Tangents, node: Any, source: Dual, *rest: Any, **named: Any) -> Dual:
+    def jvp(tangents: GraphTangents, node: Any, source: Dual, *rest: Any, **named: Any) -> Dual:
         primal = tangents.call(node.target, source.primal, *rest, **named)
         return source.scaled(primal, derivative(tangents, source.primal, primal, *rest, **named))
 
@@ -167,7 +167,7 @@ def gradient_of(target: Any, reads: Literal["argument", "result"], usual: Collec
         usual: what further arguments have to be among.
     """
 
-    def backward(writer: Writer, node: Any, gradient: Any, value: Any, *rest: Any, **named: Any) -> Any:
+    def backward(writer: GraphWriter, node: Any, gradient: Any, value: Any, *rest: Any, **named: Any) -> Any:
         if any(each not in usual for each in (*rest, *named.values())):
             return None
         result = writer.call(target, value) if reads == "argument" else value

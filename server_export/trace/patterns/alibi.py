@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from server_export.ir.markers import TOKENS
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 from server_export.trace.model_graph import ModelGraph
 from server_export.trace.patterns import Pattern, Rewrite, register
 from server_export.trace.positional import of_one_row
@@ -42,7 +42,7 @@ def for_the_row(config: Any, tokens: int) -> Iterator[None]:
 
 def write_places(graph: ModelGraph) -> None:
     """Let keys have their places, in place of a sum with a bias."""
-    writer, tables, known = Writer(graph.graph_module), graph.tables, graph.positions.known
+    writer, tables, known = GraphWriter(graph.graph_module), graph.tables, graph.positions.known
     for node in [*graph.positions.ends]:
         shape = of_one_row(node)
         if shape[-1:] != [TOKENS] or sum(size % TOKENS == 0 for size in shape) == 2:
@@ -80,7 +80,7 @@ def slopes_and_places(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] 
 
 
 def give_places(
-    writer: Writer, node: Node, known: Known, slopes: torch.Tensor, places: Callable[[Node], Node]
+    writer: GraphWriter, node: Node, known: Known, slopes: torch.Tensor, places: Callable[[Node], Node]
 ) -> bool:
     """Let keys have their places, and queries the slopes, in place of a sum with a bias.
 
@@ -110,7 +110,9 @@ def give_places(
     return True
 
 
-def _with_places(writer: Writer, product: Node, slopes: torch.Tensor, places: Callable[[Node], Node]) -> Node:
+def _with_places(
+    writer: GraphWriter, product: Node, slopes: torch.Tensor, places: Callable[[Node], Node]
+) -> Node:
     """A product of queries with slopes, and keys with places."""
     query: Any = product.args[0]
     *lead, tokens, _ = query.meta["val"].shape

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from prge.errors import Refusal
 from server_export.checkpoint.experts import expert_layers, sees_all
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 from server_export.trace.experts import EXPERTS
 from server_export.trace.model_graph import ModelGraph, TracedModel
 from server_export.trace.patterns import Pattern, Rewrite, register
@@ -58,7 +58,7 @@ def choose_experts(graph: ModelGraph) -> None:
         Refusal: what shares are 0 isn't known.
     """
     graph_module = graph.graph_module
-    writer = Writer(graph_module)
+    writer = GraphWriter(graph_module)
     for node in graph_module.graph.find_nodes(op="call_function", target=ALL_EXPERTS):
         product, number, out = node.args
         sums, *others = (user for each in node.users for user in each.users)
@@ -75,7 +75,7 @@ def choose_experts(graph: ModelGraph) -> None:
             )
         source, (steps, shares, index) = parts[0], chosen
 
-        def write(writer: Writer, *given: Any) -> Node:
+        def write(writer: GraphWriter, *given: Any) -> Node:
             source, steps, shares, index, number, out = given
             for step in steps:
                 shares = writer.call(step.target, shares, *step.args[1:])

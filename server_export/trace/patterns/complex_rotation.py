@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import Node
 
 from server_export.adapter.layers import replace_module
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 from server_export.trace.model_graph import ModelGraph, TracedModel
 from server_export.trace.patterns import Pattern, Rewrite, register
 from server_export.trace.rotary import rotary_names
@@ -59,7 +59,7 @@ def _prepare(traced: TracedModel) -> None:
 def write_complex(graph: ModelGraph) -> None:
     """Write products of complex numbers as what turns pairs that lie side by side, in place."""
     graph_module = graph.graph_module
-    writer = Writer(graph_module)
+    writer = GraphWriter(graph_module)
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.view_as_real.default):
         product = node.args[0]
         pairs = [_pairs(source) for source in product.all_input_nodes]
@@ -76,7 +76,7 @@ def _pairs(node: Node) -> tuple[Node, list[int]] | None:
     return (node.args[0], shape) if node.target is aten.view_as_complex.default else None
 
 
-def _multiplied(writer: Writer, left: tuple[Node, list[int]], right: tuple[Node, list[int]]) -> Node:
+def _multiplied(writer: GraphWriter, left: tuple[Node, list[int]], right: tuple[Node, list[int]]) -> Node:
     """left * cos + turned left * sin, where `right` is pairs of cosines and sines."""
     *lead, count, _ = left[1]
     flat = writer.reshape(left[0], [*lead, 2 * count])

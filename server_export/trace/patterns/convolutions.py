@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from prge.formats.relations import relation_shape
 from server_export.ir.recurrences import CONVOLUTION
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 from server_export.trace.model_graph import ModelGraph
 from server_export.trace.patterns import Pattern, Rewrite, register
 from server_export.trace.tables import ModelTable, ModelTables, asked
@@ -61,7 +61,7 @@ def convolution_of(node: Any) -> tuple[Any, ...]:
 def write_convolutions(graph: ModelGraph) -> None:
     """Replace causal convolutions by operators that keep the last tokens between calls, in place."""
     graph_module, tables = graph.graph_module, graph.tables
-    writer = Writer(graph_module)
+    writer = GraphWriter(graph_module)
     for node in list(graph_module.graph.nodes):
         if node.target in _PADS:
             writer.replace(node, _moved, tables, node)
@@ -71,7 +71,7 @@ def write_convolutions(graph: ModelGraph) -> None:
     graph_module.graph.eliminate_dead_code()
 
 
-def _convolved(writer: Writer, tables: ModelTables, node: Any, part: Any) -> Node | None:
+def _convolved(writer: GraphWriter, tables: ModelTables, node: Any, part: Any) -> Node | None:
     """What a convolution answers of f32 [rows, width, tokens], without what is behind the last token."""
     source, weight, bias, stride, padding, dilation, groups = convolution_of(node)
     width, each, *sizes = weight.meta["val"].shape
@@ -91,7 +91,7 @@ def _convolved(writer: Writer, tables: ModelTables, node: Any, part: Any) -> Nod
     return found if bias is None else writer.plus(found, writer.reshape(bias, [width, 1]))
 
 
-def _moved(writer: Writer, tables: ModelTables, node: Any) -> Node | None:
+def _moved(writer: GraphWriter, tables: ModelTables, node: Any) -> Node | None:
     """Of f32 [rows, tokens, width], the token that is so many places before each."""
     source, pads, *fill = node.args
     shape = node.meta["val"].shape
@@ -106,7 +106,7 @@ def _moved(writer: Writer, tables: ModelTables, node: Any) -> Node | None:
 
 
 def _with_memory(
-    writer: Writer, tables: ModelTables, before: Node, source: Node, columns: Sequence[Node]
+    writer: GraphWriter, tables: ModelTables, before: Node, source: Node, columns: Sequence[Node]
 ) -> Node:
     """The operator of a convolution of f32 [rows, width, tokens] with taps [width, 1]."""
     taps, tokens = len(columns), source.meta["val"].shape[-1]

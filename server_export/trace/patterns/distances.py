@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from server_export.ir.markers import TOKENS
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 from server_export.trace.model_graph import ModelGraph
 from server_export.trace.patterns import Pattern, Rewrite, register
 from server_export.trace.positional import of_one_row, spread, window_of_mask
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 def write_distances(graph: ModelGraph) -> None:
     """Make tables of squares of numbers by distance, in place; of causal masks others are made."""
-    positions, writer = graph.positions, Writer(graph.graph_module)
+    positions, writer = graph.positions, GraphWriter(graph.graph_module)
     for node in [node for node in positions.ends if node.users]:
         value = positions.of(node, positions.longest)
         is_square = sum(size % TOKENS == 0 for size in of_one_row(node)) == 2
@@ -40,7 +40,7 @@ def _by_distance(value: torch.Tensor) -> torch.Tensor | None:
     return values if is_it else None
 
 
-def _relative(writer: Writer, node: Node, tables: ModelTables, values: torch.Tensor) -> Node:
+def _relative(writer: GraphWriter, node: Node, tables: ModelTables, values: torch.Tensor) -> Node:
     """A square of numbers by distance; what holds or doesn't is 1 or 0 in its table."""
     dtype = torch.float32 if values.dtype is torch.bool else values.dtype
     values = values.to(dtype)

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from server_export.ir.markers import TOKENS
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 from server_export.trace.model_graph import ModelGraph
 from server_export.trace.patterns import Pattern, Rewrite, register
 from server_export.trace.positional import causal_table, of_one_row
@@ -26,7 +26,7 @@ _LARGER = {aten.maximum.default, aten.max.other}
 
 def write_masks(graph: ModelGraph) -> None:
     """Hide scores by a sum with a mask, in place."""
-    writer, known = Writer(graph.graph_module), graph.positions.known
+    writer, known = GraphWriter(graph.graph_module), graph.positions.known
 
     def mask(before: Node, window: int) -> Node:
         table = causal_table(before, graph.tables, window)
@@ -46,7 +46,7 @@ def write_masks(graph: ModelGraph) -> None:
             graph.positions.ends.remove(node)
 
 
-def add_masks(writer: Writer, node: Node, known: Known, mask: Callable[[Node, int], Node]) -> bool:
+def add_masks(writer: GraphWriter, node: Node, known: Known, mask: Callable[[Node, int], Node]) -> bool:
     """Hide by a sum what a mask of positions hides in another way, in place.
 
     Args:

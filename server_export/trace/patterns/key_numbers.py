@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate
 
 from server_export.ir.markers import BATCH, COPIES, TOKENS
 from server_export.ir.shapes import resized
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 from server_export.trace.model_graph import ModelGraph
 from server_export.trace.patterns import Pattern, Rewrite, register
 from server_export.trace.scores import LAYOUTS, product_of, wider_product
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 def give_numbers(graph_of_model: ModelGraph) -> None:
     """Let keys have a number of their own that is added to their scores, in place."""
-    writer, known = Writer(graph_of_model.graph_module), graph_of_model.positions.known
+    writer, known = GraphWriter(graph_of_model.graph_module), graph_of_model.positions.known
     graph = writer.graph_module.graph
     place = {node: number for number, node in enumerate(graph.nodes)}
     for user in graph.find_nodes(op="call_function", target=aten.add.Tensor):
@@ -72,7 +72,7 @@ def _of_each_key(value: Node) -> Node | None:
     return value if torch.equal(found[..., 0, :].reshape(-1).long(), numbers.reshape(-1)) else None
 
 
-def _with_numbers(writer: Writer, product: Node, scale: float, numbers: Node) -> Node:
+def _with_numbers(writer: GraphWriter, product: Node, scale: float, numbers: Node) -> Node:
     """A product of queries, and keys with numbers of their own."""
     query, keys = (each.meta["val"] for each in product.all_input_nodes)
     one = writer.constant(torch.full([1] * query.dim(), 1 / scale))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 from server_export.trace.model_graph import ModelGraph
 from server_export.trace.patterns import Pattern, Rewrite, register
 from server_export.trace.patterns.convolutions import convolution_of
@@ -31,7 +31,7 @@ def write_neighbours(graph: ModelGraph) -> None:
     """Rewrite what moves the rows of an encoder, in place; `beside` is its padding [rows, 1, 1, tokens]."""
     graph_module = graph.graph_module
     (beside,) = (node for node in graph_module.graph.find_nodes(op="placeholder") if node.name == "beside")
-    writer, moving = Writer(graph_module), _Moving(beside, graph.tables)
+    writer, moving = GraphWriter(graph_module), _Moving(beside, graph.tables)
     for node in list(graph_module.graph.nodes):
         if node.op == "call_function" and (write := _RULES.get(node.target)) is not None:
             writer.replace(node, write, moving, node)
@@ -45,7 +45,7 @@ class _Moving:
         self._beside, self.tables = beside, tables
         self.tokens = int(beside.meta["val"].shape[-1])
 
-    def all_of(self, writer: Writer, source: Node, places: range, node: Node) -> list[Node]:
+    def all_of(self, writer: GraphWriter, source: Node, places: range, node: Node) -> list[Node]:
         """Of f32 [rows, width, tokens], the token so many places behind each; for each of some places."""
         if places == range(1):
             return [source]
@@ -68,7 +68,7 @@ class _Moving:
         return found
 
 
-def _padded(writer: Writer, moving: _Moving, node: Any) -> Node | None:
+def _padded(writer: GraphWriter, moving: _Moving, node: Any) -> Node | None:
     """A part of all rows, and nothing in the place of the rest."""
     part, pads, *fill = node.args
     shape = list(node.meta["val"].shape)
@@ -87,7 +87,7 @@ def _padded(writer: Writer, moving: _Moving, node: Any) -> Node | None:
     return writer.call(aten.permute.default, moved, [0, 2, 1])
 
 
-def _convolved(writer: Writer, moving: _Moving, node: Any) -> Node | None:
+def _convolved(writer: GraphWriter, moving: _Moving, node: Any) -> Node | None:
     """Taps for each number alone, or layers of all numbers of a token."""
     source, weight, bias, stride, padding, dilation, groups = convolution_of(node)
     out, part, *sizes = weight.meta["val"].shape
@@ -115,7 +115,7 @@ def _convolved(writer: Writer, moving: _Moving, node: Any) -> Node | None:
     return answer if bias is None or answer is None else writer.plus(answer, writer.reshape(bias, [out, 1]))
 
 
-def _convolved_by_heads(writer: Writer, moving: _Moving, node: Any) -> Node | None:
+def _convolved_by_heads(writer: GraphWriter, moving: _Moving, node: Any) -> Node | None:
     """Taps for each head [rows, heads, tokens, width] alone."""
     source, weight, bias, stride, padding, dilation, *_, groups = node.args
     rows, heads, tokens, width = source.meta["val"].shape
@@ -134,7 +134,7 @@ def _convolved_by_heads(writer: Writer, moving: _Moving, node: Any) -> Node | No
     return None if answer is None else writer.call(aten.permute.default, answer, [0, 1, 3, 2])
 
 
-def _side_by_side(writer: Writer, moving: _Moving, node: Any) -> Node | None:
+def _side_by_side(writer: GraphWriter, moving: _Moving, node: Any) -> Node | None:
     source, (taps, other), *more = node.args
     rows, width, tokens, one = source.meta["val"].shape
     half = taps // 2
@@ -151,7 +151,7 @@ def _side_by_side(writer: Writer, moving: _Moving, node: Any) -> Node | None:
     return writer.reshape(parts[0], [rows, width * taps, tokens])
 
 
-def _first(writer: Writer, moving: _Moving, node: Any) -> Node | None:
+def _first(writer: GraphWriter, moving: _Moving, node: Any) -> Node | None:
     """The first token of f32 [rows, tokens, width]: how many come behind it would be in the way back."""
     source, dim, *bounds = node.args
     value = source.meta["val"]
@@ -169,7 +169,7 @@ def _first(writer: Writer, moving: _Moving, node: Any) -> Node | None:
     return writer.reshape(writer.call(aten.bmm.default, place, source), node.meta["val"].shape)
 
 
-_RULES: dict[Any, Callable[[Writer, _Moving, Node], Node | None]] = {
+_RULES: dict[Any, Callable[[GraphWriter, _Moving, Node], Node | None]] = {
     aten.select.int: _first,
     aten.slice.Tensor: _first,
     aten.constant_pad_nd.default: _padded,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 from server_export.trace.patterns import Pattern, Rewrite, register
 from server_export.trace.rotation import bounds_of, turned_by_layer
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 def turn_pairs(graph_module: GraphModule) -> None:
     """Make a linear layer of what turns the pairs of a head, in place."""
-    writer = Writer(graph_module)
+    writer = GraphWriter(graph_module)
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.cat.default):
         source, turned = _pairs(node)
         if source is not None:

@@ -20,7 +20,7 @@ from server_export.ir.block import is_input
 from server_export.ir.operators import Category, members
 from server_export.ir.rewriting import share_equal_calls
 from server_export.ir.walks import ancestors, origin
-from server_export.ir.writer import Writer
+from server_export.ir.writer import GraphWriter
 from server_export.trace.patterns import Pattern, Rewrite, register
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ _WITH = members(Category.ARITHMETIC)
 
 def join_heads(graph_module: GraphModule) -> None:
     """Let rows and heads be one dimension between the two products of an attention, in place."""
-    writer = Writer(graph_module)
+    writer = GraphWriter(graph_module)
     for product in graph_module.graph.find_nodes(op="call_function", target=aten.bmm.default):
         scores = _taken_apart(product)
         chain = _chain(scores) if scores is not None else None
@@ -47,7 +47,7 @@ def join_heads(graph_module: GraphModule) -> None:
     graph_module.recompile()
 
 
-def _join_values(writer: Writer) -> None:
+def _join_values(writer: GraphWriter) -> None:
     """Let one product mix all values that equal scores weigh."""
     graph = writer.graph_module.graph
     if len(graph.find_nodes(op="call_function", target=aten.softmax.int)) > 1:
@@ -70,7 +70,7 @@ def _put_before(node: Node, values: Sequence[Any]) -> bool:
     return True
 
 
-def _mixed(writer: Writer, softmax: Node, products: Sequence[Any]) -> Node:
+def _mixed(writer: GraphWriter, softmax: Node, products: Sequence[Any]) -> Node:
     values = [product.args[1] for product in products]
     mixed = writer.call(aten.bmm.default, softmax, writer.call(aten.cat.default, values, 2))
     parts, start = [], 0
@@ -149,14 +149,14 @@ def _joined_shape(shape: Sequence[int], scores: Sequence[int]) -> list[int] | No
     return [rows * heads, *shape[-2:]] if (rows, heads) == tuple(scores[:2]) else None
 
 
-def _transpose_joined(writer: Writer, product: Node) -> None:
+def _transpose_joined(writer: GraphWriter, product: Node) -> None:
     """Let keys be transposed after rows and heads were joined."""
     keys: Any = product.args[1]
     apart: Any = keys.args[0] if keys.target in _RESHAPES else keys
     if len(_shape(apart)) != 4:
         return
 
-    def write(writer: Writer) -> Node:
+    def write(writer: GraphWriter) -> Node:
         rows, heads, width, length = _shape(apart)
         joined = writer.reshape(_turned(writer, apart), [rows * heads, length, width])
         return writer.call(aten.transpose.int, joined, 1, 2)
@@ -164,7 +164,7 @@ def _transpose_joined(writer: Writer, product: Node) -> None:
     writer.replace(keys, write)
 
 
-def _turned(writer: Writer, node: Any) -> Any:
+def _turned(writer: GraphWriter, node: Any) -> Any:
     """A value whose last two of four dimensions change places."""
     if node.target is aten.transpose.int and {dim % 4 for dim in node.args[1:]} == {2, 3}:
         return node.args[0]
@@ -186,11 +186,11 @@ def _is_causal(value: Any) -> bool:
     return is_table and _shape(value)[1] == _shape(value)[2]
 
 
-def _join(writer: Writer, apart: Node, chain: Sequence[Node]) -> None:
+def _join(writer: GraphWriter, apart: Node, chain: Sequence[Node]) -> None:
     joined: Any = apart.args[0]
     scores, made = _shape(apart), {apart: joined}
 
-    def other(writer: Writer, value: Any) -> Any:
+    def other(writer: GraphWriter, value: Any) -> Any:
         """A mask or a number, in the shape that meets joined scores."""
         if not isinstance(value, Node) or value in made:
             return made.get(value, value)
@@ -201,12 +201,12 @@ def _join(writer: Writer, apart: Node, chain: Sequence[Node]) -> None:
         value, _ = origin(value, _RESHAPES)
         return value if _shape(value) == shape else writer.reshape(value, shape)
 
-    def hidden(writer: Writer, answer: Node, masks: Sequence[Node]) -> Node:
+    def hidden(writer: GraphWriter, answer: Node, masks: Sequence[Node]) -> Node:
         for mask in masks:
             answer = writer.plus(answer, mask)
         return answer
 
-    def write(writer: Writer) -> Node:
+    def write(writer: GraphWriter) -> Node:
         answer, masks = joined, list[Node]()
         for node in chain[:-1]:
             first, *rest = (other(writer, value) for value in node.args)

@@ -14,7 +14,7 @@ import pytest
 
 from device_runner.android import bench, bundles
 from device_runner.android import trial as taking
-from device_runner.android.bundles import Model
+from device_runner.android.bundles import BenchModel
 from device_runner.android.device import Job, Phone
 from device_runner.engines.native.build import library
 from prge.errors import DeviceError, PrgeError, RunError
@@ -29,7 +29,7 @@ WORDS = ("--tiny", "--steps", 3, "--threads", 1, "--start-below-celsius", 150)
 def fake(tmp_path: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> FakePhone:
     """A phone; every bundle is the workshop's."""
 
-    def made(models: Sequence[Model], cache: Path | None) -> dict[Model, Path | PrgeError]:
+    def made(models: Sequence[BenchModel], cache: Path | None) -> dict[BenchModel, Path | PrgeError]:
         return dict.fromkeys(models, workshop / "bundle")
 
     monkeypatch.setattr(bench, "make_bundles", made)
@@ -75,7 +75,7 @@ def test_a_trial_that_fails_says_why_and_the_others_go_on(
 ) -> None:
     failure = PrgeError(f"fake: no {Path.home() / 'model'}")
 
-    def made(models: Sequence[Model], cache: Path | None) -> dict[Model, Path | PrgeError]:
+    def made(models: Sequence[BenchModel], cache: Path | None) -> dict[BenchModel, Path | PrgeError]:
         return {
             model: failure if model.trial.shape == "qwen3-1.7b" else workshop / "bundle" for model in models
         }
@@ -167,7 +167,7 @@ def test_bundles_are_estimated_and_refused_without_room(
     told = json.dumps({**estimate, "export": {"seconds": 90}})
     monkeypatch.setattr(bundles, "answer_of", lambda *words: told)
     with pytest.raises(RunError, match=r"free, 6\.0 TiB are needed|free, 6144"):
-        bundles.make_bundles([Model(TRIALS["qwen3-1.7b"])], tmp_path)
+        bundles.make_bundles([BenchModel(TRIALS["qwen3-1.7b"])], tmp_path)
     assert "1 min 30 s" in capsys.readouterr().out
 
 
@@ -181,7 +181,7 @@ def test_trials_of_one_export_share_a_bundle_and_a_failed_export_is_kept(
         raise DeviceError("it failed")
 
     monkeypatch.setattr(bundles, "run_verb", export)
-    models = [Model(TRIALS[name], tiny=True) for name in ("smollm2-135m", "texts", "qwen2-0.5b")]
+    models = [BenchModel(TRIALS[name], tiny=True) for name in ("smollm2-135m", "texts", "qwen2-0.5b")]
     made = bundles.make_bundles(models, tmp_path)
     assert len(asked) == len(made) == 2 and models[0] == models[1]
     assert all(isinstance(each, DeviceError) for each in made.values())

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from device_runner.android.adb import Adb, Answer
+from device_runner.android.adb import Adb, AdbOutput
 from device_runner.android.command import PushSettings, main
 from device_runner.android.device import Phone
 from device_runner.android.preflight import examine
@@ -31,9 +31,9 @@ class LocalAdb(Adb):
     def __init__(self) -> None:
         self.serial = "here"
 
-    def shell(self, script: str, seconds: float | None = None, said: str = "") -> Answer:
+    def shell(self, script: str, seconds: float | None = None, said: str = "") -> AdbOutput:
         done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False, input=said)
-        return Answer(done.returncode, done.stdout, done.stderr)
+        return AdbOutput(done.returncode, done.stdout, done.stderr)
 
     def push(self, local: Path, remote: str) -> None:
         if local.is_dir():
@@ -108,9 +108,9 @@ class NoexecAdb(LocalAdb):
         mount = 'mount -t tmpfs -o noexec none "$1" && exec sh -c "$2"'
         self.words = ["unshare", *user, "--mount", "sh", "-c", mount, "sh", str(folder)]
 
-    def shell(self, script: str, seconds: float | None = None, said: str = "") -> Answer:
+    def shell(self, script: str, seconds: float | None = None, said: str = "") -> AdbOutput:
         done = subprocess.run([*self.words, script], capture_output=True, text=True, check=False, input=said)
-        return Answer(done.returncode, done.stdout, done.stderr)
+        return AdbOutput(done.returncode, done.stdout, done.stderr)
 
 
 def test_the_doctor_finds_a_folder_that_is_mounted_noexec(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from device_runner.android.runtime import MANIFEST
-from device_runner.fleet.messages import Refusal, parse_answer
+from device_runner.fleet.messages import TaskRefusal, parse_answer
 from device_runner.fleet.network.keys import make_keys
 from tests.bundles import make_bundle
 from tests.device_runner.android.conftest import built_runtime
@@ -42,7 +42,7 @@ def test_a_phone_takes_part_by_its_cable(tmp_path: Path) -> None:
             phone.prge("stop", "mine", "--now")
     # What the server said is no task, and the phone says so.
     ((content,),) = (answers.values() for answers in rounds.received)
-    assert isinstance(parse_answer(content), Refusal)
+    assert isinstance(parse_answer(content), TaskRefusal)
     own = phone.folder / "fleets" / "mine"
     assert "policy.yaml" in (own / "device.yaml").read_text()
     key = phone.folder / "fleets" / "mine-keys" / "device.key"

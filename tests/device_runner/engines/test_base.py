@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from device_runner.engines.base import CheckedEngine, check_threads
-from device_runner.engines.errors import RefusedError
+from device_runner.engines.errors import EngineRefusalError
 from prge.engine import Call, Directions, FloatArray, Target, TokenSequence
 from prge.errors import EngineError
 from prge.formats.adapter import adapter_size
@@ -23,7 +23,7 @@ class Zeros(CheckedEngine):
 
     def _forward(self, call: Call) -> FloatArray:
         if call.sequences[0].tokens[0] == 63:
-            raise RefusedError("error 0x12", "", 0x12)
+            raise EngineRefusalError("error 0x12", "", 0x12)
         outputs = (len(call.sequences), self.model.width) if self.model.is_encoder else (call.target_count,)
         return np.zeros((len(call.adapters), *outputs), np.float32)
 

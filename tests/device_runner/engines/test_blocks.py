@@ -251,11 +251,11 @@ def test_a_head_of_another_number_of_pieces_than_was_written_is_refused(
 
 def test_blocks_that_dont_hand_on_states_of_one_width_are_refused(folder: Path) -> None:
     """A head in the place of a block takes the state and gives none."""
-    from device_runner.engines.shapes import Shapes, block_problems
+    from device_runner.engines.shapes import MethodShapes, block_problems
     from device_runner.engines.tables import Tables
 
     chain = open_bundle(folder).chain
-    shapes = Shapes(chain, Tables(open_bundle(folder), chain))
+    shapes = MethodShapes(chain, Tables(open_bundle(folder), chain))
     widths, saved = shapes.widths, shapes.residuals
     assert widths == [(0, 64), (64, 64), (64, 64), *[(64, 0)] * 4]
     assert not any([*block_problems(chain, shapes, n)] for n in range(7))

@@ -15,7 +15,7 @@ import pytest
 
 from device_runner.engines import child_check
 from device_runner.engines.child_check import check_in_child
-from device_runner.engines.errors import RefusedError
+from device_runner.engines.errors import EngineRefusalError
 from prge.errors import BundleError, EngineError, PrgeError
 from prge.formats.run_folder import run_lock
 
@@ -41,7 +41,7 @@ def test_a_child_that_comes_through_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("attempt", "kind", "told"),
     [
-        (fails_with(RefusedError("error 0x23", "", 0x23)), BundleError, "block.pte"),
+        (fails_with(EngineRefusalError("error 0x23", "", 0x23)), BundleError, "block.pte"),
         (os.abort, BundleError, r"the engine aborts on this program \(SIGABRT\): block.pte"),
         (dies_of(signal.SIGSEGV), BundleError, r"\(SIGSEGV\)"),
         (dies_of(signal.SIGKILL), EngineError, r"SIGKILL.*\n.*not enough memory"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from device_runner.engines.batch import Part
+from device_runner.engines.batch import Batch
 from device_runner.engines.forward import Forward
 from prge.formats.bundle import open_bundle
 from prge.formats.signatures import BACKWARD, BACKWARD_SAVED, FORWARD
@@ -135,7 +135,7 @@ def test_a_number_that_is_none_shows_through_layers_that_round(
     engine = opened(bundle, BACKWARD, loaded=memory).engine
     before, run = engine.vjp(call, slope_of)[1], Forward.run
 
-    def broken(self: Forward, number: int, now: str, part: Part, *rest: Any, **more: Any) -> Any:
+    def broken(self: Forward, number: int, now: str, part: Batch, *rest: Any, **more: Any) -> Any:
         if (number, now) == (LAYERS // 2, role):
             part.values[name] = part.values[name].copy()
             part.values[name].ravel()[5] = bad

@@ -16,7 +16,7 @@ import pytest
 
 from device_runner.engines import packed_files
 from device_runner.engines.child_check import check_in_child
-from device_runner.engines.errors import RefusedError
+from device_runner.engines.errors import EngineRefusalError
 from device_runner.engines.native.runtime import Arena, Program, WeightsFile, without_threads
 from device_runner.engines.packed_files import HashedFile, PackedFiles, bytes_in, remove_files
 from prge.errors import BundleError
@@ -260,7 +260,7 @@ def test_processes_at_once_make_a_file_once(fp32: Kind, folder: Path, tmp_path: 
         packed_files._pack = slow
         found = Use(fp32, folder)
         if None in found.assert_right() or found.told:
-            raise RefusedError(f"{found.told}")
+            raise EngineRefusalError(f"{found.told}")
 
     failures: list[BaseException] = []
 

@@ -15,7 +15,7 @@ from device_runner.fleet import server as opening
 from device_runner.fleet.agreement import Agreement
 from device_runner.fleet.coordinator import Coordinator, RoundReport
 from device_runner.fleet.device import FLEETS, LEDGER, OWN, STATE, DeviceSettings, answer, make_device
-from device_runner.fleet.messages import Task
+from device_runner.fleet.messages import RoundTask
 from device_runner.fleet.server import ServerSettings, open_fleet
 from device_runner.fleet.state import unpack_state
 from prge.engine import FloatArray
@@ -77,12 +77,12 @@ class Fleet:
     def direct(self, node: int, task: bytes) -> bytes:
         """Nothing between a device and the server."""
         said = answer(self.folder / str(node), task)
-        self.said[node, Task.parse(task).number] = said
+        self.said[node, RoundTask.parse(task).number] = said
         return said
 
     def again(self, node: int, task: bytes) -> bytes:
         """Says what the device said to an earlier server of the same plan."""
-        return self.said[node, Task.parse(task).number]
+        return self.said[node, RoundTask.parse(task).number]
 
     def state(self, node: int, agreement: Agreement) -> TrainingState:
         """The common state that a device has."""

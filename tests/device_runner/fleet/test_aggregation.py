@@ -14,15 +14,15 @@ from device_runner.fleet.aggregation import (
     shortened_answers,
 )
 from device_runner.fleet.agreement import Plan
-from device_runner.fleet.messages import Answer
+from device_runner.fleet.messages import RoundResult
 from prge.engine import FloatArray
 
 SIZE = 40
 RANDOM = np.random.default_rng(0)
 
 
-def _answer(values: FloatArray) -> Answer:
-    return Answer(bytes(16), 0, 0, 4, 0.0, np.zeros(2, np.float32), values)
+def _answer(values: FloatArray) -> RoundResult:
+    return RoundResult(bytes(16), 0, 0, 4, 0.0, np.zeros(2, np.float32), values)
 
 
 def _changes(count: int) -> FloatArray:

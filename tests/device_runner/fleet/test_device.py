@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 
 from device_runner.fleet.device import FLEETS, LEDGER, answer
-from device_runner.fleet.messages import Answer, Refusal, Steps, Task, parse_answer
+from device_runner.fleet.messages import RoundResult, RoundTask, Steps, TaskRefusal, parse_answer
 from device_runner.fleet.server import open_fleet
 from device_runner.fleet.state import pack_state
 from device_runner.session.pauses import Gates
@@ -35,7 +35,7 @@ class Server:
     def __init__(self, fleet: Fleet, **changes: Any) -> None:
         settings = fleet.settings(**{"rounds": 50, "local_steps": 2, "learning_rate": 1e-3, **changes})
         with open_fleet(settings) as server:
-            self.first = Task.parse(server.tasks([NODE])[NODE])
+            self.first = RoundTask.parse(server.tasks([NODE])[NODE])
             self.agreement, self.state = server.agreement, server.state
         self.fleet, self.plan = fleet, self.agreement.plan
         self.folder = fleet.folder / str(NODE)
@@ -60,7 +60,7 @@ class Server:
     def refusal(self, number: int, **changes: Any) -> str:
         """Why it says no."""
         said = self.ask(number, **changes)
-        assert isinstance(said, Refusal), said
+        assert isinstance(said, TaskRefusal), said
         return said.reason
 
     @property
@@ -81,7 +81,7 @@ def _cost(times: int, noise: float = 8.0) -> float:
 
 class TestOneAnswerALine:
     def test_a_round_before_the_newest_is_never_answered_again(self, server: Server) -> None:
-        assert isinstance(server.ask(0), Answer)
+        assert isinstance(server.ask(0), RoundResult)
         assert "out of time" in server.refusal(1, seconds=1e-9)
         assert server.refusal(0) == "round 1 is over: round 2 was begun"
         assert [line["round"] for line in server.lines] == [0, 1]
@@ -95,13 +95,13 @@ class TestOneAnswerALine:
         else:
             shutil.rmtree(server.folder / FLEETS)
         assert server.refusal(0) == "round 1 was answered, and what was said is gone"
-        assert isinstance(server.ask(1), Answer)
+        assert isinstance(server.ask(1), RoundResult)
         assert kinds(server.folder) == ["begun", "answered"] * 2
 
     def test_fleets_that_make_room_stay_in_the_ledger(self, fleet: Fleet) -> None:
         servers = [Server(fleet, name=name, out=fleet.folder / name, **NOISE) for name in "abcdef"]
         for each in servers:
-            assert isinstance(each.ask(0), Answer)
+            assert isinstance(each.ask(0), RoundResult)
         assert len(list((servers[0].folder / FLEETS).iterdir())) == 4
         assert "is gone" in servers[0].refusal(0)
 
@@ -136,7 +136,7 @@ class TestOneAnswerALine:
                 except Killed:
                     said, was_killed = set(), True
             said |= {answer(twin, task), answer(twin, task)}
-            assert len(said) == 1 and isinstance(parse_answer(said.pop()), Answer)
+            assert len(said) == 1 and isinstance(parse_answer(said.pop()), RoundResult)
             assert kinds(twin) == ["begun", "answered"]
             instant += 1
         assert instant > 12
@@ -146,7 +146,7 @@ class TestOneAnswerALine:
         rows = server.fleet.folder / f"{NODE}.jsonl"
         rows.write_text(rows.read_text().replace("good", "bad"))
         assert server.refusal(0) == "the round was begun with other rows"
-        assert isinstance(server.ask(1), Answer)
+        assert isinstance(server.ask(1), RoundResult)
 
 
 class TestCounting:
@@ -154,7 +154,7 @@ class TestCounting:
         """Two steps of 5 of 14 rows: a row is in 2 steps after six of them at most."""
         server.fleet.join(NODE, "most_rounds_a_day: 3\n")
         assert "out of time" in server.refusal(0, seconds=1e-9)
-        assert isinstance(server.ask(0), Answer)
+        assert isinstance(server.ask(0), RoundResult)
         assert "out of time" in server.refusal(1, seconds=1e-9)
         said = server.ask(2)
         assert said.privacy_epsilon == pytest.approx(_cost(-(-6 * 5 // ROWS)), rel=1e-4)
@@ -198,7 +198,7 @@ class TestRowsDecideNothing:
         server = Server(fleet, **NOISE, estimator=estimator, optimizer="sgd")
         fleet.numpy.broken = value
         said = server.ask(0)
-        assert isinstance(said, Answer) and np.isfinite(said.values).all() and not said.losses.any()
+        assert isinstance(said, RoundResult) and np.isfinite(said.values).all() and not said.losses.any()
 
     def test_steps_too_large_are_refused_the_same_way_again(self, fleet: Fleet) -> None:
         """Noise that is drawn anew would say more."""
@@ -240,7 +240,7 @@ class TestWhatIsNotOfThePlan:
         content = bytearray(server.task(1))
         content[34:38] = (2**32 - 1).to_bytes(4, "little")
         said = parse_answer(answer(server.folder, bytes(content)))
-        assert isinstance(said, Refusal) and "ends early" in said.reason
+        assert isinstance(said, TaskRefusal) and "ends early" in said.reason
 
     def test_states(self, server: Server) -> None:
         def state(change: Any) -> bytes:
@@ -293,7 +293,7 @@ def test_time_is_up_while_missed_steps_are_taken_too_and_those_taken_stay(
     assert len(server.lines) == 1
     assert "is at step 6, needs that of step 12" in server.refusal(6, missed=b"", state=b"")
     rest = b"".join(server.steps(number).to_bytes() for number in (3, 4, 5))
-    assert isinstance(server.ask(6, missed=rest, state=b""), Answer)
+    assert isinstance(server.ask(6, missed=rest, state=b""), RoundResult)
 
 
 def test_settings_that_somebody_changed_name_no_rows_of_mine(

@@ -14,7 +14,7 @@ import pytest
 
 from device_runner.fleet.coordinator import RoundReport
 from device_runner.fleet.device import FLEETS, STATE, answer
-from device_runner.fleet.messages import Answer, Refusal, Task, parse_answer
+from device_runner.fleet.messages import RoundResult, RoundTask, TaskRefusal, parse_answer
 from device_runner.fleet.server import open_fleet
 from device_runner.replay import main as replay
 from prge.errors import ConfigError, RunError
@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 ENCODERS = {f"encoder, {name}": WAYS[name] for name in ("tangents", "FedAvg, trimmed")}
 NOISE: dict[str, Any] = {"share_directions": True, "clip": 1.0, "noise": 1.0, "queries": 8}
-SPENT = Refusal("privacy_epsilon would be 9 after this round, at most 1 is allowed").to_bytes()
+SPENT = TaskRefusal("privacy_epsilon would be 9 after this round, at most 1 is allowed").to_bytes()
 
 
 def ways(*names: str) -> pytest.MarkDecorator:
@@ -195,7 +195,7 @@ def test_a_task_brings_only_what_is_missing(fleet: Fleet) -> None:
             tasks = server.tasks(list(nodes))
             sizes.append({node: len(task) for node, task in tasks.items()})
             server.receive({node: fleet.direct(node, task) for node, task in tasks.items()})
-        away, there, *_ = (Task.parse(task) for task in server.tasks(list(NODES)).values())
+        away, there, *_ = (RoundTask.parse(task) for task in server.tasks(list(NODES)).values())
     assert sizes[1][NODE] < sizes[0][NODE]
     assert len(list(away.missed_steps())) == 3 or away.state
     assert len(list(there.missed_steps())) == 1 and not there.agreement
@@ -210,10 +210,10 @@ def test_development_rows_are_scored_before_and_after_alone(fleet: Fleet) -> Non
 def test_garbage_is_refused_by_name_and_changes_nothing(fleet: Fleet, tmp_path: Path) -> None:
     liar = NODES[1]
 
-    def first(value: float) -> Callable[[Answer], bytes]:
+    def first(value: float) -> Callable[[RoundResult], bytes]:
         return lambda own: replace(own, values=np.append(np.float32(value), own.values[1:])).to_bytes()
 
-    lies: list[tuple[Callable[[Answer], bytes], str]] = [
+    lies: list[tuple[Callable[[RoundResult], bytes], str]] = [
         (first(1e30), "1e+30"),
         (first(np.nan), "not finite"),
         (lambda own: replace(own, values=own.values[:-1]).to_bytes(), "values"),
@@ -224,7 +224,7 @@ def test_garbage_is_refused_by_name_and_changes_nothing(fleet: Fleet, tmp_path: 
 
     def network(node: int, task: bytes) -> bytes:
         said = parse_answer(honest := fleet.direct(node, task))
-        assert isinstance(said, Answer)
+        assert isinstance(said, RoundResult)
         return lies[said.number][0](said) if node == liar else honest
 
     settings = fleet.settings(rounds=len(lies))
@@ -304,7 +304,7 @@ def test_a_round_with_an_absurd_result_is_discarded_and_said(fleet: Fleet) -> No
 
     def network(node: int, task: bytes) -> bytes:
         said = parse_answer(fleet.direct(node, task))
-        assert isinstance(said, Answer)
+        assert isinstance(said, RoundResult)
         absurd = np.full_like(said.values, 9e5)
         return replace(said, values=absurd if said.number == 1 else said.values).to_bytes()
 
@@ -319,7 +319,7 @@ def test_a_round_with_an_absurd_result_is_discarded_and_said(fleet: Fleet) -> No
 Check = Callable[[RoundReport], bool]
 
 
-def says(**changes: Any) -> Callable[[Answer], bytes]:
+def says(**changes: Any) -> Callable[[RoundResult], bytes]:
     """The honest answer but for some of its fields."""
     return lambda said: replace(said, **changes).to_bytes()
 
@@ -334,7 +334,7 @@ def is_usual(report: RoundReport) -> bool:
     return 0.1 < (report.loss or 0.0) < 3 and not report.problem
 
 
-LIES: dict[str, tuple[Callable[[Answer], bytes], dict[str, Any], Check]] = {
+LIES: dict[str, tuple[Callable[[RoundResult], bytes], dict[str, Any], Check]] = {
     "a high loss": (says(losses=np.full(3, 9999, np.float32)), {}, is_usual),
     "a low loss": (says(losses=np.full(3, -9999, np.float32)), {}, is_usual),
     "no loss": (says(losses=np.zeros(3, np.float32)), {}, is_usual),
@@ -368,7 +368,7 @@ def test_the_word_of_one_liar_of_three_is_its_own(fleet: Fleet, lie: str) -> Non
 
     def network(node: int, task: bytes) -> bytes:
         said = parse_answer(fleet.direct(node, task))
-        assert isinstance(said, Answer)
+        assert isinstance(said, RoundResult)
         return told(said) if node == NODE else said.to_bytes()
 
     _, reports = fleet.run(fleet.settings(**changes), network)
@@ -386,9 +386,9 @@ def test_no_privacy_left_while_the_others_are_away(fleet: Fleet) -> None:
 class TestADeviceRefuses:
     def _reason(self, fleet: Fleet, **changes: Any) -> str:
         with open_fleet(fleet.settings()) as server:
-            task = Task.parse(server.tasks([NODE])[NODE])
+            task = RoundTask.parse(server.tasks([NODE])[NODE])
         said = parse_answer(fleet.direct(NODE, replace(task, **changes).to_bytes()))
-        assert isinstance(said, Refusal)
+        assert isinstance(said, TaskRefusal)
         return said.reason
 
     @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ class TestADeviceRefuses:
             assert "state" in self._reason(fleet, state=state)
 
     def test_what_is_no_task(self, fleet: Fleet) -> None:
-        assert isinstance(parse_answer(answer(fleet.folder / str(NODE), b"")), Refusal)
+        assert isinstance(parse_answer(answer(fleet.folder / str(NODE), b"")), TaskRefusal)
 
 
 class TestWithNoise:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from device_runner.serving.feedback_index import ChangedError, Entry, FeedbackIndex
+from device_runner.serving.feedback_index import ChangedError, FeedbackIndex, IndexEntry
 from prge.data.readers.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
 
 
@@ -26,7 +26,7 @@ def rows(*numbers: int) -> list[Any]:
     ]
 
 
-def read(index: FeedbackIndex) -> list[Entry]:
+def read(index: FeedbackIndex) -> list[IndexEntry]:
     while index.read_on():
         pass
     return [index[number] for number in range(len(index))]

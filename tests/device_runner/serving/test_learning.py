@@ -17,14 +17,14 @@ import pytest
 from device_runner import run as run_verb
 from device_runner.serving import learning as module
 from device_runner.serving import rounds
-from device_runner.serving.feedback_index import Entry
+from device_runner.serving.feedback_index import IndexEntry
 from device_runner.serving.history import FEEDBACK, HISTORY, date_of
 from device_runner.serving.learning import Learning, plan_rounds
 from device_runner.serving.protocol import RequestError
 from device_runner.serving.round_process import RoundProcess
 from device_runner.serving.rounds import Round, held_back, outcome_of, read_kept
 from device_runner.serving.settings import LearnFlags
-from device_runner.session.sensors import Reading, Sensors
+from device_runner.session.sensors import SensorReading, Sensors
 from device_runner.session.settings import EngineFlags, RunSettings
 from prge.data.readers.feedback import Answered, append_feedback, forget_rows, key_of, read_feedback
 from prge.data.tokenization import chat
@@ -598,7 +598,7 @@ def test_it_waits_for_a_charger(place: Place, monkeypatch: pytest.MonkeyPatch) -
         place.open(when="charging")
     feedback(place.learn / FEEDBACK, EVERY)
     states = iter([True, False, False, True, *[True] * 100])
-    monkeypatch.setattr(Sensors, "charging", lambda self: Reading(next(states), "test"))
+    monkeypatch.setattr(Sensors, "charging", lambda self: SensorReading(next(states), "test"))
     monkeypatch.setattr(module, "_SECONDS", 0.0)
     learning = place.open(when="charging")
     assert not learning.work() and not learning.work()
@@ -632,7 +632,7 @@ def test_what_was_disliked_is_not_kept(place: Place, tmp_path: Path) -> None:
 
 def test_feedback_on_one_question_is_in_one_part() -> None:
     rows = [{"prompt": str(number // 2), "answer": "", "rating": "good"} for number in range(24)]
-    learnt, held = held_back([Entry.of(row) for row in rows])
+    learnt, held = held_back([IndexEntry.of(row) for row in rows])
     assert len(learnt) + len(held) == 24
     assert {row.key for row in held} == {key_of(rows[number]) for number in (4, 5, 14, 15)}
     assert not {row.question for row in held} & {row.question for row in learnt}

@@ -12,11 +12,11 @@ import pytest
 
 from device_runner import run as run_verb
 from device_runner.run import run
-from device_runner.session.gradient_noise import Agreement, compare, slopes
+from device_runner.session.gradient_noise import GradientAgreement, compare, slopes
 from device_runner.session.settings import RunSettings
 from prge.formats.bundle import open_bundle
 from prge.training.estimators.differences import Differences
-from prge.training.estimators.directions import Directions
+from prge.training.estimators.directions import DirectionSampler
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.protocol import Step
 from tests.device_runner.numpy_device import QUERIES, Device, write_films
@@ -27,10 +27,10 @@ SMALL, LARGE = 1e-3, 1e-1
 
 
 @pytest.fixture
-def agreements(tmp_path: Path) -> Callable[[Device], dict[tuple[str, float], Agreement]]:
+def agreements(tmp_path: Path) -> Callable[[Device], dict[tuple[str, float], GradientAgreement]]:
     """How differences on a device agree with derivatives, by estimator and epsilon."""
 
-    def measured(device: Device) -> dict[tuple[str, float], Agreement]:
+    def measured(device: Device) -> dict[tuple[str, float], GradientAgreement]:
         bundle = open_bundle(device.write_bundle(tmp_path / "bundle"))
         engine = device.open_engine(bundle, "backward").engine
         exact = Device(has_back=True).open_engine(bundle, "backward").engine
@@ -40,7 +40,7 @@ def agreements(tmp_path: Path) -> Callable[[Device], dict[tuple[str, float], Agr
         for step in steps:
             gradient = Exact().measure(exact, step).gradient
             assert gradient is not None
-            directions = Directions(1, step.number, adapter.size)
+            directions = DirectionSampler(1, step.number, adapter.size)
             along.append([float(directions(query) @ gradient) for query in range(QUERIES)])
         found = {}
         for epsilon in (SMALL, LARGE):
@@ -76,8 +76,8 @@ def test_compare() -> None:
     # The mean of true scalars is zero: a constant is noise too.
     assert compare(reference + 2, reference).r == pytest.approx(1 / 5**0.5, abs=0.02)
     for nothing in (0 * reference, np.full_like(reference, np.nan), np.full_like(reference, np.inf)):
-        assert compare(nothing, reference) == Agreement(0, 0)
-        assert compare(reference, nothing) == Agreement(0, 0)
+        assert compare(nothing, reference) == GradientAgreement(0, 0)
+        assert compare(reference, nothing) == GradientAgreement(0, 0)
 
 
 # A new run on quantized activations says how noisy its differences are.

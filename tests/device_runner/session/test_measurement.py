@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from device_runner.session import measurement as measuring
-from device_runner.session.sensors import Reading, Sensors
+from device_runner.session.sensors import SensorReading, Sensors
 from tests.verbs import REPOSITORY
 
 
@@ -57,7 +57,7 @@ def test_a_verb_waits_until_the_phone_is_cool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     degrees = [50.0, 41.0, 40.0]
-    monkeypatch.setattr(Sensors, "temperature", lambda sensors: Reading(degrees.pop(0)))
+    monkeypatch.setattr(Sensors, "temperature", lambda sensors: SensorReading(degrees.pop(0)))
     monkeypatch.setattr(measuring, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(measuring, "measure", lambda cache, words: {"code": 0})
     words = [str(tmp_path), str(tmp_path / "found"), "40"]
@@ -67,5 +67,5 @@ def test_a_verb_waits_until_the_phone_is_cool(
     assert measuring.main([*words, "0", "cache"]) == 2
     assert "error: too hot: 50.0 degrees Celsius after 0 minutes, not 40" in capsys.readouterr().err
     assert not (tmp_path / "found").exists()
-    monkeypatch.setattr(Sensors, "temperature", lambda sensors: Reading(None, reason="it doesn't tell"))
+    monkeypatch.setattr(Sensors, "temperature", lambda sensors: SensorReading(None, reason="it doesn't tell"))
     assert measuring.main([*words, "0", "cache"]) == 0

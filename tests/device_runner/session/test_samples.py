@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from device_runner.session.samples import SamplePrompt, Samples, Writer, read_prompts
+from device_runner.session.samples import SamplePrompt, Samples, SampleWriter, read_prompts
 from device_runner.session.settings import RunSettings
 from prge.data.tokenization.tokenizer import Tokenizer
 from prge.errors import DataError
@@ -77,7 +77,7 @@ class Run:
         self.state = TrainingState(adapter, make_optimizer("sgd", adapter.size))
         self.generator = Generator(NumpySpeaker(slots=2), TOKENIZER)
         self.go_to(step)
-        self.samples = Samples(Writer(prompts, self.generator), self.state, every, self.watcher)
+        self.samples = Samples(SampleWriter(prompts, self.generator), self.state, every, self.watcher)
 
     def go_to(self, step: int) -> None:
         self.state.progress.step = step

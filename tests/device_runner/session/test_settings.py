@@ -19,7 +19,7 @@ from prge.objectives.preferences import DPO, KTO
 from prge.training.estimators.differences import Antithetic, Differences, OneSided
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.table import make_estimator
-from prge.training.estimators.tangents import Tangents
+from prge.training.estimators.tangents import TangentEstimator
 from prge.training.recipe import Recipe
 from tests.bundles import make_small_chain, opened_bundle
 from tests.rows import classified, completion, long_choice
@@ -161,7 +161,7 @@ def test_the_name_of_a_data_set_is_no_path() -> None:
 
 def test_estimators_have_what_the_settings_say() -> None:
     tangents = make_estimator(settled(_settings(estimator="tangent", share_directions=True, clip=0.5), CHAIN))
-    assert isinstance(tangents, Tangents)
+    assert isinstance(tangents, TangentEstimator)
     assert (tangents.queries, tangents.shared, tangents.clip) == (4, True, 0.5)
     differences = make_estimator(settled(_settings(estimator="antithetic", clip=0.5, epsilon=0.1), CHAIN))
     assert isinstance(differences, Differences)

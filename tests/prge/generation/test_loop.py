@@ -16,7 +16,7 @@ from prge.errors import ConfigError, DataError, EngineError
 from prge.formats.adapter import Adapter
 from prge.generation.loop import (
     FED_AT_ONCE,
-    Answer,
+    Completion,
     GenerationSettings,
     Generator,
     Request,
@@ -24,7 +24,7 @@ from prge.generation.loop import (
     _repeats,
 )
 from prge.generation.prompts import Prompt
-from prge.generation.sampling import Choice, ChoiceSettings
+from prge.generation.sampling import ChoiceSettings, SamplingParams
 from prge.generation.text_stream import TextStream
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 from tests.speakers import NumpySpeaker, make_adapter
@@ -45,7 +45,7 @@ def alone(request: Request, **speaker: Any) -> list[int]:
     """The tokens of an answer by the definition: one token after the other, in a fresh sequence."""
     model = NumpySpeaker(**{"context": 4096, **speaker})
     sequence = model.open(request.adapter)
-    choice = Choice(request.settings.choice)
+    choice = SamplingParams(request.settings.choice)
     history = list(request.prompt.tokens)
     logits = model.feed(sequence, history)
     tokens: list[int] = []
@@ -395,7 +395,7 @@ def test_closing_forgets_what_was_kept() -> None:
 
 def test_threads_submit_and_cancel_while_one_works() -> None:
     generator = Generator(NumpySpeaker(slots=4), TOKENIZER)
-    answers: dict[int, Answer] = {}
+    answers: dict[int, Completion] = {}
     done = threading.Event()
 
     def ask(number: int) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from prge.engine import FloatArray
 from prge.errors import ConfigError, EngineError
-from prge.generation.sampling import Choice, ChoiceSettings
+from prge.generation.sampling import ChoiceSettings, SamplingParams
 
 VOCABULARY = 40
 # Few different values, so that many are equal.
@@ -36,7 +36,7 @@ def logits_of(*values: float) -> FloatArray:
 
 
 def drawn(logits: FloatArray, history: list[int], count: int = 200, **given: Any) -> list[int]:
-    choice = Choice(ChoiceSettings(**{"temperature": 1.0, "seed": 1, **given}))
+    choice = SamplingParams(ChoiceSettings(**{"temperature": 1.0, "seed": 1, **given}))
     return [choice.choose(logits, history) for _ in range(count)]
 
 
@@ -65,7 +65,7 @@ def allowed(logits: FloatArray, history: list[int], chosen: ChoiceSettings) -> d
 
 
 def test_without_temperature_the_most_likely_token_and_of_equal_ones_the_lowest_id() -> None:
-    choice = Choice(ChoiceSettings())
+    choice = SamplingParams(ChoiceSettings())
     assert choice.choose(logits_of(0, 3, 1, 3), []) == 1
     assert choice.choose(logits_of(-1, -1), []) == 0
 
@@ -148,7 +148,7 @@ def test_logits_stay_as_they_are() -> None:
 def test_logits_that_are_no_numbers_are_an_error(bad: float) -> None:
     for temperature in (0.0, 1.0):
         with pytest.raises(EngineError, match=f"largest logit is {bad}"):
-            Choice(ChoiceSettings(temperature)).choose(logits_of(0, bad, 1), [])
+            SamplingParams(ChoiceSettings(temperature)).choose(logits_of(0, bad, 1), [])
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_bad_settings_are_told(given: dict[str, Any], told: str) -> None:
 def test_a_large_vocabulary_is_no_burden() -> None:
     logits: NDArray[np.float32] = np.random.default_rng(0).normal(0, 3, 262_144).astype(np.float32)
     for chosen in (ChoiceSettings(), ChoiceSettings(0.8, 40, 0.95, 0.05), ChoiceSettings(0.8, top_p=0.95)):
-        choice = Choice(chosen)
+        choice = SamplingParams(chosen)
         seconds = []
         for _ in range(5):
             start = time.perf_counter()

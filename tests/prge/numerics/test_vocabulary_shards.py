@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prge.engine import FloatArray
-from prge.numerics.vocabulary_shards import Reading, shards_of
+from prge.numerics.vocabulary_shards import TargetLogProbs, shards_of
 
 ALL = slice(None)
 
@@ -43,9 +43,9 @@ class Shards:
     def __init__(self, logits: FloatArray, words: int, tangents: FloatArray | None = None) -> None:
         self.logits, self.words, self.tangents, self.calls = logits, words, tangents, 0
 
-    def read(self, targets: FloatArray) -> Reading:
+    def read(self, targets: FloatArray) -> TargetLogProbs:
         queries = 0 if self.tangents is None else len(self.tangents)
-        reading = Reading(targets, self.words, queries)
+        reading = TargetLogProbs(targets, self.words, queries)
         for shard in range(self.logits.shape[1] // self.words):
             index = reading.within(shard, ALL)[0]
             mine = slice(shard * self.words, (shard + 1) * self.words)

@@ -21,7 +21,7 @@ from prge.objectives.scoring import score
 from prge.training.estimators.differences import Antithetic, Differences
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.protocol import Estimator, Step
-from prge.training.estimators.tangents import Tangents
+from prge.training.estimators.tangents import TangentEstimator
 from prge.training.sampler import Sampler
 from tests.numpy_engine import NumpyEngine
 from tests.rows import choice, classified, completion, long_choice
@@ -225,7 +225,7 @@ def test_a_loss_of_ones_own_trains_by_every_estimator(name: str) -> None:
     engine = NumpyEngine()
     estimators: dict[str, Estimator] = {
         "differences": Differences(Antithetic(8, 1e-3)),
-        "tangents": Tangents(8),
+        "tangents": TangentEstimator(8),
         "exact": Exact(),
     }
     estimator = estimators[name]

@@ -28,10 +28,10 @@ from prge.objectives.preferences import (
 )
 from prge.objectives.scoring import referred, score
 from prge.training.estimators.differences import Antithetic, Differences, OneSided
-from prge.training.estimators.directions import Directions
+from prge.training.estimators.directions import DirectionSampler
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.protocol import Estimator, Step
-from prge.training.estimators.tangents import Tangents
+from prge.training.estimators.tangents import TangentEstimator
 from prge.training.evaluation import displacement, evaluate
 from prge.training.sampler import Sampler
 from tests.numpy_engine import NumpyEngine
@@ -131,7 +131,7 @@ def test_tangents_are_the_exact_gradient_along_a_direction(name: str) -> None:
     engine = NumpyEngine()
     step = _step(name, engine)
     exact = Exact().measure(engine, step)
-    tangents = Tangents(4, shared=True)
+    tangents = TangentEstimator(4, shared=True)
     found = tangents.measure(engine, step)
     assert exact.gradient is not None
     assert exact.loss == pytest.approx(found.loss, rel=1e-5)
@@ -151,7 +151,7 @@ def test_differences_are_derivatives(name: str) -> None:
     assert gradient is not None
     found = Differences(Antithetic(4, 1e-2)).measure(engine, step).scalars
     for query in range(4):
-        along = Directions(1, 0, step.adapter.size)(query)
+        along = DirectionSampler(1, 0, step.adapter.size)(query)
         assert found[query] == pytest.approx(float(gradient @ along), rel=0.03, abs=3e-3)
 
 
@@ -177,7 +177,7 @@ def test_only_the_loss_that_compares_a_steps_examples_is_not_separate(name: str)
 ESTIMATORS: dict[str, tuple[Estimator, float]] = {
     "antithetic": (Differences(Antithetic(8, 1e-3)), 0.1),
     "fzoo": (Differences(OneSided(7, 1e-3)), 0.02),
-    "tangents": (Tangents(8), 0.1),
+    "tangents": (TangentEstimator(8), 0.1),
     "exact": (Exact(), 0.1),
 }
 

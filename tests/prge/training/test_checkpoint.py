@@ -24,7 +24,7 @@ from prge.objectives.classification_head import Head
 from prge.training.checkpoint import (
     OPTIMIZER,
     STATE,
-    Progress,
+    TrainingProgress,
     TrainingState,
     checkpoint_folder,
     kept_steps,
@@ -45,7 +45,7 @@ def _state(step: int) -> TrainingState:
     adapter = Adapter.zeros(MODULES)
     adapter.values[:] = step
     optimizer = make_optimizer("adam", adapter.size)
-    return TrainingState(adapter, optimizer, Head(2, 3), None, progress=Progress(step=step))
+    return TrainingState(adapter, optimizer, Head(2, 3), None, progress=TrainingProgress(step=step))
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_steps_are_ordered_by_number(checkpoints: Path, template: Path) -> None:
 
 @given(st.integers(1, 200), st.integers(0, 30), st.integers(-1, 200))
 def test_what_stays_follows_from_the_step_alone(step: int, every: int, best: int) -> None:
-    kept = kept_steps(Progress(step=step, best_step=best), every)
+    kept = kept_steps(TrainingProgress(step=step, best_step=best), every)
     due = {number for number in range(1, step) if every and number % every == 0}
     assert kept == {step, best} | ({max(due)} if due else set())
 
@@ -173,7 +173,7 @@ def test_what_a_killed_process_left_of_any_checkpoint_goes_with_the_next_pruning
 
 
 def test_of_equal_values_the_lower_loss_is_the_best() -> None:
-    progress = Progress()
+    progress = TrainingProgress()
     records = [(0, -0.2, 0.7), (2, -0.1, 0.5), (4, -0.1, 0.4), (6, -0.1, 0.45), (8, -0.3, 0.1)]
     best = [progress.judge({"step": step, "value": value, "loss": loss}) for step, value, loss in records]
     assert best == [True, True, True, False, False]
@@ -181,11 +181,11 @@ def test_of_equal_values_the_lower_loss_is_the_best() -> None:
     # Patience ends where the value doesn't rise.
     assert progress.evaluations_since_best == 3
     # Resumed, and judged again, it is the same.
-    again = Progress(**json.loads(json.dumps(asdict(progress))))
+    again = TrainingProgress(**json.loads(json.dumps(asdict(progress))))
     assert again.judge({"step": 4, "value": -0.1, "loss": 0.4}) and again == progress
 
 
 def test_a_checkpoint_of_before_keeps_its_best_step_among_equals() -> None:
-    progress = Progress(step=2, judged=2, best_step=2, best_value=-0.1)
+    progress = TrainingProgress(step=2, judged=2, best_step=2, best_value=-0.1)
     assert not progress.judge({"step": 4, "value": -0.1, "loss": 0.01})
     assert progress.judge({"step": 6, "value": -0.05, "loss": 0.9})

@@ -12,8 +12,8 @@ from prge.errors import BundleError
 from prge.formats.signatures import ROLES
 from prge.model_spec import AdaptedModule
 from prge.training.costs import (
-    Layer,
-    Outline,
+    LayerShape,
+    ModelSizes,
     StepShape,
     bytes_text,
     export_memory,
@@ -29,8 +29,8 @@ from tests.bundles import make_small_chain, make_spec
 from tests.rows import completion, long_choice
 
 # Two blocks of width 64: attention's four layers, and a gated inner layer of 128.
-LAYERS = (Layer(64, 64, 8), Layer(64, 128, 4), Layer(128, 64, 2))
-OUTLINE = Outline(
+LAYERS = (LayerShape(64, 64, 8), LayerShape(64, 128, 4), LayerShape(128, 64, 2))
+OUTLINE = ModelSizes(
     width=64,
     blocks=2,
     blocks_below=0,
@@ -39,7 +39,7 @@ OUTLINE = Outline(
     key_width=16,
     gelu=False,
     layers=LAYERS,
-    head=Layer(64, 1000, 1),
+    head=LayerShape(64, 1000, 1),
     modules=(AdaptedModule("layers.0.q_proj", 4, 64, 64), AdaptedModule("layers.1.q_proj", 4, 64, 64)),
     table_numbers=64_000,
     other_numbers=500,
@@ -63,7 +63,7 @@ def test_weights_take_four_bytes_one_or_half_of_one_and_their_scales() -> None:
 
 
 def test_layers_that_groups_do_not_divide_take_a_byte_a_number() -> None:
-    odd = replace(OUTLINE, layers=(Layer(48, 10, 3),), head=None)
+    odd = replace(OUTLINE, layers=(LayerShape(48, 10, 3),), head=None)
     assert weights_of(odd, "8da4w", True, ["forward"]).layers == 3 * 10 * (48 + 4)
 
 
@@ -73,7 +73,7 @@ def test_the_way_back_has_its_weights_transposed_in_int8_at_least() -> None:
     inputs = 8 * 64 + 4 * 64 + 2 * 128 + 64
     assert weights_of(OUTLINE, "8da4w", True, ROLES).transposed == LAYER_NUMBERS + 64_000 + 4 * inputs
     # Nothing goes back below the first adapter.
-    upper = replace(OUTLINE, blocks_below=1, layers=(*LAYERS, Layer(64, 64, 8, below=True)))
+    upper = replace(OUTLINE, blocks_below=1, layers=(*LAYERS, LayerShape(64, 64, 8, below=True)))
     assert weights_of(upper, "fp32", False, ROLES).transposed == WEIGHTS.transposed
 
 
@@ -192,10 +192,10 @@ def test_a_manifest_keeps_the_outline() -> None:
     chain = make_small_chain()
     outline = replace(OUTLINE, modules=chain.modules, longest=chain.bounds.tokens)
     block = json.loads(json.dumps(outline.to_json()))
-    assert Outline.from_json(block, chain) == outline
+    assert ModelSizes.from_json(block, chain) == outline
     for wrong in ({}, None, {**block, "width": 0}, {**block, "heads": "4"}, {**block, "head": {}}):
         with pytest.raises(BundleError, match="outline can't be read"):
-            Outline.from_json(wrong, chain)
+            ModelSizes.from_json(wrong, chain)
 
 
 def test_only_an_exact_run_maps_transposed_weights_and_keeps_states() -> None:

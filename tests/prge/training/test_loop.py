@@ -26,7 +26,7 @@ from prge.training.checkpoint import (
 from prge.training.estimators.differences import Antithetic, Differences, OneSided
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.protocol import Estimator, InTurn, Measurement
-from prge.training.estimators.tangents import Tangents
+from prge.training.estimators.tangents import TangentEstimator
 from prge.training.loop import AdapterLearner, TrainingSettings, train
 from prge.training.optimizers import make_optimizer, schedule
 from prge.training.sampler import Sampler
@@ -143,9 +143,9 @@ def _bits(state: TrainingState) -> bytes:
 ESTIMATORS = {
     "antithetic": Differences(Antithetic(4, 1e-2)),
     "fzoo": Differences(OneSided(4, 1e-2)),
-    "tangent": Tangents(3),
-    "tangent, shared directions": Tangents(3, shared=True),
-    "tangent, clipped": Tangents(3, clip=1.0),
+    "tangent": TangentEstimator(3),
+    "tangent, shared directions": TangentEstimator(3, shared=True),
+    "tangent, clipped": TangentEstimator(3, clip=1.0),
     "exact": Exact(),
     "exact, clipped": Exact(clip=1.0),
 }
@@ -338,7 +338,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_state_before(tmp_
 
 
 def test_a_tangent_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", estimator=Tangents(3), evaluate_every=0)
+    run = Run(tmp_path / "run", estimator=TangentEstimator(3), evaluate_every=0)
     with pytest.raises(DivergenceError, match=r"step 3: the loss is \d.*, 12 of 12 scalars are not finite"):
         run.go(BrokenEngine(run.engine, 3))
     with Journal(tmp_path / "run/journal.jsonl") as journal:
@@ -382,7 +382,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_journal_holds_a_scalar_for_every_query_and_example(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", estimator=Tangents(3))
+    run = Run(tmp_path / "run", estimator=TangentEstimator(3))
     run.go()
     with Journal(tmp_path / "run/journal.jsonl") as journal:
         records = [record for record in journal.records if record["kind"] == "step"]

@@ -11,10 +11,10 @@ from prge.engine import Array
 from prge.objectives.examples import Example
 from prge.training.estimators import exact
 from prge.training.estimators.differences import Antithetic, Differences
-from prge.training.estimators.directions import Directions
+from prge.training.estimators.directions import DirectionSampler
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.protocol import Step
-from prge.training.estimators.tangents import Tangents
+from prge.training.estimators.tangents import TangentEstimator
 from prge.training.evaluation import evaluate
 from prge.training.sampler import Sampler
 from tests.numpy_engine import MODULE, NumpyEngine, adapter_of, slopes_of
@@ -76,11 +76,11 @@ def test_scalars_are_derivatives_of_the_mean_over_tokens(examples: list[Example]
     gradient = slopes_of(lambda values: token_loss(engine, values, examples), adapter.values)
     step = Step(adapter, by_tokens(examples), SEED, STEP)
     found = Differences(Antithetic(2, 1e-3)).measure(engine, step)
-    directions = Directions(SEED, STEP, adapter.size)
+    directions = DirectionSampler(SEED, STEP, adapter.size)
     expected = [float(gradient @ directions(query)) for query in range(2)]
     np.testing.assert_allclose(found.scalars, expected, atol=1e-3)
 
-    tangents = Tangents(2, shared=True)
+    tangents = TangentEstimator(2, shared=True)
     measured = tangents.measure(engine, step)
     along = tangents._directions
     expected = [float(gradient @ along(query).astype(float)) for query in range(2)]

@@ -17,7 +17,7 @@ from server_export.check.model import ModelComparison, check_causal, compare_wit
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model
 from server_export.checkpoint.stored import SafetensorsTensors
-from server_export.checkpoint.weights import Weights
+from server_export.checkpoint.weights import CheckpointWeights
 from server_export.export import export
 from server_export.model.chain import ModelChain
 from server_export.pipeline import build_chain
@@ -30,10 +30,10 @@ from tests.tiny_types import make_classifier, make_tiny
 LONGEST = 16
 
 
-class Changed(Weights):
+class Changed(CheckpointWeights):
     """The weights of blocks, of which one number of one is another than in the files."""
 
-    def __init__(self, weights: Weights, name: str, change: float) -> None:
+    def __init__(self, weights: CheckpointWeights, name: str, change: float) -> None:
         vars(self).update(vars(weights))
         self.name, self.change = name, change
 

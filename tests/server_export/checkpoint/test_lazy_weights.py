@@ -13,7 +13,7 @@ from server_export.checkpoint import lazy_weights
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.lazy_weights import LazyWeights
 from server_export.checkpoint.loading import load_model, outline_model
-from server_export.checkpoint.weights import Weights
+from server_export.checkpoint.weights import CheckpointWeights
 from tests.tiers import rest
 from tests.tiny_models import (
     DECODERS,
@@ -41,7 +41,7 @@ def answer(model: Any) -> torch.Tensor:
 def lazily(folder: Path) -> tuple[Any, LazyWeights]:
     """A model without weights, and these."""
     model = outline_model(str(folder)).model
-    return model, LazyWeights(Weights(find_files(str(folder)), model))
+    return model, LazyWeights(CheckpointWeights(find_files(str(folder)), model))
 
 
 @pytest.mark.parametrize(

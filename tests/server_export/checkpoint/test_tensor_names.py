@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import outline_model
-from server_export.checkpoint.weights import Weights
+from server_export.checkpoint.weights import CheckpointWeights
 
 _SIZES = {
     "vocab_size": 64,
@@ -36,9 +36,9 @@ def saved(folder: Path, name: str, **settings: Any) -> Any:
     return model
 
 
-def weights_of(folder: Path) -> tuple[Weights, torch.nn.Module]:
+def weights_of(folder: Path) -> tuple[CheckpointWeights, torch.nn.Module]:
     outline = outline_model(str(folder)).model
-    return Weights(find_files(str(folder)), outline), outline
+    return CheckpointWeights(find_files(str(folder)), outline), outline
 
 
 def test_a_head_of_another_name_is_found(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_tensors_that_are_stored_apart_or_together_are_converted(tmp_path: Path)
     """Experts are stored one by one, the model has them as one tensor."""
     import transformers
 
-    from server_export.checkpoint.tensor_names import Outline, sources
+    from server_export.checkpoint.tensor_names import WeightShapes, sources
 
     config = {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model = saved(tmp_path, "Qwen3MoeConfig", **config)
@@ -64,7 +64,7 @@ def test_tensors_that_are_stored_apart_or_together_are_converted(tmp_path: Path)
         outline = transformers.AutoModelForCausalLM.from_config(model.config)
     found = sources(outline, stored.keys())[name]
     assert len(found.stored) == 8
-    made = found.made(stored.__getitem__, Outline(outline))
+    made = found.made(stored.__getitem__, WeightShapes(outline))
     assert torch.equal(made[name], model.get_parameter(name))
 
 

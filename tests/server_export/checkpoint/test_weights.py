@@ -11,15 +11,15 @@ from safetensors.torch import load_file, save_file
 from server_export.adapter.layers import conv1d_names
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import load_model, outline_model
-from server_export.checkpoint.weights import Weights
+from server_export.checkpoint.weights import CheckpointWeights
 from tests.refusals import refusal
 from tests.tiny_models import make_model, make_tokenizer, save_model
 
 
-def weights_of(folder: Path) -> Weights:
+def weights_of(folder: Path) -> CheckpointWeights:
     outline = outline_model(str(folder)).model
     transposed = {f"{name}.weight" for name in conv1d_names(outline)}
-    return Weights(find_files(str(folder)), outline, transposed)
+    return CheckpointWeights(find_files(str(folder)), outline, transposed)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "bert", "distilbert"])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from server_export.derive.backward.joint import GRAD_OUTPUT, backpropagate
-from server_export.derive.backward.partition import Parts, partition
+from server_export.derive.backward.partition import PartitionedGraphs, partition
 from server_export.derive.backward.rules import ONES
 from server_export.ir.rewriting import rewritten_graph
 from tests.server_export.derive.jvp.graphs import inputs_of, random
@@ -39,7 +39,7 @@ class Gated(nn.Module):
         return state + F.linear(inner, self.down) + torch.bmm(reduced, lora_b).reshape(state.shape)
 
 
-def parts(changing: tuple[str, ...] = ()) -> tuple[Parts, dict[str, torch.Tensor]]:
+def parts(changing: tuple[str, ...] = ()) -> tuple[PartitionedGraphs, dict[str, torch.Tensor]]:
     """The parts of the module's joint graph, and inputs by name."""
     module = Gated()
     state, lora_b, slope = (

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from server_export.ir.constants import Constants
+from server_export.ir.constants import GraphConstants
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def module() -> GraphModule:
 def test_constants_are_equal_by_type_shape_and_bits(
     module: GraphModule, first: torch.Tensor, second: torch.Tensor, are_one: bool
 ) -> None:
-    constants = Constants(module)
+    constants = GraphConstants(module)
     one, other = constants.name(first), constants.name(second)
     assert (one == other) is are_one
     for name, tensor in ((one, first), (other, second)):
@@ -38,6 +38,6 @@ def test_constants_are_equal_by_type_shape_and_bits(
 
 def test_names_that_the_module_has_are_left_alone(module: GraphModule) -> None:
     module.register_buffer("constant_0", torch.zeros(1))
-    name = Constants(module).name(torch.ones(1))
+    name = GraphConstants(module).name(torch.ones(1))
     assert module.get_buffer("constant_0").item() == 0
     assert module.get_buffer(name).item() == 1

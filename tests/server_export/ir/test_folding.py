@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from server_export.ir.constants import Constants
+from server_export.ir.constants import GraphConstants
 from server_export.ir.folding import fold_constants
 
 
@@ -32,7 +32,7 @@ def folded(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tu
     """The folded graph of a function, and its operators."""
     module = Tables(function)
     graph_module = torch.export.export(module, (X,)).module(check_guards=False)
-    fold_constants(graph_module, Constants(graph_module))
+    fold_constants(graph_module, GraphConstants(graph_module))
     graph_module.recompile()
     torch.testing.assert_close(graph_module(X), module(X))
     names = [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]
@@ -72,7 +72,7 @@ def test_what_depends_on_no_input_is_computed(
 def test_nothing_is_computed_of_weights_that_have_no_numbers() -> None:
     module = Tables(lambda x, table: x * (table * 2) + torch.ones(4).cos())
     graph_module = torch.export.export(module, (X,)).module(check_guards=False)
-    fold_constants(graph_module, Constants(graph_module), has_weights=False)
+    fold_constants(graph_module, GraphConstants(graph_module), has_weights=False)
     names = [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]
     assert names.count("aten.mul.Tensor") == 2 and "aten.cos.default" not in names
 
@@ -81,7 +81,7 @@ def test_random_numbers_are_drawn_at_every_call() -> None:
     graph_module = torch.export.export(Tables(lambda x, table: x + torch.rand_like(table)), (X,)).module(
         check_guards=False
     )
-    fold_constants(graph_module, Constants(graph_module))
+    fold_constants(graph_module, GraphConstants(graph_module))
     assert any("rand_like" in str(node.target) for node in graph_module.graph.nodes)
 
 

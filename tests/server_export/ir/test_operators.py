@@ -16,7 +16,7 @@ from server_export.derive.jvp.transform import ONES, Dense, differentiate
 from server_export.ir.operators import TABLE, Category, differentiable, members, row, row_of, rules
 from server_export.ir.plain import unknown_operators
 from server_export.ir.rewriting import rewritten_graph
-from server_export.ir.writer import Calls, Writer
+from server_export.ir.writer import Calls, GraphWriter
 from server_export.lower.program import write_program
 from tests.server_export.derive.jvp.graphs import (
     Function,
@@ -53,7 +53,7 @@ def test_an_operator_without_a_row_has_no_derivative() -> None:
 
 
 def test_an_operator_that_is_written_in_others_needs_nothing_else() -> None:
-    def log2(writer: Writer, node: Node, x: Node) -> Node:
+    def log2(writer: GraphWriter, node: Node, x: Node) -> Node:
         return writer.times(writer.call(aten.log.default, x), 1.4426950408889634)
 
     row(aten.log2.default, category=Category.ELEMENTWISE, rewrite=log2)
@@ -102,7 +102,7 @@ def derivative(w: Calls, x: Any, y: Any) -> Any:
     return w.times(w.times(x, y), -2.0)
 
 
-def in_core(writer: Writer, node: Node, x: Node) -> Node:
+def in_core(writer: GraphWriter, node: Node, x: Node) -> Node:
     return writer.exp(writer.negative(writer.times(x, x)))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from server_export.ir.shapes import Shapes, with_size, without_memory
+from server_export.ir.shapes import OperatorShapes, with_size, without_memory
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ class Counted:
 
 
 def test_equal_calls_are_made_once() -> None:
-    shapes, add = Shapes(), Counted(aten.add.Tensor)
+    shapes, add = OperatorShapes(), Counted(aten.add.Tensor)
     first = shapes.of(add, (empty(2, 3), empty(3)), {})
     assert shapes.of(add, (empty(2, 3), empty(3)), {}) is first
     assert (first.shape, first.device.type, add.calls) == ((2, 3), "meta", 1)
@@ -48,7 +48,7 @@ def test_equal_calls_are_made_once() -> None:
 def test_calls_that_differ_in_anything_are_their_own(
     target: Any, arguments: tuple[Any, ...], others: tuple[Any, ...]
 ) -> None:
-    shapes = Shapes()
+    shapes = OperatorShapes()
     for given in (arguments, others):
         found, expected = shapes.of(target, given, {}), target(*given)
         assert (found.shape, found.dtype, found.stride()) == (
@@ -59,14 +59,14 @@ def test_calls_that_differ_in_anything_are_their_own(
 
 
 def test_named_arguments_count() -> None:
-    shapes = Shapes()
+    shapes = OperatorShapes()
     plain = shapes.of(aten.sum.default, (empty(2),), {})
     assert plain.dtype == torch.float32
     assert shapes.of(aten.sum.default, (empty(2),), {"dtype": torch.float64}).dtype == torch.float64
 
 
 def test_several_results_have_no_memory_either() -> None:
-    found = Shapes().of(aten.split.Tensor, (empty(4, 2), 2), {})
+    found = OperatorShapes().of(aten.split.Tensor, (empty(4, 2), 2), {})
     assert [tuple(part.shape) for part in found] == [(2, 2), (2, 2)]
     assert without_memory([torch.ones(2), torch.ones(3)])[1].device.type == "meta"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from server_export.ir.tangents import Dual, Interleaved, Tangents
+from server_export.ir.tangents import Dual, GraphTangents, Interleaved
 from tests.server_export.derive.jvp.graphs import (
     QUERIES,
     TOKENS,
@@ -21,7 +21,7 @@ from tests.server_export.derive.jvp.graphs import (
 aten = torch.ops.aten
 
 
-def test_a_shape_that_a_value_has_is_not_written_again(tangents: Tangents) -> None:
+def test_a_shape_that_a_value_has_is_not_written_again(tangents: GraphTangents) -> None:
     (x,) = placeholders(tangents, x=random(2, 3))
     assert tangents.reshape(x, [2, 3]) is x
     flat = tangents.reshape(x, [6])
@@ -30,7 +30,7 @@ def test_a_shape_that_a_value_has_is_not_written_again(tangents: Tangents) -> No
     assert torch.equal(run(tangents, flat, random(2, 3)), random(2, 3).reshape(6))
 
 
-def test_products_with_numbers_and_with_nothing(tangents: Tangents) -> None:
+def test_products_with_numbers_and_with_nothing(tangents: GraphTangents) -> None:
     (x,) = placeholders(tangents, x=torch.ones(1))
     assert tangents.product(None, x) is x
     assert tangents.product(2, None) == 2
@@ -38,13 +38,13 @@ def test_products_with_numbers_and_with_nothing(tangents: Tangents) -> None:
     assert run(tangents, tangents.product(2, x), torch.tensor([4.0])).tolist() == [8.0]
 
 
-def test_equal_constants_are_read_once(tangents: Tangents) -> None:
+def test_equal_constants_are_read_once(tangents: GraphTangents) -> None:
     assert tangents.constant(torch.ones(1, 4)) is tangents.constant(torch.ones(1, 4))
     assert tangents.constant(torch.ones(1, 4)) is not tangents.constant(torch.ones(4, 1))
     assert tangents.constant(torch.zeros(1, 4)) is not tangents.constant(torch.ones(1, 4))
 
 
-def test_a_sum_over_the_tokens_has_no_constant_of_their_number(tangents: Tangents) -> None:
+def test_a_sum_over_the_tokens_has_no_constant_of_their_number(tangents: GraphTangents) -> None:
     value = random(2, 3, TOKENS, dtype=torch.float32)
     (x,) = placeholders(tangents, x=value)
     total = run(tangents, tangents.total(x), value)
@@ -53,7 +53,7 @@ def test_a_sum_over_the_tokens_has_no_constant_of_their_number(tangents: Tangent
 
 
 @pytest.mark.parametrize(("width", "layers"), [(1024, 1), (1031, 1), (2048, 2), (3 * 1024, 2), (2**21, 3)])
-def test_long_sum_is_taken_in_parts(tangents: Tangents, width: int, layers: int) -> None:
+def test_long_sum_is_taken_in_parts(tangents: GraphTangents, width: int, layers: int) -> None:
     value = random(2, width, dtype=torch.float32)
     (x,) = placeholders(tangents, x=value)
     total = run(tangents, tangents.total(x), value)
@@ -90,7 +90,7 @@ def test_constants_are_added_to_the_value_alone() -> None:
 FORMS = ("plain", "with a factor", "interleaved", "interleaved as it lies")
 
 
-def dual_in(form: str, tangents: Tangents, value: torch.Tensor) -> tuple[Dual, tuple[torch.Tensor, ...]]:
+def dual_in(form: str, tangents: GraphTangents, value: torch.Tensor) -> tuple[Dual, tuple[torch.Tensor, ...]]:
     """A dual of value and tangents `value` [1 + queries, *shape] in one form, and the inputs of its graph."""
     shape, primal, moved = value.shape[1:], value[:1], value[1:]
     factor = torch.full_like(primal, 2)
@@ -108,7 +108,7 @@ def dual_in(form: str, tangents: Tangents, value: torch.Tensor) -> tuple[Dual, t
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_made_of_a_form_is_what_is_made_of_its_numbers(tangents: Tangents, form: str) -> None:
+def test_what_is_made_of_a_form_is_what_is_made_of_its_numbers(tangents: GraphTangents, form: str) -> None:
     value = random(1 + QUERIES, 2, 3)
     dual, inputs = dual_in(form, tangents, value)
     negative = dual.each(lambda part, _: tangents.call(aten.neg.default, part))
@@ -136,7 +136,7 @@ def test_what_is_made_of_a_form_is_what_is_made_of_its_numbers(tangents: Tangent
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_value_meets_interleaved_tangents_as_they_lie(tangents: Tangents, form: str) -> None:
+def test_a_value_meets_interleaved_tangents_as_they_lie(tangents: GraphTangents, form: str) -> None:
     value = random(1 + QUERIES, 2, 3)
     dual, inputs = dual_in(form, tangents, value)
     found = Interleaved.of(dual)
@@ -148,7 +148,9 @@ def test_a_value_meets_interleaved_tangents_as_they_lie(tangents: Tangents, form
     torch.testing.assert_close(product, value[0].unsqueeze(1) * inside)
 
 
-def test_interleaved_tangents_follow_a_reshape_that_leaves_the_last_dimension(tangents: Tangents) -> None:
+def test_interleaved_tangents_follow_a_reshape_that_leaves_the_last_dimension(
+    tangents: GraphTangents,
+) -> None:
     value = random(1 + QUERIES, 2, 3, 4)
     dual, inputs = dual_in("interleaved", tangents, value)
     kept, turned = dual.reshaped((6, 4)), dual.reshaped((2, 12))
@@ -158,7 +160,7 @@ def test_interleaved_tangents_follow_a_reshape_that_leaves_the_last_dimension(ta
     assert torch.equal(found[1], value[1:].reshape(-1, 2, 12))
 
 
-def test_tangents_are_made_once(tangents: Tangents) -> None:
+def test_tangents_are_made_once(tangents: GraphTangents) -> None:
     dual, _ = dual_in("with a factor", tangents, random(1 + QUERIES, 2, 3))
     assert dual.tangents is dual.tangents
     assert dual.scaled(dual.primal).unscaled is dual.unscaled

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from server_export.ir.writer import Writer, apply_rules
+from server_export.ir.writer import GraphWriter, apply_rules
 
 aten = torch.ops.aten
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -32,7 +32,7 @@ def answer(graph_module: GraphModule) -> torch.Tensor:
 
 
 def test_a_rule_writes_what_takes_the_place_of_its_operator(graph_module: GraphModule) -> None:
-    def twice(writer: Writer, node: Node, left: Node, right: Any) -> Node:
+    def twice(writer: GraphWriter, node: Node, left: Node, right: Any) -> Node:
         return writer.times(writer.plus(left, right), 2.0)
 
     apply_rules(graph_module, {"aten.add.Tensor": twice})
@@ -41,7 +41,7 @@ def test_a_rule_writes_what_takes_the_place_of_its_operator(graph_module: GraphM
 
 
 def test_a_rule_may_keep_its_operator(graph_module: GraphModule) -> None:
-    def only_ones(writer: Writer, node: Node, left: Node, right: Any) -> Node | None:
+    def only_ones(writer: GraphWriter, node: Node, left: Node, right: Any) -> Node | None:
         return writer.minus(left, left) if right == 1 else None
 
     apply_rules(graph_module, {"aten.add.Tensor": only_ones})
@@ -61,7 +61,7 @@ def test_a_rule_gets_named_arguments_by_name(graph_module: GraphModule) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.add(x, x, alpha=3)
 
-    def apart(writer: Writer, node: Node, left: Node, right: Node, *, alpha: float = 1) -> Node:
+    def apart(writer: GraphWriter, node: Node, left: Node, right: Node, *, alpha: float = 1) -> Node:
         return writer.plus(left, writer.times(right, alpha))
 
     scaled = torch.export.export(Scaled(), (X,)).module(check_guards=False)
@@ -72,7 +72,7 @@ def test_a_rule_gets_named_arguments_by_name(graph_module: GraphModule) -> None:
 def test_what_is_written_knows_its_shape_and_type(graph_module: GraphModule) -> None:
     written: list[Node] = []
 
-    def rule(writer: Writer, node: Node, left: Node, right: Any) -> Node:
+    def rule(writer: GraphWriter, node: Node, left: Node, right: Any) -> Node:
         row = writer.constant(torch.ones(1, 3))
         total = writer.call(aten.linear.default, left, row)
         written.extend([row, total, writer.reshape(total, [2, 1]), writer.times(left, total)])

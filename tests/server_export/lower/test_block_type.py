@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 
 from prge.errors import BundleError
 from server_export.ir.rewriting import rewritten_graph
-from server_export.lower.block_type import LAYOUTS, Constants, LoweredBlockType, lower_block_type
+from server_export.lower.block_type import LAYOUTS, LoweredBlockType, StandInConstants, lower_block_type
 from server_export.lower.sizes import Size, dynamic_program
 from server_export.quantize.quantization import Int8Embedding, quantize_layers
 
@@ -355,7 +355,7 @@ def test_a_weight_that_another_operator_reads_is_refused() -> None:
 
 
 def test_a_functional_program_is_not_traced_again() -> None:
-    program = Constants({"score": block_program(Block(1))}).as_placeholders(block_program(Block(1)))
+    program = StandInConstants({"score": block_program(Block(1))}).as_placeholders(block_program(Block(1)))
     targets = {node.target for node in program.graph.nodes}
     assert not targets & {aten.reshape.default, aten._assert_scalar.default}
     assert program.run_decompositions({}) is program
@@ -370,7 +370,7 @@ def test_what_may_share_memory_is_traced() -> None:
             return state.transpose(1, 2).contiguous()
 
     given = program(Odd(), meta(*HIDDEN_STATES))
-    found = Constants({"score": given}).as_placeholders(given).run_decompositions({})
+    found = StandInConstants({"score": given}).as_placeholders(given).run_decompositions({})
     assert found is not given and aten.contiguous.default not in operators(found)
 
 

@@ -19,7 +19,7 @@ from server_export.ir.rewriting import rewritten_graph
 from server_export.lower import cache
 from server_export.lower.block_type import LoweredBlockType
 from server_export.lower.cache import ProgramCache
-from server_export.lower.sizes import Method, Size
+from server_export.lower.sizes import Size, SizedMethod
 
 WIDTH = 16
 SIZE = Size(10007, 3, 1, 8)
@@ -38,17 +38,17 @@ class Layer(nn.Module):
         return torch.tanh(self.layer(state) * self.slope)
 
 
-def methods(layer: Layer, name: str = "forward", size: Size = SIZE) -> dict[str, Method]:
+def methods(layer: Layer, name: str = "forward", size: Size = SIZE) -> dict[str, SizedMethod]:
     with FakeTensorMode():
         state = torch.empty(10007, layer.layer.in_features)
     graph_module = rewritten_graph(layer.eval().requires_grad_(False), (state,))
     (node,) = graph_module.graph.find_nodes(op="placeholder")
     node.meta["port"] = Port("hidden_states")
-    return {name: Method(Block(graph_module, (Port("hidden_states"),)), {"rows": size})}
+    return {name: SizedMethod(Block(graph_module, (Port("hidden_states"),)), {"rows": size})}
 
 
 def lower(
-    folder: Path, programs: Mapping[str, Method], in_pieces: Collection[str] = ()
+    folder: Path, programs: Mapping[str, SizedMethod], in_pieces: Collection[str] = ()
 ) -> tuple[LoweredBlockType, int]:
     """A kind by a cache of this folder, and how many it took from there."""
     programs_of = ProgramCache(folder)
@@ -75,7 +75,7 @@ def test_the_same_graph_with_other_weights_is_taken(
 ) -> None:
     """Not even torch.export traces it."""
     monkeypatch.setattr(cache, "lower_block_type", None)
-    monkeypatch.setattr(Method, "program", None)
+    monkeypatch.setattr(SizedMethod, "program", None)
     block = Layer(seed=1)
     kind, taken = lower(tmp_path / "cache", methods(block))
     assert taken == 1 and kind.program == filled.program

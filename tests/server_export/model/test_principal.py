@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft.utils.incremental_pca import IncrementalPCA
 
-from server_export.model.principal import Directions, Principal, spread_ranks
+from server_export.model.principal import Principal, PrincipalDirections, spread_ranks
 
 
 def states(count: int, width: int, seed: int = 0, mean: float = 2.0) -> torch.Tensor:
@@ -20,7 +20,7 @@ def states(count: int, width: int, seed: int = 0, mean: float = 2.0) -> torch.Te
     return (torch.randn(count, width, generator=generator) * scales) @ turn + mean
 
 
-def directions_of(given: torch.Tensor, count: int, piece: int) -> Directions:
+def directions_of(given: torch.Tensor, count: int, piece: int) -> PrincipalDirections:
     principal = Principal(given.shape[1], count)
     for part in given.split(piece):
         principal.add(part)

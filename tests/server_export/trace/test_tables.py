@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from device_runner.engines.tables import Tables
 from prge.formats.bundle import TABLES
-from prge.formats.chain import Table
+from prge.formats.chain import TableSpec
 from server_export.trace.attention import causal_mask, window_mask
 from server_export.trace.tables import ModelTable, ModelTables, TableRotary, make_rotary_tables
 from tests.tiny_models import make_model
@@ -62,7 +62,7 @@ def test_numbers_by_distance_are_those_that_a_device_makes(tmp_path: Path) -> No
     assert table.of(3).tolist() == [(np.array(expected) + LONGEST - 4).tolist()] * 2
     save_file({"0": values}, tmp_path / TABLES)
     described = SimpleNamespace(
-        tables=(Table("relative", members=2),),
+        tables=(TableSpec("relative", members=2),),
         roles=(),
         bounds=SimpleNamespace(tokens=LONGEST, context=LONGEST),
     )

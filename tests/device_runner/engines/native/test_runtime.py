@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from device_runner.engines.child_check import check_in_child
-from device_runner.engines.errors import RefusedError
+from device_runner.engines.errors import EngineRefusalError
 from device_runner.engines.native.build import stock_package
 from device_runner.engines.native.runtime import (
     Arena,
@@ -166,7 +166,7 @@ def test_packed_weights_are_mapped_by_several_processes_at_once(dynamic: Kind, t
         maps = Path("/proc/self/maps").read_text()
         assert all(str(path) in maps for path in packed), maps
         if answers(dynamic, there) != alone:
-            raise RefusedError("the answers differ")
+            raise EngineRefusalError("the answers differ")
 
     reading, writing = os.pipe()
     holder = os.fork()
@@ -202,7 +202,7 @@ def test_read_only_inputs_are_taken_and_read_only_outputs_refused(dynamic: Kind)
     method.run(inputs, outputs)
     dynamic.assert_right(0, "score", inputs, outputs)
     outputs[0].flags.writeable = False
-    with pytest.raises(RefusedError, match="output 0 is float32"):
+    with pytest.raises(EngineRefusalError, match="output 0 is float32"):
         method.run(inputs, outputs)
 
 
@@ -245,7 +245,7 @@ def test_calls_in_a_row_compute_of_what_arrays_hold_then(dynamic: Kind) -> None:
 
 def test_a_row_of_calls_is_refused_where_one_of_its_arrays_doesnt_fit(dynamic: Kind) -> None:
     method = loaded(dynamic)[0]["score"]
-    with pytest.raises(RefusedError, match="inputs"):
+    with pytest.raises(EngineRefusalError, match="inputs"):
         in_a_row([(method, [], room("score", 2, 5))])
 
 
@@ -279,7 +279,7 @@ def test_arrays_that_dont_fit_are_refused_and_the_method_stays_usable(
     dynamic: Kind, change: Callable[[list[Array], list[Array]], tuple[list[Array], list[Array]]], told: str
 ) -> None:
     blocks = loaded(dynamic)
-    with pytest.raises(RefusedError, match=told):
+    with pytest.raises(EngineRefusalError, match=told):
         blocks[0]["score"].run(*change(example("score"), room("score")))
     answers(dynamic, blocks)
 
@@ -289,10 +289,10 @@ def test_sizes_beyond_the_bound_are_refused(dynamic: Kind) -> None:
     blocks = loaded(dynamic)
     state, mask, lora_b = example("score", MOST_ROWS + 1, 2)
     for given in (state, np.empty((0, 2, WIDTH), np.float32)):
-        with pytest.raises(RefusedError) as caught:
+        with pytest.raises(EngineRefusalError) as caught:
             blocks[0]["score"].run([given, mask, lora_b], room("score"))
         assert f"input 0 has size {len(given)} in axis 0, must be in 1 to {MOST_ROWS}" in caught.value.log
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(EngineRefusalError) as caught:
         blocks[0]["score"].run(example("score", 2, 3), [np.empty((2, 2, WIDTH), np.float32)])
     assert "output 0 takes 768 bytes, there is room for 512" in caught.value.log
     answers(dynamic, blocks)
@@ -300,7 +300,7 @@ def test_sizes_beyond_the_bound_are_refused(dynamic: Kind) -> None:
 
 def test_an_arena_that_is_too_small_is_refused(dynamic: Kind) -> None:
     program = Program(dynamic.program)
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(EngineRefusalError) as caught:
         program.load("score", weights=WeightsFile(dynamic.weights[0]), arena=Arena(1000))
     assert f"needs {program.arena_bytes('score')} bytes of an arena that has 1000" in caught.value.log
 
@@ -346,7 +346,7 @@ def test_a_damaged_weights_file_gives_an_error_and_no_abort(dynamic: Kind, tmp_p
             accepted.append(name)
     assert not [name for name in accepted if "flipped" not in name], accepted
     path.unlink()
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(EngineRefusalError) as caught:
         WeightsFile(path)
     assert f"{path}: No such file" in caught.value.log
 
@@ -357,7 +357,7 @@ def test_weights_of_another_kind_are_refused(
     program = Program(dynamic.program)
     other = make_kind("8da4w", True).weights[0]
     for weights in (WeightsFile(other), WeightsFile(other, pack(dynamic, tmp_path)[0])):
-        with pytest.raises(RefusedError) as caught:
+        with pytest.raises(EngineRefusalError) as caught:
             program.load("score", weights=weights)
         assert "flock" not in caught.value.log
     answers(dynamic, loaded(dynamic))
@@ -383,14 +383,14 @@ def test_a_packed_file_that_is_missing_locked_or_of_too_long_a_name_is_refused(
     import fcntl
 
     weights = dynamic.weights[0]
-    with pytest.raises(RefusedError):
+    with pytest.raises(EngineRefusalError):
         WeightsFile(weights, tmp_path / "missing")
-    with pytest.raises(RefusedError):
+    with pytest.raises(EngineRefusalError):
         WeightsFile(weights, tmp_path / ("long" * 64), packing=True)
     packed = pack(dynamic, tmp_path)[0]
     with packed.open("rb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
-        with pytest.raises(RefusedError):
+        with pytest.raises(EngineRefusalError):
             WeightsFile(weights, packed)
     WeightsFile(weights, packed)
 

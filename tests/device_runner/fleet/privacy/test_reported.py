@@ -27,12 +27,12 @@ from prge.engine import Engine, TokenSequence
 from prge.model_spec import AdaptedModule
 from prge.objectives.examples import Example
 from prge.training.estimators.protocol import Measurement, Step
-from prge.training.estimators.tangents import Tangents
+from prge.training.estimators.tangents import TangentEstimator
 
 MODULES = [AdaptedModule("layer", 2, 4, 6)]
 
 
-class _Measured(Tangents):
+class _Measured(TangentEstimator):
     """Tangents that were measured before."""
 
     def __init__(self, measurement: Measurement) -> None:

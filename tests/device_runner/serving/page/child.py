@@ -27,7 +27,7 @@ from device_runner.serving.protocol import RequestError
 from device_runner.serving.uvicorn_server import Server, address_of, listening
 from device_runner.serving.worker import Tell
 from prge.data.tokenization.tokenizer import Tokenizer
-from prge.generation.loop import Answer, Request, Ticket
+from prge.generation.loop import Completion, Request, Ticket
 from tests.device_runner.serving.child import LIMIT, TEMPLATE, adapters, make_examples
 from tests.prge.data.tiny_tokenizers import byte_level_backend
 
@@ -83,7 +83,9 @@ class ScriptedWorker:
             said.append(piece)
             ticket.tell(piece)
         reason = "cancelled" if ticket.cancelled else "stop"
-        ticket.answer = Answer("".join(said), tuple(range(len(said))), reason, 1, 1, 0, 0.1, len(said), 0.1)
+        ticket.answer = Completion(
+            "".join(said), tuple(range(len(said))), reason, 1, 1, 0, 0.1, len(said), 0.1
+        )
         ticket.end()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prge.data.readers.files import Row
-from prge.data.readers.splitting import FEWEST, MOST, Parts, content_hash, split_rows, wanted
+from prge.data.readers.splitting import FEWEST, MOST, Splits, content_hash, split_rows, wanted
 
 TEXTS = st.lists(st.sampled_from("abcdefghijklmnopqrst"), max_size=60)
 
@@ -26,7 +26,7 @@ def numbers(part: Sequence[Row]) -> list[int]:
     return [row.number for row in part]
 
 
-def texts_of(parts: Parts) -> list[set[str]]:
+def texts_of(parts: Splits) -> list[set[str]]:
     return [{row.fields["text"] for row in part} for part in (parts.train, parts.dev)]
 
 

@@ -9,7 +9,7 @@ from prge.engine import Call, Float64Array
 from prge.formats.adapter import Adapter
 from prge.objectives.examples import Example
 from prge.training.estimators.differences import Antithetic, Differences, OneSided, Rule
-from prge.training.estimators.directions import Directions
+from prge.training.estimators.directions import DirectionSampler
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.protocol import Step
 from prge.training.sampler import Sampler
@@ -40,7 +40,7 @@ def test_scalars_are_directional_derivatives(rule: Rule, tolerance: float, count
     adapter = adapter_of(engine)
     exact = Exact().measure(engine, Step(adapter, _examples(count), SEED, STEP)).gradient
     assert exact is not None
-    directions = Directions(SEED, STEP, adapter.size)
+    directions = DirectionSampler(SEED, STEP, adapter.size)
     expected = [directions(query) @ exact for query in range(4)]
     np.testing.assert_allclose(_scalars(engine, rule, adapter, count), expected, atol=tolerance)
 
@@ -58,7 +58,7 @@ def test_all_variants_of_a_step_are_copies_of_one_call(rule: Rule) -> None:
     adapter = adapter_of(engine)
     found = Differences(rule).measure(engine, Step(adapter, _examples(), SEED, STEP))
     (call,) = calls
-    directions = Directions(SEED, STEP, adapter.size)
+    directions = DirectionSampler(SEED, STEP, adapter.size)
     for copy, variant in zip(call.adapters, rule.variants(), strict=True):
         moved = adapter.values + np.float32(variant.scale) * directions(variant.query)
         np.testing.assert_array_equal(copy, moved)
@@ -81,7 +81,7 @@ def test_gradient_is_the_mean_of_scalar_times_direction() -> None:
     scalars = [0.5, -2.0, 3.0]
     modules = NumpyEngine().model.modules
     found = Differences(Antithetic(3, 1e-2)).gradient({"scalars": scalars}, 1, 2, modules)
-    directions = Directions(1, 2, len(found))
+    directions = DirectionSampler(1, 2, len(found))
     expected = sum(s * directions(i).astype(np.float64) for i, s in enumerate(scalars)) / 3
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -97,7 +97,7 @@ def test_antithetic_differences_are_exact_on_a_quadratic(epsilon: float) -> None
         return float(b @ hessian @ b / 2 + slope @ b)
 
     rule = Antithetic(6, epsilon)
-    directions = Directions(SEED, STEP, 20)
+    directions = DirectionSampler(SEED, STEP, 20)
     values = np.array([f(at + v.scale * directions(v.query)) for v in rule.variants()])
     exact = [directions(query) @ (hessian @ at + slope) for query in range(6)]
     np.testing.assert_allclose(rule.scalars(values), exact, rtol=1e-7, atol=1e-7)
@@ -106,7 +106,7 @@ def test_antithetic_differences_are_exact_on_a_quadratic(epsilon: float) -> None
 def test_one_sided_differences_keep_half_of_the_curvature() -> None:
     """f(b) = b.b / 2 at 0: the slope is 0, the difference eps * dimension / 2."""
     rule = OneSided(1, 0.1, normalize=False)
-    direction = Directions(SEED, STEP, 20)(0)
+    direction = DirectionSampler(SEED, STEP, 20)(0)
     values = np.array([np.sum((v.scale * direction) ** 2) / 2 for v in rule.variants()])
     np.testing.assert_allclose(rule.scalars(values), [0.1 * 20 / 2], rtol=1e-5)
 
@@ -122,6 +122,6 @@ def test_clipping_bounds_the_scalars_of_a_step() -> None:
 
 def test_root_mean_square_of_the_scalars_is_the_norm_of_the_gradient() -> None:
     gradient = np.random.default_rng(6).normal(size=200)
-    directions = Directions(SEED, STEP, 200)
+    directions = DirectionSampler(SEED, STEP, 200)
     scalars = np.array([directions(query) @ gradient for query in range(4000)])
     assert np.sqrt((scalars**2).mean()) == pytest.approx(np.linalg.norm(gradient), rel=0.05)

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from prge.model_spec import AdaptedModule
 from prge.training.estimators.directions import (
-    Directions,
+    DirectionSampler,
     RankOneDirections,
     on_grid,
     philox,
@@ -84,7 +84,7 @@ def test_moments_and_independence() -> None:
 
 
 def test_directions_of_a_step() -> None:
-    directions = Directions(seed=5, step=6, size=70)
+    directions = DirectionSampler(seed=5, step=6, size=70)
     np.testing.assert_array_equal(directions(2), rademacher(5, 6, 2, 70))
 
 

@@ -17,7 +17,7 @@ from prge.training.estimators import directions
 from prge.training.estimators.directions import RankOneDirections, on_grid
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.protocol import Measurement, Step
-from prge.training.estimators.tangents import Tangents
+from prge.training.estimators.tangents import TangentEstimator
 from prge.training.sampler import Sampler
 from tests.numpy_engine import MODULE, NumpyEngine, adapter_of, head_of, head_with, losses_of, slopes_of
 from tests.rows import KINDS_OF_ROWS as ROWS
@@ -48,7 +48,7 @@ def test_a_scalar_is_the_derivative_of_its_example_along_its_direction(
 ) -> None:
     engine = NumpyEngine()
     adapter, examples = adapter_of(engine), _examples(ROWS[rows], count)
-    found = Tangents(QUERIES, shared).measure(engine, Step(adapter, examples, SEED, STEP))
+    found = TangentEstimator(QUERIES, shared).measure(engine, Step(adapter, examples, SEED, STEP))
     exact = slopes_of(lambda values: losses_of(engine, values, examples), adapter.values)
     expected = np.einsum("qes,es->qe", _rank_one(found, adapter, shared), exact)
     np.testing.assert_allclose(found.scalars, expected, atol=2e-5)
@@ -62,7 +62,7 @@ def test_scalars_of_an_encoder(folds: int, count: int) -> None:
     engine = NumpyEngine(encoder=True)
     adapter, examples = adapter_of(engine), _examples(CLASSES, count)
     head = CrossFittedHeads([head_of(1), head_of(2)]) if folds else head_of()
-    found = Tangents(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP, head))
+    found = TangentEstimator(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP, head))
     exact = slopes_of(lambda values: losses_of(engine, values, examples, head), adapter.values)
     expected = np.einsum("qes,es->qe", _rank_one(found, adapter), exact)
     np.testing.assert_allclose(found.scalars, expected, atol=2e-5)
@@ -72,7 +72,7 @@ def test_scalars_of_an_encoder(folds: int, count: int) -> None:
 def test_a_trained_head_gets_its_exact_gradient() -> None:
     engine = NumpyEngine(encoder=True)
     adapter, head, examples = adapter_of(engine), head_of(), _examples(CLASSES, 8)
-    found = Tangents(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP, head, head))
+    found = TangentEstimator(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP, head, head))
     expected = slopes_of(
         lambda values: losses_of(engine, adapter.values, examples, head_with(values)).mean(), head.values
     )
@@ -88,7 +88,7 @@ def test_all_sign_combinations_together_give_the_exact_gradient(monkeypatch: pyt
     monkeypatch.setattr(
         directions, "rademacher", lambda seed, step, query, size: np.tile(combinations[query], size // 5)
     )
-    estimator = Tangents(len(combinations))
+    estimator = TangentEstimator(len(combinations))
     found = estimator.measure(engine, Step(adapter, examples, SEED, STEP))
     exact = Exact().measure(engine, Step(adapter, examples, SEED, STEP)).gradient
     assert exact is not None
@@ -100,7 +100,7 @@ def test_all_sign_combinations_together_give_the_exact_gradient(monkeypatch: pyt
 def test_one_direction_for_all_examples_is_the_derivative_of_the_mean_loss() -> None:
     engine = NumpyEngine()
     adapter, examples = adapter_of(engine), _examples(random_completions(12))
-    estimator = Tangents(QUERIES, shared=True)
+    estimator = TangentEstimator(QUERIES, shared=True)
     found = estimator.measure(engine, Step(adapter, examples, SEED, STEP))
     exact = Exact().measure(engine, Step(adapter, examples, SEED, STEP)).gradient
     assert exact is not None
@@ -114,10 +114,10 @@ def test_one_direction_for_all_examples_is_the_derivative_of_the_mean_loss() -> 
 def test_clipping_shrinks_the_examples_that_are_too_steep() -> None:
     engine = NumpyEngine()
     step = Step(adapter_of(engine), _examples(random_completions(12)), SEED, STEP)
-    whole = Tangents(QUERIES).measure(engine, step).scalars
+    whole = TangentEstimator(QUERIES).measure(engine, step).scalars
     size = np.sqrt((whole**2).mean(0))
     limit = float(np.median(size))
-    found = Tangents(QUERIES, clip=limit).measure(engine, step).scalars
+    found = TangentEstimator(QUERIES, clip=limit).measure(engine, step).scalars
     np.testing.assert_allclose(np.sqrt((found**2).mean(0)), np.minimum(size, limit), rtol=1e-6)
     np.testing.assert_allclose(found / found[0], whole / whole[0], rtol=1e-6)
 
@@ -142,7 +142,7 @@ def test_sequences_of_an_example_share_its_direction() -> None:
     engine = Watching()
     adapter = adapter_of(engine)
     examples = [*ROWS["longer candidates"][:2], ROWS["completions"][0], ROWS["longer candidates"][3]]
-    found = Tangents(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP))
+    found = TangentEstimator(QUERIES).measure(engine, Step(adapter, examples, SEED, STEP))
     ((_, u, v),) = RankOneDirections(SEED, STEP, QUERIES, 4, adapter.modules).factors()
     ((call, given),) = engine.given
     assert len(call.sequences) == 7
@@ -155,7 +155,7 @@ def test_sequences_of_an_example_share_its_direction() -> None:
 def test_the_adapter_is_given_without_a_copy() -> None:
     engine = Watching()
     adapter = adapter_of(engine)
-    Tangents(QUERIES).measure(engine, Step(adapter, _examples(random_completions(12)), SEED, STEP))
+    TangentEstimator(QUERIES).measure(engine, Step(adapter, _examples(random_completions(12)), SEED, STEP))
     ((call, _),) = engine.given
     assert np.shares_memory(call.adapters, adapter.values)
 
@@ -163,7 +163,7 @@ def test_the_adapter_is_given_without_a_copy() -> None:
 def test_a_step_is_one_call_whatever_its_examples() -> None:
     engine = NumpyEngine()
     step = Step(adapter_of(engine), _examples(random_completions(12), 8), SEED, STEP)
-    found = Tangents(QUERIES).measure(engine, step)
+    found = TangentEstimator(QUERIES).measure(engine, step)
     assert engine.calls == 1
     assert found.engine_seconds > 0
 
@@ -171,11 +171,11 @@ def test_a_step_is_one_call_whatever_its_examples() -> None:
 def test_the_largest_tangent_of_a_step_is_told() -> None:
     engine = Watching()
     step = Step(adapter_of(engine), _examples(random_completions(12), 12), SEED, STEP)
-    found = Tangents(QUERIES).measure(engine, step)
+    found = TangentEstimator(QUERIES).measure(engine, step)
     assert found.largest_tangent == engine.largest > 0
     engine.weight[0, 0] = np.nan
     with np.errstate(invalid="ignore"):
-        largest = Tangents(QUERIES).measure(engine, step).largest_tangent
+        largest = TangentEstimator(QUERIES).measure(engine, step).largest_tangent
     assert largest is not None and np.isnan(largest)
 
 
@@ -183,11 +183,11 @@ def test_the_largest_tangent_of_a_step_is_told() -> None:
 def test_gradient_from_a_journal_has_the_same_bits(clip: float) -> None:
     engine = NumpyEngine()
     adapter = adapter_of(engine)
-    estimator = Tangents(QUERIES, clip=clip)
+    estimator = TangentEstimator(QUERIES, clip=clip)
     step = Step(adapter, _examples(random_completions(12), 8), SEED, STEP)
     found = estimator.measure(engine, step)
     live = estimator.gradient(found.learnt, SEED, STEP, adapter.modules)
     stored = json.loads(json.dumps(found.learnt))
     assert on_grid(np.array(stored["scalars"]), axis=0).tolist() == stored["scalars"]
-    replayed = Tangents(QUERIES).gradient(stored, SEED, STEP, adapter.modules)
+    replayed = TangentEstimator(QUERIES).gradient(stored, SEED, STEP, adapter.modules)
     assert replayed.tobytes() == live.tobytes()

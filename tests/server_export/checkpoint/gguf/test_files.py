@@ -282,10 +282,10 @@ def test_its_folder_is_gone_after_the_process_and_not_with_a_forked_one(tiny: Pa
 
 def test_states_without_a_head_are_read(tiny: Path) -> None:
     """The base of a decoder, whose names begin otherwise."""
-    from server_export.checkpoint.weights import Weights
+    from server_export.checkpoint.weights import CheckpointWeights
 
     outline = outline_model(str(tiny), pooled=True).model
-    weights, whole = Weights(find_files(str(tiny)), outline), load_model(str(tiny)).model
+    weights, whole = CheckpointWeights(find_files(str(tiny)), outline), load_model(str(tiny)).model
     for name, _ in outline.named_parameters():
         assert torch.equal(weights.read(name), whole.get_parameter(f"model.{name}"))
 

@@ -12,7 +12,7 @@ import torch
 from server_export.adapter.layers import conv1d_names
 from server_export.checkpoint.files import find_files
 from server_export.checkpoint.loading import load_model, outline_model
-from server_export.checkpoint.weights import Weights
+from server_export.checkpoint.weights import CheckpointWeights
 from tests.gguf_files import write_gguf
 from tests.tiny_models import make_model, make_tokenizer
 
@@ -35,10 +35,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def weights_of(path: Path) -> tuple[Weights, Any]:
+def weights_of(path: Path) -> tuple[CheckpointWeights, Any]:
     outline = outline_model(str(path)).model
     transposed = {f"{name}.weight" for name in conv1d_names(outline)}
-    return Weights(find_files(str(path)), outline, transposed), outline
+    return CheckpointWeights(find_files(str(path)), outline, transposed), outline
 
 
 @pytest.mark.parametrize("architecture", MODELS)

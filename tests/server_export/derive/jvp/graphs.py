@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from server_export.derive.jvp.transform import ONES, Dense, differentiate
 from server_export.ir.rewriting import rewritten_graph
-from server_export.ir.tangents import Tangents
+from server_export.ir.tangents import GraphTangents
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -97,14 +97,14 @@ def shapes_of(graph_module: GraphModule, inputs: Sequence[torch.Tensor]) -> dict
     return recorder.shapes
 
 
-def run(writer: Tangents, value: Any, *inputs: torch.Tensor) -> Any:
+def run(writer: GraphTangents, value: Any, *inputs: torch.Tensor) -> Any:
     """What nodes of a graph are for the inputs of its placeholders; ends the graph."""
     writer.graph.output(value)
     with torch.no_grad():
         return GraphModule(writer.graph_module, writer.graph)(torch.ones(1, TOKENS, 1), *inputs)
 
 
-def placeholders(writer: Tangents, **values: torch.Tensor) -> list[Node]:
+def placeholders(writer: GraphTangents, **values: torch.Tensor) -> list[Node]:
     """New inputs of a graph with the shapes of some values, after its `ones`."""
     nodes = [writer.graph.placeholder(name) for name in values]
     for node, value in zip(nodes, values.values(), strict=True):

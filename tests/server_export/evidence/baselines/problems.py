@@ -12,7 +12,7 @@ from torch import nn
 
 from prge.formats.adapter import Adapter
 from prge.formats.bundle import Bundle
-from prge.formats.chain import Block, BlockProgram, Bounds, Chain, Interface
+from prge.formats.chain import BlockProgram, BlockSpec, Bounds, Chain, Interface
 from prge.formats.signatures import FORWARD
 from prge.model_spec import AdaptedModule
 from prge.objectives.examples import Example
@@ -109,12 +109,12 @@ def _make_chain(start: StartAdapter, pooling: str) -> Chain:
         BlockProgram("", {FORWARD: Interface(("tokens",), ("hidden_states",))}),
         BlockProgram("", {FORWARD: Interface(inputs, ("hidden_states",))}),
     ]
-    blocks = [Block(0, "0", (), ()), Block(1, "1", (), tuple(range(len(modules))))]
+    blocks = [BlockSpec(0, "0", (), ()), BlockSpec(1, "1", (), tuple(range(len(modules))))]
     if is_decoder:
         programs.append(
             BlockProgram("", {FORWARD: Interface(("hidden_states", "targets", "shift"), ("parts",))})
         )
-        blocks.append(Block(2, "2", (), ()))
+        blocks.append(BlockSpec(2, "2", (), ()))
     return Chain(
         readout="logprobs" if is_decoder else "pooled",
         pooling=pooling,

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server_export.evidence.baselines.allocation import Choice, Depth, Option, Question, choose
+from server_export.evidence.baselines.allocation import Allocation, Depth, Option, Question, choose
 from server_export.evidence.baselines.settings import SearchName
 
 SEARCHES: tuple[SearchName, SearchName] = ("greedy", "evolutionary")
@@ -23,7 +23,7 @@ def levels(asked: Question, search: SearchName = "greedy") -> dict[str, float] |
     return None if choice is None else {option.part: option.level for option in choice.options}
 
 
-def every(asked: Question) -> list[Choice]:
+def every(asked: Question) -> list[Allocation]:
     """All choices that fit."""
     found = []
     for depth in range(len(asked.depths)):
@@ -32,7 +32,7 @@ def every(asked: Question) -> list[Choice]:
             if option.block >= depth:
                 ways.setdefault(option.part, [None]).append(option)
         for way in itertools.product(*ways.values()):
-            choice = Choice(depth, frozenset(option for option in way if option is not None))
+            choice = Allocation(depth, frozenset(option for option in way if option is not None))
             if asked.cost(choice) <= asked.limit:
                 found.append(choice)
     return found

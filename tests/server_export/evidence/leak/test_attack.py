@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from server_export.evidence.leak import prior
-from server_export.evidence.leak.reports import Report, View, directions_of, sent
-from server_export.evidence.leak.rows import Form, Rows
+from server_export.evidence.leak.reports import Report, ReportView, directions_of, sent
+from server_export.evidence.leak.rows import KnownForm, Rows
 from server_export.evidence.leak.search import Search, attack, span_rows
 from server_export.evidence.leak.settings import LeakSettings
 from server_export.evidence.leak.victim import Victim
 from tests.server_export.evidence.leak.victims import make_rows, make_victim, task_form, text_form
 
-EXACT = View()
+EXACT = ReportView()
 
 
-def attacked(victim: Victim, form: Form, report: Report, samples: int = 64, guesses: int = 3000) -> Rows:
+def attacked(victim: Victim, form: KnownForm, report: Report, samples: int = 64, guesses: int = 3000) -> Rows:
     generator = torch.Generator().manual_seed(0)
     written = prior.sample(victim, form, samples, generator)
     return attack(victim, form, report, written, LeakSettings(preset="demo", guesses=guesses), generator)

@@ -8,23 +8,23 @@ import pytest
 import torch
 
 from server_export.evidence.leak.matching import difference, match
-from server_export.evidence.leak.reports import View, sent
+from server_export.evidence.leak.reports import ReportView, sent
 from server_export.evidence.leak.rows import Rows
 from server_export.evidence.leak.settings import LeakSettings, Objective
-from server_export.evidence.leak.target import Target, open_target
+from server_export.evidence.leak.target import AttackTarget, open_target
 from tests.server_export.evidence.leak.victims import make_rows, make_victim, text_form
 
 OBJECTIVES: list[Objective] = ["dlg", "cosine"]
 
 
 @pytest.fixture(scope="module")
-def trained() -> Target:
+def trained() -> AttackTarget:
     """The demo's model, which was trained: only there embeddings mean something."""
     return open_target(LeakSettings(model="demo", rows=Path("demo"), target_modules=["o_proj", "down_proj"]))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_wrong_token_becomes_the_right_one(trained: Target, objective: Objective) -> None:
+def test_a_wrong_token_becomes_the_right_one(trained: AttackTarget, objective: Objective) -> None:
     victim = trained.victim(rank=8, seed=0)
     form = text_form(8)
     right, wrong = (
@@ -32,7 +32,7 @@ def test_a_wrong_token_becomes_the_right_one(trained: Target, objective: Objecti
         for name in ("Max", "Emma")
     )
     rows, guess = (Rows(torch.tensor([tokens]), torch.tensor([0])) for tokens in (right, wrong))
-    report = sent(View(), victim.gradients(form, rows)[0])
+    report = sent(ReportView(), victim.gradients(form, rows)[0])
     assert match(victim, form, report, guess, objective, 100).tokens.tolist() == [right]
 
 
@@ -53,5 +53,5 @@ def test_only_the_cosine_forgets_the_size() -> None:
 def test_no_steps_change_nothing() -> None:
     victim, form = make_victim(4), text_form(4)
     rows = make_rows(form, 2)
-    report = sent(View(), victim.gradients(form, rows)[0])
+    report = sent(ReportView(), victim.gradients(form, rows)[0])
     assert torch.equal(match(victim, form, report, rows, "cosine", 0).tokens, rows.tokens)

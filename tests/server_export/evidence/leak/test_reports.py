@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prge.training.estimators.directions import RankOneDirections
-from server_export.evidence.leak.reports import View, directions_of, largest, sent
+from server_export.evidence.leak.reports import ReportView, directions_of, largest, sent
 from tests.server_export.evidence.leak.victims import make_rows, make_victim, text_form
 
 
@@ -15,7 +15,7 @@ def gradients(count: int = 2, size: int = 600) -> torch.Tensor:
 
 
 def test_exact_is_the_mean() -> None:
-    torch.testing.assert_close(sent(View(), gradients()).gradient(), gradients().mean(0))
+    torch.testing.assert_close(sent(ReportView(), gradients()).gradient(), gradients().mean(0))
 
 
 def test_top_has_the_largest_values_in_their_places() -> None:
@@ -50,7 +50,7 @@ def test_as_many_projections_as_values_determine_the_gradient(enough: bool) -> N
 
 def test_noise_is_as_large_as_it_says() -> None:
     own = gradients(1, 20_000)
-    report = sent(View(), own, 0.5, torch.Generator().manual_seed(1))
+    report = sent(ReportView(), own, 0.5, torch.Generator().manual_seed(1))
     assert float((report.numbers - own[0]).std()) == pytest.approx(report.noise, rel=0.05)
     assert report.noise == pytest.approx(0.5 * float(own.norm()))
     assert report.gradient() is None
@@ -59,7 +59,7 @@ def test_noise_is_as_large_as_it_says() -> None:
 def test_clipping_bounds_what_a_row_adds_to_a_step() -> None:
     own = gradients(2) * torch.tensor([[1.0], [0.1]])
     made = torch.randn(40, 600, generator=torch.Generator().manual_seed(2)).sign()
-    plain = View(directions=made, queries=4)
+    plain = ReportView(directions=made, queries=4)
     report = sent(plain, own, 1.0, torch.Generator().manual_seed(1))
     clip = float(own.norm(dim=1).max())
     steps = report.view(own).reshape(2, 10, 4)
@@ -70,6 +70,6 @@ def test_clipping_bounds_what_a_row_adds_to_a_step() -> None:
 
 def test_the_right_guess_is_the_likeliest() -> None:
     own = gradients(1)
-    report = sent(View(), own)
+    report = sent(ReportView(), own)
     seen = report.view(torch.cat([own, own * 1.1, -own]))
     assert int(report.log_likelihoods(seen).argmax()) == 0

@@ -15,14 +15,14 @@ from prge.formats.peft import read_peft
 from prge.objectives.examples import Example
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.protocol import Step
-from server_export.evidence.leak.rows import Form, Rows
+from server_export.evidence.leak.rows import KnownForm, Rows
 from server_export.evidence.leak.settings import LeakSettings
 from server_export.evidence.leak.target import open_target
 from server_export.evidence.leak.victim import Victim
 from tests.server_export.evidence.leak.victims import make_rows, make_victim, task_form, text_form
 
 
-def example_of(form: Form, rows: Rows) -> Example:
+def example_of(form: KnownForm, rows: Rows) -> Example:
     """The first of some rows as a device reads it."""
     tokens = (*form.before, *rows.tokens[0].tolist(), *form.after)
     if form.classes:
@@ -59,7 +59,7 @@ def test_every_row_has_the_gradient_that_it_has_alone(architecture: str) -> None
 
 
 @pytest.mark.parametrize("form", [text_form(5), task_form(4)])
-def test_tokens_are_a_case_of_rows_that_are_none(form: Form) -> None:
+def test_tokens_are_a_case_of_rows_that_are_none(form: KnownForm) -> None:
     victim = make_victim(4)
     rows = make_rows(form, 2)
     targets = torch.nn.functional.one_hot(rows.tokens, victim.vocabulary).float()
@@ -75,7 +75,7 @@ def test_likelihood_is_the_product_of_predictions() -> None:
         torch.testing.assert_close(victim.gradients(form, rows)[1][0], each.sum())
 
 
-def inputs_of(victim: Victim, form: Form, rows: Rows) -> torch.Tensor:
+def inputs_of(victim: Victim, form: KnownForm, rows: Rows) -> torch.Tensor:
     """What the first layer sees of a row's tokens, times lora_a^T: [tokens, rank]."""
     prefixes = [rows.tokens[:1, :count] for count in range(form.length)]
     name = victim.modules[0].name

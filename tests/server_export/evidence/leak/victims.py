@@ -8,7 +8,7 @@ import torch
 
 from server_export.adapter.layers import convert_conv1d, initial_lora_a, match_target_modules
 from server_export.checkpoint.loading import prepare_model
-from server_export.evidence.leak.rows import Form, Rows
+from server_export.evidence.leak.rows import KnownForm, Rows
 from server_export.evidence.leak.victim import Victim
 from tests.tiny_models import VOCABULARY, make_model
 
@@ -31,17 +31,17 @@ def make_victim(rank: int = 8, architecture: str = "llama", seed: int = 0, **cha
     return Victim.of(loaded, lora_a, lora_b)
 
 
-def text_form(length: int, before: tuple[int, ...] = BEGIN) -> Form:
+def text_form(length: int, before: tuple[int, ...] = BEGIN) -> KnownForm:
     """Texts of so many tokens."""
-    return Form(before, length)
+    return KnownForm(before, length)
 
 
-def task_form(length: int) -> Form:
+def task_form(length: int) -> KnownForm:
     """Rows that end in two known tokens and are one of two classes."""
-    return Form(BEGIN, length, (9, 10), (7, 11))
+    return KnownForm(BEGIN, length, (9, 10), (7, 11))
 
 
-def make_rows(form: Form, count: int, seed: int = 0) -> Rows:
+def make_rows(form: KnownForm, count: int, seed: int = 0) -> Rows:
     """Random tokens and labels."""
     draw = torch.Generator().manual_seed(seed)
     tokens = torch.randint(_FIRST, VOCABULARY, (count, form.length), generator=draw)
