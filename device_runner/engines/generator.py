@@ -213,7 +213,7 @@ class ChainSpeaker:
         for place, found in step.kept:
             for row, length in enumerate(lengths):
                 place[row, :, 1 + length] = found[row]
-        for place, found in step.recurrent_states:
+        for place, found in step.carried:
             place[: len(lengths)] = found
         if len(step.shards) > 1:
             np.concatenate(step.shards[:, :, 0], axis=1, out=step.logits)
@@ -353,7 +353,7 @@ class ChainSpeaker:
         rows, answers = len(step.sequences), dict[str, Array]()
         for name, array in self._carried.get(number, {}).items():
             given[name], answers[name] = array[:rows], np.empty((rows, *array.shape[1:]), np.float32)
-            step.recurrent_states.append((array, answers[name]))
+            step.carried.append((array, answers[name]))
         return answers
 
     def _attending(self, step: _Step, number: int, given: dict[str, Array]) -> dict[str, Array]:
@@ -456,10 +456,10 @@ class ChainSpeaker:
 
     def _fill(self, number: int, table: Array, lengths: Array) -> None:
         """Write the rows of a table for tokens that so many others come before."""
-        known = self._tables[number]
-        if known.type == "positions":
-            table[:, 0] = known.first + lengths
-        elif known.type == "rotary":
+        spec = self._tables[number]
+        if spec.type == "positions":
+            table[:, 0] = spec.first + lengths
+        elif spec.type == "rotary":
             known = self._rotary.get(number)
             if known is None or len(known) < self._capacity:
                 known = self._rotary[number] = self._blocks.tables.of(number, self._capacity)[0]

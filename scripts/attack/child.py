@@ -71,7 +71,7 @@ class Ended:
 def import_verbs(workstation: bool = False) -> None:
     """Import a device's verbs, or a workstation's with torch, and what they import when they are called."""
     for name in DEVICE_VERBS:
-        importlib.import_module(prge.cli.VERBS[name].module)
+        importlib.import_module(prge.cli.main.VERBS[name].module)
     for module in _IMPORTED_LATE:
         importlib.import_module(module)
     if workstation:
@@ -172,7 +172,7 @@ class Child:
             sys.argv = ["prge", *map(str, self.words)]
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             begun = True
-            code = (self.call or prge.cli.main)()
+            code = (self.call or prge.cli.main.main)()
         except BaseException as error:
             within = error.__traceback__ is not None and error.__traceback__.tb_next is not None
             if isinstance(error, KeyboardInterrupt) and not (begun and within):  # as while Python starts

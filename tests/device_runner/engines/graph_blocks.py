@@ -90,7 +90,7 @@ class GraphBlocks:
             )
             for number, (block, first) in enumerate(zip(model.blocks, model.type_of, strict=True))
         ]
-        tables = [manifest.TableSpec(t.kind, t.window, t.first, t.members) for t in model.tables.all]
+        tables = [manifest.TableSpec(t.type, t.window, t.first, t.members) for t in model.tables.all]
         readout, pooling = ("logprobs", "mean") if model.is_decoder else ("pooled", "first")
         return manifest.Chain(
             readout, pooling, self._width(model.end - 1), model.vocabulary_size, model.modules, bounds,

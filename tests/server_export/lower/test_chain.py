@@ -61,7 +61,7 @@ def upper(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
 def test_every_block_has_a_weights_file_and_its_kinds_program(upper: Written) -> None:
     programs = [program.file for program in upper.lowered.programs]
     assert programs == [f"programs/{name}.pte" for name in ("embedding", "block", "block-2", "head")]
-    assert [block.kind for block in upper.lowered.blocks] == [0, 1, 1, 2, 3]
+    assert [block.program for block in upper.lowered.blocks] == [0, 1, 1, 2, 3]
     assert [block.weights for block in upper.lowered.blocks] == [
         f"weights/{name}.ptd" for name in ("embedding", "000", "001", "002", "head")
     ]
