@@ -78,7 +78,7 @@ def with_specs(chain: Chain, programs: Sequence[Any]) -> Chain:
     def of(method: Interface, role: str, program: Any) -> Interface:
         if method.has_specs:
             return method
-        signature = program.signature(method.name or role)
+        signature = program.signature(method.method or role)
         return replace(method, input_specs=tuple(signature.inputs), output_specs=tuple(signature.outputs))
 
     return replace(

@@ -168,15 +168,15 @@ class TensorSpec:
 class Interface:
     """Names of a method's inputs and outputs, in order, and the spec of each.
 
-    Manifests of older versions have names alone: an engine takes the specs of their programs. `name` is the
-    method's own in its program; programs of this version call it as its role.
+    Manifests of older versions have names alone: an engine takes the specs of their programs. `method` is
+    what a program of an older version calls the method, which has the name of its role since.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     input_specs: tuple[TensorSpec, ...] = ()
     output_specs: tuple[TensorSpec, ...] = ()
-    name: str = ""
+    method: str = ""
 
     @property
     def has_specs(self) -> bool:
@@ -203,7 +203,7 @@ class BlockProgram:
 
     def method_name(self, role: str) -> str:
         """What the program calls the method of a role."""
-        return self.methods[role].name or role
+        return self.methods[role].method or role
 
 
 @dataclass(frozen=True)
@@ -555,6 +555,8 @@ class Chain:
             for role, method in program.methods.items():
                 written["methods"][role]["input_specs"] = list(map(str, method.input_specs))
                 written["methods"][role]["output_specs"] = list(map(str, method.output_specs))
+                if not method.method:
+                    del written["methods"][role]["method"]
         return block
 
     @classmethod
@@ -586,7 +588,7 @@ def _spec_problems(method: Interface, where: str) -> Iterator[str]:
 # Fields that manifests of older versions lack.
 _LATER = (
     *("trains_a", "experts", "shared_in", "past", "shared", "chunk", "window"),
-    *("input_specs", "output_specs", "name"),
+    *("input_specs", "output_specs", "method"),
 )
 _IN_WORDS: dict[type, str] = {
     bool: "true or false",

@@ -70,7 +70,7 @@ def test_what_layers_read_can_be_watched_and_operators_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden_states", "lora_b"), [((3, 2, WIDTH), (2, WIDTH, WIDTH)), ((1, 2, WIDTH + 1), (1, WIDTH, WIDTH))]
+    ("state", "lora_b"), [((3, 2, WIDTH), (2, WIDTH, WIDTH)), ((1, 2, WIDTH + 1), (1, WIDTH, WIDTH))]
 )
 def test_inputs_whose_sizes_contradict_each_other_are_refused(
     state: tuple[int, ...], lora_b: tuple[int, ...]
