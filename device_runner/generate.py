@@ -118,6 +118,7 @@ def _read_messages(path: Path) -> tuple[list[Mapping[str, Any]], Mapping[str, An
             f"{path} can't be answered",
             [reason],
             remedy='give JSON: [{"role": "user", "content": "..."}], or {"messages": ..., "tools": ...}',
+            code="messages-unusable",
         ) from None
 
 
@@ -128,7 +129,7 @@ def _answerable(messages: object) -> list[Mapping[str, Any]]:
     try:
         return check_messages(messages, answered=False)
     except ValueError as error:
-        raise RowError(str(error)) from None
+        raise RowError(str(error), code="messages-malformed") from None
 
 
 def _rows_asked(
@@ -168,7 +169,7 @@ def _rows_asked(
         except DataError as error:
             problems.append(f"row {row.number}: {'; '.join(error.problems)}")
     if problems:
-        raise DataError(f"{source.name} has rows that can't be answered", problems)
+        raise DataError(f"{source.name} has rows that can't be answered", problems, code="rows-unanswerable")
     for how, count in read.items():
         note(f"{source.name}: {count} rows {how}")
     return asked
@@ -178,7 +179,8 @@ def _text_of(row: Row) -> str:
     for column in ("prompt", "text"):
         if column in row.fields:
             if not isinstance(row.fields[column], str):
-                raise RowError(f"column {column!r} is {shown(row.fields[column])}, must be a text")
+                problem = f"column {column!r} is {shown(row.fields[column])}, must be a text"
+                raise RowError(problem, code="column-not-text")
             return str(row.fields[column])
     raise AssertionError("a form without a prompt")
 
@@ -228,6 +230,7 @@ def _written(
             f"{source} can't be answered",
             dict.fromkeys(problems),
             remedy="shorten them, give a larger --context, or --overflow truncate",
+            code="rows-unanswerable",
         )
     written = 0
     while written < len(tickets):

@@ -63,7 +63,12 @@ def _method(role: str, method: Mapping[str, Any]) -> dict[str, Any]:
     inputs = [
         "grad_parts" if is_head and name == "slope" else port_of_format_3(name) for name in method["inputs"]
     ]
-    return {**method, "method": role, "inputs": inputs, "outputs": [*map(port_of_format_3, method["outputs"])]}
+    return {
+        **method,
+        "method": role,
+        "inputs": inputs,
+        "outputs": [*map(port_of_format_3, method["outputs"])],
+    }
 
 
 def port_of_format_3(name: str) -> str:

@@ -28,7 +28,7 @@ def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
         need_landlock()
         monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     else:
-        monkeypatch.setattr("prge.system.sandbox._enter_landlock", lambda: None)
+        monkeypatch.setattr("prge.system.sandbox.enter_landlock", lambda: None)
     return str(request.param)
 
 

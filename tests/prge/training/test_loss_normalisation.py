@@ -11,7 +11,7 @@ from prge.engine import Array
 from prge.objectives.examples import Example
 from prge.training.estimators import exact
 from prge.training.estimators.differences import Antithetic, Differences
-from prge.training.estimators.directions import DirectionSampler
+from prge.training.estimators.directions import DirectionSampler, RankOneDirections
 from prge.training.estimators.exact import Exact
 from prge.training.estimators.protocol import Step
 from prge.training.estimators.tangents import TangentEstimator
@@ -82,7 +82,7 @@ def test_scalars_are_derivatives_of_the_mean_over_tokens(examples: list[Example]
 
     tangents = TangentEstimator(2, shared=True)
     measured = tangents.measure(engine, step)
-    along = tangents._directions
+    along = RankOneDirections(SEED, STEP, 2, len(examples), tuple(adapter.modules), shared=True)
     expected = [float(gradient @ along(query).astype(float)) for query in range(2)]
     np.testing.assert_allclose(measured.scalars.mean(-1), expected, atol=1e-3)
 
