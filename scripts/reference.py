@@ -15,10 +15,10 @@ from html import escape
 from typing import Any
 from unittest.mock import patch
 
-from prge.cli.main import main
 from prge.cli.bounds import flag
-from prge.cli.help import field_help, is_required
 from prge.cli.field_types import metavar
+from prge.cli.help import field_help, is_required
+from prge.cli.main import main
 
 PAGE, MARK = "reference/verbs.md", "<!-- flags -->"
 

@@ -31,7 +31,7 @@ def test_step_by_step(tmp_path: Path) -> None:
     for words in quoted:
         assert words[0] == "prge"
         # No command needs other roles than this one.
-        done = prge(*words[1:], *(["--roles", "tangent"] if words[1] == "export" else []), cwd=tmp_path)
+        done = prge(*words[1:], *(["--roles", "jvp"] if words[1] == "export" else []), cwd=tmp_path)
         if words[1] == "eval":
             accuracy = float(re.search(r"accuracy (\S+)", done.stdout).group(1))  # type: ignore[union-attr]
             assert accuracy > 0.8
