@@ -275,7 +275,7 @@ def test_blocks_that_save_nothing_as_experts_do_are_passed_over(
 ) -> None:
     blocks = opened(bundle, BACKWARD).blocks
     numbers = [*ActivationStore(blocks, residual_bytes=ENOUGH).saving_blocks(2 * TOKENS, 10)]
-    widths = blocks.saved_widths
-    monkeypatch.setattr(blocks, "saved_widths", lambda each: {} if each == numbers[1] else widths(each))
+    widths = blocks.residual_widths
+    monkeypatch.setattr(blocks, "residual_widths", lambda each: {} if each == numbers[1] else widths(each))
     store = ActivationStore(blocks, residual_bytes=ENOUGH)
     assert [*store.saving_blocks(2 * TOKENS, 10)] == [numbers[0], *numbers[2:]]
